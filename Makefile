@@ -1,0 +1,37 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11+; each makes .venv if it is missing.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := $(BIN)/python
+
+.PHONY: demo test check bench gpu soak
+
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
+	touch .venv/ready
+
+demo: .venv/ready
+	$(BIN)/penstock demo
+
+test: .venv/ready
+	$(RUN) -m pytest --timeout 300
+
+check: .venv/ready
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/ready
+	$(RUN) -m benchmarks.offload --json benchmarks/results/offload.json
+
+# A long campaign, outside CI: 10,000 put/get cycles under random faults.
+soak: .venv/ready
+	$(RUN) -m benchmarks.soak_tiers
+
+# From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.
+GPU_OUT ?= gpu-results
+gpu:
+	mkdir -p $(GPU_OUT)
+	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/gpu -q 2>&1 | tee $(GPU_OUT)/tests.txt
+	PYTHONPATH=src timeout 230 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json

@@ -1,0 +1,30 @@
+"""Penstock trains what does not fit, at nearly the speed of what does.
+
+It moves bytes between the device, host memory and the SSD behind the computation, and never moves what it need not.
+
+- `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
+- `penstock.tiers`: the engine under it: budgets, pools, lanes, handles, event traces.
+- `penstock.probe`: what this machine can do, and the true peak of a step.
+- `penstock.report`: pictures of what happened.
+- `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
+- `penstock.units` and `penstock.errors`: sizes as text, and everything that can go wrong.
+
+Rooms load on first use.
+"""
+
+import importlib
+from types import ModuleType
+
+from penstock._version import __version__ as __version__
+
+_ROOMS = ("errors", "offload", "probe", "report", "testing", "tiers", "units")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return importlib.import_module(f"penstock.{name}")
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ROOMS])

@@ -1,0 +1,118 @@
+"""Nameless files and direct I/O: the system calls under the disk tier and under the bandwidth probe.
+
+A spill file has no name (``O_TMPFILE``, else unlinked at once), so that a killed process leaves nothing behind, and
+mode 0600. Its I/O goes straight between the device and the caller's memory (``O_DIRECT``) where the file system
+allows it: address, length and offset of each request are then multiples of ``BLOCK_BYTES``. Where it does not, the
+same calls go through the page cache, which is told to drop the pages (``posix_fadvise(DONTNEED)``).
+
+``os.pwritev`` and ``os.preadv`` release the GIL; they reach the rate of the disk from two to four Python threads
+(docs/design/disk-io.md has the figures), so that no compiled code is needed here.
+"""
+
+import errno
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+BLOCK_BYTES = 4096
+"""Alignment of direct requests. 512 would do on some disks; 4096 does on all."""
+
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+
+
+class SpillFile:
+    """One nameless file in ``directory``, grown in preallocated steps and closed with ``close``.
+
+    Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for a directory that cannot be used.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, direct: bool = True):
+        self.directory = Path(directory)
+        self.size_bytes = 0
+        self.is_direct = False
+        self._descriptor = -1
+        self._descriptor = self._open(direct)
+        _open_files.add(self)
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """What errors call this file: it has no path of its own."""
+        return f"{self.directory}/<nameless spill file>"
+
+    def grow(self, size_bytes: int) -> None:
+        """Preallocates the file up to ``size_bytes``. Raises ``OSError`` (``ENOSPC``) where the disk is full."""
+        if size_bytes > self.size_bytes:
+            os.posix_fallocate(self._descriptor, self.size_bytes, size_bytes - self.size_bytes)
+            self.size_bytes = size_bytes
+
+    def write(self, view: memoryview, offset: int) -> int:
+        """Writes bytes of ``view`` at ``offset``; returns how many, which may be fewer than given."""
+        written = os.pwritev(self._descriptor, [view], offset)
+        if not self.is_direct:
+            os.fdatasync(self._descriptor)  # dirty pages cannot be dropped
+            os.posix_fadvise(self._descriptor, offset, written, os.POSIX_FADV_DONTNEED)
+        return written
+
+    def read(self, view: memoryview, offset: int) -> int:
+        """Reads into ``view`` from ``offset``; returns how many bytes came, 0 at the end of the file."""
+        count = os.preadv(self._descriptor, [view], offset)
+        if not self.is_direct:
+            os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+        return count
+
+    def close(self) -> None:
+        """Closes the file; the system frees its space at once. May be called again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, direct: bool) -> int:
+        if not self.directory.exists():
+            raise FileNotFoundError(
+                f"the spill directory {self.directory} does not exist. Create it first (mkdir -p {self.directory}), "
+                "on the SSD that should hold the bytes."
+            )
+        if not self.directory.is_dir():
+            raise NotADirectoryError(f"{self.directory} is a file; give the directory in which to spill")
+        for flag in (os.O_DIRECT, 0) if direct else (0,):
+            try:
+                descriptor = self._open_nameless(flag)
+            except PermissionError as error:
+                raise PermissionError(
+                    f"no permission to write in the spill directory {self.directory}; give one that this user owns"
+                ) from error
+            except OSError as error:
+                if flag and error.errno in _NO_DIRECT:
+                    continue
+                raise
+            self.is_direct = bool(flag)
+            return descriptor
+        raise AssertionError("unreachable: the last flag either opens or raises")
+
+    def _open_nameless(self, flag: int) -> int:
+        try:
+            return os.open(self.directory, os.O_TMPFILE | os.O_RDWR | flag, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+        descriptor, path = tempfile.mkstemp(prefix=".penstock-", dir=self.directory)  # made with mode 0600
+        try:
+            return os.open(path, os.O_RDWR | flag)
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+
+
+_open_files: "weakref.WeakSet[SpillFile]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for file in list(_open_files):
+        file.close()  # else the parent's disk space would live as long as the child
+
+
+os.register_at_fork(after_in_child=_close_in_child)

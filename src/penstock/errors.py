@@ -1,0 +1,94 @@
+"""Every exception and warning that a user of Penstock can meet.
+
+Misuse raises ``ValueError`` or ``TypeError``; the classes here name the faults of the world, and our own.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Self
+
+__all__ = [
+    "BudgetError",
+    "DoubleBackwardError",
+    "ForkedProcessError",
+    "InternalError",
+    "OffloadDeclinedWarning",
+    "PenstockError",
+    "PenstockWarning",
+    "TierDegradedWarning",
+    "TierFullError",
+    "TierReadError",
+    "TierWriteError",
+]
+
+
+class PenstockError(Exception):
+    """Base of all errors that Penstock defines."""
+
+
+class BudgetError(PenstockError, ValueError):
+    """A budget that cannot be met. The message names the smallest one that can, and what needs it."""
+
+
+class TierFullError(PenstockError):
+    """A tier has no room for a reservation: its capacity, its budget or the file system is exhausted."""
+
+
+class _TransferError(PenstockError, OSError):
+    _verb = ""
+    _advice = ""
+
+    def __init__(self, *, tier: str, file: str, offset: int, size_bytes: int, reason: str, errno: int | None = None):
+        where = f"{size_bytes} bytes at offset {offset} of {file} (tier {tier!r})"
+        message = f"{self._verb} {where} failed: {reason}. {self._advice}"
+        super().__init__(*([message] if errno is None else [errno, message]))
+        self.tier, self.file, self.offset, self.size_bytes, self.reason = tier, file, offset, size_bytes, reason
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        names = ("tier", "file", "offset", "size_bytes", "reason", "errno")
+        return partial(type(self), **{name: getattr(self, name) for name in names}), ()
+
+
+class TierWriteError(_TransferError):
+    """Bytes could not be written into a tier. The storage they came from is still whole where it was.
+
+    Attributes: ``tier`` and ``file`` (names), ``offset`` and ``size_bytes`` of the failed request, ``errno``.
+    """
+
+    _verb = "writing"
+    _advice = "Nothing is lost: the storage stays where it was."
+
+
+class TierReadError(_TransferError):
+    """Bytes in a tier could not be read back, or came back different. Never answered with other numbers.
+
+    Attributes: ``tier`` and ``file`` (names), ``offset`` and ``size_bytes`` of the failed request, ``errno``
+    (``None`` where the system reported none, as for a checksum that differs).
+    """
+
+    _verb = "reading"
+    _advice = "The step cannot go on without these bytes; check the device with `dmesg` and its SMART data."
+
+
+class ForkedProcessError(PenstockError):
+    """Parked bytes were asked for in a forked child. They belong to the parent, whose lanes the child lacks."""
+
+
+class DoubleBackwardError(PenstockError, RuntimeError):
+    """``create_graph=True`` was used on a graph whose saved tensors were offloaded."""
+
+
+class InternalError(PenstockError):
+    """A bug in Penstock. Please report it with the message."""
+
+
+class PenstockWarning(UserWarning):
+    """Base of all warnings that Penstock gives."""
+
+
+class TierDegradedWarning(PenstockWarning):
+    """A tier works, but with less than was asked: no direct I/O, no pinned memory, or a failed write."""
+
+
+class OffloadDeclinedWarning(PenstockWarning):
+    """Offloading was asked for and is not being done, because it would not pay. The message says by how much."""
