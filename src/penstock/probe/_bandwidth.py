@@ -1,0 +1,165 @@
+"""Bandwidth of each link in each direction, by real transfers, remembered per machine for a week."""
+
+import json
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from penstock.directio import SpillFile
+
+_EXPIRY_S = 7 * 86400
+_REQUEST_BYTES = 8 * 2**20
+_SAMPLE_BYTES = 256 * 2**20
+_ROUNDS = 3
+_NUM_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneBandwidth:
+    """What one link carries in one direction."""
+
+    lane: str
+    """Such as ``"device->disk"``, as in events."""
+    bandwidth_bytes_per_s: float
+    """Median over a few transfers of 256 MiB in requests of 8 MiB."""
+    is_direct: bool
+    """Whether the bytes go without a copy by the processor (``O_DIRECT``, pinned memory)."""
+    measured_s: float
+    """When, in seconds of ``time.time()``."""
+
+
+def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> tuple[LaneBandwidth, ...]:
+    """Bandwidths between the device, host memory and a disk, in bytes per second.
+
+    ``directory`` is where the disk tier would spill; 256 MiB of free space are needed there for a moment. Results are
+    kept per machine, device and file system for a week; ``refresh`` measures anew. On a CPU-only machine the lanes are
+    ``device->disk`` and ``disk->device``; with CUDA ``host->disk``, ``disk->host``, ``device->host``, ``host->device``.
+    Raises what opening a file in ``directory`` raises.
+    """
+    key = _key(Path(directory))
+    cache = _load_cache()
+    known = cache.get(key)
+    if known and not refresh and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known):
+        return tuple(LaneBandwidth(**lane) for lane in known)
+    lanes = _disk_lanes(directory) + (_cuda_lanes() if torch.cuda.is_available() else ())
+    cache[key] = [asdict(lane) for lane in lanes]
+    _store_cache(cache)
+    return lanes
+
+
+def _disk_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
+    near = "host" if torch.cuda.is_available() else "device"
+    spill = SpillFile(directory)
+    try:
+        spill.grow(_SAMPLE_BYTES)
+        memory = mmap.mmap(-1, _SAMPLE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        view = memoryview(memory)
+        view[:] = os.urandom(2**20) * (_SAMPLE_BYTES // 2**20)  # a disk that compresses gains nothing
+        write_s = _timed(lambda: _in_requests(spill.write, view))
+        read_s = _timed(lambda: _in_requests(spill.read, view))
+    finally:
+        spill.close()
+    return (
+        _lane(f"{near}->disk", _SAMPLE_BYTES / write_s, spill.is_direct),
+        _lane(f"disk->{near}", _SAMPLE_BYTES / read_s, spill.is_direct),
+    )
+
+
+def _cuda_lanes() -> tuple[LaneBandwidth, ...]:
+    device = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
+    host = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+        destination.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return (
+        _lane("device->host", _SAMPLE_BYTES / _timed(lambda: copy(host, device)), True),
+        _lane("host->device", _SAMPLE_BYTES / _timed(lambda: copy(device, host)), True),
+    )
+
+
+def _in_requests(transfer: Callable[[memoryview, int], int], view: memoryview) -> None:
+    offsets = iter(range(0, len(view), _REQUEST_BYTES))
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                offset = next(offsets, None)
+            if offset is None:
+                return
+            try:
+                transfer(view[offset : offset + _REQUEST_BYTES], offset)
+            except OSError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(_NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _timed(transfer: Callable[[], None]) -> float:
+    transfer()
+    durations_s = []
+    for _ in range(_ROUNDS):
+        start_s = time.perf_counter()
+        transfer()
+        durations_s.append(time.perf_counter() - start_s)
+    return median(durations_s)
+
+
+def _lane(lane: str, bandwidth_bytes_per_s: float, is_direct: bool) -> LaneBandwidth:
+    return LaneBandwidth(
+        lane=lane, bandwidth_bytes_per_s=bandwidth_bytes_per_s, is_direct=is_direct, measured_s=time.time()
+    )
+
+
+def _key(directory: Path) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    file_system = directory.stat().st_dev if directory.exists() else directory
+    return f"{platform.node()}/{device}/{file_system}"
+
+
+def _cache_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "bandwidths.json"
+
+
+def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody may have edited; LaneBandwidth checks
+    try:
+        cache = json.loads(_cache_file().read_text())
+        for lanes in cache.values():
+            for lane in lanes:
+                bandwidth = LaneBandwidth(**lane)
+                if not isinstance(bandwidth.measured_s, float) or not isinstance(
+                    bandwidth.bandwidth_bytes_per_s, float
+                ):
+                    return {}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        return {}
+    return cache  # type: ignore[no-any-return]
+
+
+def _store_cache(cache: dict[str, list[dict[str, Any]]]) -> None:
+    file = _cache_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(cache))
+        draft.replace(file)
+    except OSError:
+        pass  # a cache that cannot be kept costs two seconds the next time

@@ -1,0 +1,125 @@
+"""What this machine has: devices, tiers, bandwidths, and which features work or why not."""
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.directio import SpillFile
+from penstock.probe._bandwidth import LaneBandwidth, bandwidths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A device or a tier."""
+
+    name: str
+    """``"device"``, ``"host"`` or ``"disk"``."""
+    description: str
+    """What it is on this machine."""
+    capacity_bytes: int
+    """All of it."""
+    free_bytes: int
+    """What is free now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Something that a machine may support."""
+
+    name: str
+    """What it is."""
+    is_supported: bool
+    """Whether it works here."""
+    reason: str
+    """Why not, or how it was found out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineReport:
+    """What ``machine`` found."""
+
+    places: tuple[Place, ...]
+    """Devices first, then tiers."""
+    lanes: tuple[LaneBandwidth, ...]
+    """Bandwidths, per link and direction."""
+    features: tuple[Feature, ...]
+    """What works, and why the rest does not."""
+
+
+def machine(directory: str | os.PathLike[str] = ".", *, refresh: bool = False) -> MachineReport:
+    """Looks at this machine, with ``directory`` as the place to spill. See ``bandwidths`` for cost and errors."""
+    lanes = bandwidths(directory, refresh=refresh)  # first, since it says best what is wrong with a directory
+    return MachineReport(places=_devices() + _tiers(Path(directory)), lanes=lanes, features=_features(directory))
+
+
+def _devices() -> tuple[Place, ...]:
+    if not torch.cuda.is_available():
+        capacity_bytes, free_bytes = _main_memory_bytes()
+        description = f"main memory, {os.cpu_count()} cores (no CUDA device)"
+        return (Place(name="device", description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes),)
+    places = []
+    for index in range(torch.cuda.device_count()):
+        free_bytes, capacity_bytes = torch.cuda.mem_get_info(index)
+        description = f"cuda:{index} {torch.cuda.get_device_name(index)}"
+        places.append(
+            Place(name="device", description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes)
+        )
+    return tuple(places)
+
+
+def _tiers(directory: Path) -> tuple[Place, ...]:
+    disk = shutil.disk_usage(directory)
+    places = [Place(name="disk", description=str(directory.resolve()), capacity_bytes=disk.total, free_bytes=disk.free)]
+    if torch.cuda.is_available():
+        capacity_bytes, free_bytes = _main_memory_bytes()
+        places.insert(
+            0, Place(name="host", description="main memory", capacity_bytes=capacity_bytes, free_bytes=free_bytes)
+        )
+    return tuple(places)
+
+
+def _main_memory_bytes() -> tuple[int, int]:
+    """All main memory, and what is available without swapping."""
+    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return tuple(int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
+
+
+def _features(directory: str | os.PathLike[str]) -> tuple[Feature, ...]:
+    cuda = torch.cuda.is_available()
+    return (
+        _direct_io(directory),
+        Feature(name="CUDA", is_supported=cuda, reason="found" if cuda else "torch.cuda.is_available() is False"),
+        _gpu_direct_storage(),
+        _module("triton", "device reads host memory in place (unified), relational kernels"),
+        _compiler(),
+    )
+
+
+def _direct_io(directory: str | os.PathLike[str]) -> Feature:
+    spill = SpillFile(directory)
+    spill.close()
+    reason = "O_DIRECT opens in" if spill.is_direct else "O_DIRECT is refused by the file system of"
+    return Feature(name="direct I/O", is_supported=spill.is_direct, reason=f"{reason} {directory}")
+
+
+def _gpu_direct_storage() -> Feature:
+    name = "GPUDirect Storage"
+    if not torch.cuda.is_available():
+        return Feature(name=name, is_supported=False, reason="needs a CUDA device")
+    if not Path("/dev/nvidia-fs0").exists():
+        return Feature(name=name, is_supported=False, reason="the nvidia-fs kernel module is not loaded")
+    return _module("kvikio", "device and disk talk directly")
+
+
+def _module(name: str, purpose: str) -> Feature:
+    found = importlib.util.find_spec(name) is not None
+    return Feature(name=name, is_supported=found, reason=purpose if found else f"not installed ({purpose})")
+
+
+def _compiler() -> Feature:
+    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    return Feature(name="C compiler", is_supported=found is not None, reason=found or "none of cc, gcc, clang on PATH")
