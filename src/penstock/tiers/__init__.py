@@ -1,0 +1,44 @@
+"""The engine under every room: where bytes live, and how they move.
+
+A storage leaves the device through a waterfall of tiers (host memory where the device has its own, then disk) and comes
+back byte for byte:
+
+>>> import tempfile, torch
+>>> from penstock import tiers
+>>> directory = tempfile.mkdtemp()  # on an SSD
+>>> waterfall = tiers.waterfall_for("cpu", tiers.Budget(disk=directory))
+>>> tensor = torch.arange(1_000_000)
+>>> layout = tiers.ViewLayout.of(tensor)
+>>> handle = waterfall.park(tensor.untyped_storage(), label="an example")
+>>> del tensor                      # the disk has it, or will in a moment
+>>> layout.rebuild(handle.get())[-1]
+tensor(999999)
+>>> handle.release()
+>>> waterfall.close()
+
+- `Budget`: the one account of bytes, shared by rooms that run together; `Size` and `DiskSpec` are what it takes.
+- `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
+- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` makes one for a device.
+- `ViewLayout`: what of a tensor is not in its storage.
+- `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
+- `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
+"""
+
+from penstock.tiers._budget import Budget as Budget
+from penstock.tiers._budget import DiskSpec as DiskSpec
+from penstock.tiers._budget import Size as Size
+from penstock.tiers._build import waterfall_for as waterfall_for
+from penstock.tiers._disk import DiskTier as DiskTier
+from penstock.tiers._events import Event as Event
+from penstock.tiers._events import EventLog as EventLog
+from penstock.tiers._handle import Handle as Handle
+from penstock.tiers._handle import HandleState as HandleState
+from penstock.tiers._host import HostTier as HostTier
+from penstock.tiers._layout import ViewLayout as ViewLayout
+from penstock.tiers._statistics import TierStatistics as TierStatistics
+from penstock.tiers._statistics import ssd_life_s as ssd_life_s
+from penstock.tiers._tier import Extent as Extent
+from penstock.tiers._tier import Piece as Piece
+from penstock.tiers._tier import Tier as Tier
+from penstock.tiers._trace import write_trace as write_trace
+from penstock.tiers._waterfall import Waterfall as Waterfall

@@ -1,0 +1,87 @@
+"""A waterfall for a device, from a budget."""
+
+import torch
+
+from penstock.tiers._budget import Budget
+from penstock.tiers._disk import DiskTier
+from penstock.tiers._events import EventLog
+from penstock.tiers._host import HostTier
+from penstock.tiers._malloc import give_back_freed_memory
+from penstock.tiers._memory_mover import MemoryMover
+from penstock.tiers._stream_mover import StreamMover
+from penstock.tiers._streams import CudaStreams, Streams
+from penstock.tiers._tier import Tier
+from penstock.tiers._waterfall import Waterfall
+from penstock.units import parse_bytes
+
+MAX_IN_FLIGHT_BYTES = 128 * 2**20
+"""Bytes that may be on their way out at once, unless told otherwise: enough to keep an SSD busy for 25 to 100 ms."""
+
+
+def waterfall_for(
+    device: torch.device | str,
+    budget: Budget,
+    *,
+    max_in_flight: int | str = MAX_IN_FLIGHT_BYTES,
+    verify: bool = False,
+    events: EventLog | None = None,
+) -> Waterfall:
+    """A waterfall below ``device``: host memory first (CUDA only, where the budget names some), then the disks.
+
+    ``max_in_flight`` bounds the bytes on their way out, which are still on the device. ``verify`` compares a CRC-32 of
+    every request on its way back from disk. On a CPU, malloc is told to give large freed blocks back to the system
+    (``_malloc.py``). Raises ``ValueError`` for a budget with nothing below the device, and what
+    ``DiskTier`` raises for directories that cannot be used.
+    """
+    device = torch.device(device)
+    events = EventLog() if events is None else events
+    max_in_flight_bytes = parse_bytes(max_in_flight)
+    disk = [DiskTier(budget.disk_bytes, budget=budget)] if budget.disk_bytes else []
+    if device.type == "cuda":
+        return stream_waterfall(
+            CudaStreams(device),
+            disk,
+            budget,
+            events,
+            max_in_flight_bytes=max_in_flight_bytes,
+            verify=verify,
+            pinned=True,
+        )
+    if device.type != "cpu":
+        raise ValueError(f"tiers serve 'cpu' and 'cuda' devices, not {device.type!r}")
+    if not disk:
+        raise ValueError(
+            "on a CPU the device is main memory and the tier below it is a disk: give a directory on an SSD, as in "
+            "Budget(disk='/nvme') or activations(model, disk='/nvme')"
+        )
+    give_back_freed_memory()
+    mover = MemoryMover(events, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
+    return _joined(disk, mover, events)
+
+
+def stream_waterfall(
+    streams: Streams,
+    disk: list[DiskTier],
+    budget: Budget,
+    events: EventLog,
+    *,
+    max_in_flight_bytes: int,
+    verify: bool,
+    pinned: bool,
+) -> Waterfall:
+    """A waterfall below a device with streams. The staging memory of the disk comes out of the budget's host bytes."""
+    if budget.host_bytes is None and not disk:
+        raise ValueError("nothing below the device: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')")
+    staging_bytes = 2 * max_in_flight_bytes if disk else 0
+    tiers: list[Tier] = []
+    if budget.host_bytes is not None and budget.host_bytes > staging_bytes:
+        tiers.append(HostTier(budget.host_bytes - staging_bytes, pinned=pinned, budget=budget))
+    staging = HostTier(staging_bytes, pinned=pinned, budget=budget)
+    mover = StreamMover(streams, staging, events, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
+    return _joined([*tiers, *disk], mover, events)
+
+
+def _joined(tiers: "list[Tier] | list[DiskTier]", mover: MemoryMover | StreamMover, events: EventLog) -> Waterfall:
+    waterfall = Waterfall(tiers, mover, events)
+    mover.waterfall = waterfall
+    return waterfall

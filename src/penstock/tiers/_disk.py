@@ -1,0 +1,193 @@
+"""The disk tier: nameless files in one or several directories, striped, with direct I/O where the system has it."""
+
+import errno
+import itertools
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+
+from penstock.directio import BLOCK_BYTES, SpillFile
+from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
+from penstock.tiers._budget import Budget, DiskSpec
+from penstock.tiers._extents import ExtentAllocator
+from penstock.tiers._tier import Extent, Piece, Tier
+from penstock.units import format_bytes
+
+REQUEST_BYTES = 8 * 2**20
+"""The largest single read or write: large enough for the full rate of an SSD, small enough to spread over threads."""
+_GROWTH_BYTES = 256 * 2**20
+_SPARE_SHARE = 0.02
+"""Share of a file system that is left free for everybody else."""
+
+
+class DiskTier(Tier):
+    """Bytes in nameless files, one in each of the given directories; requests of 8 MiB are dealt out in turn.
+
+    ``budget`` is charged for the bytes reserved per directory; without one only the free space limits them. The files
+    grow in steps and keep what they took until ``close``; ``reserved_bytes`` says how much.
+
+    Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for directories that cannot be used.
+    """
+
+    name = "disk"
+
+    def __init__(self, disk: DiskSpec, *, budget: Budget | None = None, direct: bool = True):
+        limits = Budget(disk=disk).disk_bytes
+        if not limits:
+            raise ValueError("a disk tier needs a directory: DiskTier('/nvme'), or several: DiskTier(['/a', '/b'])")
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._files: list[_File] = []
+        try:
+            for path, limit in limits.items():
+                self._files.append(_File(SpillFile(path, direct=direct), limit, budget))
+        except OSError:
+            self.close()
+            raise
+        self._turn = itertools.cycle(range(len(self._files)))
+        buffered = [one.spill.directory for one in self._files if not one.spill.is_direct]
+        self.alignment_bytes = 1 if len(buffered) == len(self._files) else BLOCK_BYTES
+        if buffered and direct:
+            warnings.warn(
+                f"{', '.join(map(str, buffered))}: this file system refuses O_DIRECT, so transfers go through the page "
+                "cache and cost a copy. A directory on ext4, xfs or btrfs on a local SSD avoids it.",
+                TierDegradedWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that the budget and the file systems allow, as of now."""
+        with self._lock:
+            return sum(one.room_bytes() + one.allocator.capacity_bytes for one in self._files)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in live extents, in whole blocks."""
+        with self._lock:
+            return sum(one.allocator.capacity_bytes - one.allocator.free_bytes for one in self._files)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Size of the nameless files."""
+        with self._lock:
+            return sum(one.allocator.capacity_bytes for one in self._files)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether every directory takes direct I/O."""
+        return all(one.spill.is_direct for one in self._files)
+
+    def reserve(self, size_bytes: int) -> Extent:
+        """Room for ``size_bytes``, in pieces of at most 8 MiB dealt over the directories."""
+        pieces: list[Piece] = []
+        with self._lock:
+            try:
+                for start in range(0, size_bytes, REQUEST_BYTES):
+                    pieces += self._reserve_request(min(REQUEST_BYTES, size_bytes - start))
+            except TierFullError:
+                self._give_back(pieces)
+                raise
+        return Extent(size_bytes, tuple(pieces))
+
+    def release(self, extent: Extent) -> None:
+        """Gives the extent's blocks back to this tier; the files stay as large as they are."""
+        with self._lock:
+            if not self._is_closed:
+                self._give_back(extent.pieces)
+
+    def close(self) -> None:
+        """Closes the files; their space is free at once."""
+        with self._lock:
+            self._is_closed = True
+            for one in self._files:
+                one.close()
+
+    def file_name(self, piece: Piece) -> str:
+        """The directory of the piece's file."""
+        return self._files[piece.file].spill.name
+
+    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        return self._files[piece.file].spill.write(view, piece.offset + at)
+
+    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        return self._files[piece.file].spill.read(view, piece.offset + at)
+
+    def _reserve_request(self, size_bytes: int) -> list[Piece]:
+        """One request's room, in the next directory that has it. Holds the lock."""
+        first = next(self._turn)
+        order = [(first + step) % len(self._files) for step in range(len(self._files))]
+        reasons = []
+        for index in order:
+            one = self._files[index]
+            try:
+                one.grow_for(size_bytes)
+            except (OSError, BudgetError) as error:
+                reasons.append(f"{one.spill.directory}: {error}")
+                continue
+            ranges = one.allocator.reserve_scattered(size_bytes) or []
+            return _pieces(index, ranges, size_bytes)
+        raise TierFullError(f"no room for {format_bytes(size_bytes)} on disk ({'; '.join(reasons)})")
+
+    def _give_back(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            self._files[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
+
+
+class _File:
+    """A spill file, the account of its blocks, and what it may grow to."""
+
+    def __init__(self, spill: SpillFile, limit_bytes: int | None, budget: Budget | None):
+        self.spill = spill
+        self.limit_bytes = limit_bytes
+        self.allocator = ExtentAllocator(alignment_bytes=BLOCK_BYTES)
+        self._budget = budget
+
+    def room_bytes(self) -> int:
+        """Bytes by which the file may still grow."""
+        system = os.statvfs(self.spill.directory)
+        free = system.f_bavail * system.f_frsize - int(system.f_blocks * system.f_frsize * _SPARE_SHARE)
+        if self.limit_bytes is not None:
+            free = min(free, self.limit_bytes - self.allocator.capacity_bytes)
+        return max(0, free // BLOCK_BYTES * BLOCK_BYTES)
+
+    def grow_for(self, size_bytes: int) -> None:
+        """Makes sure that ``size_bytes`` are free in the file, growing it in large steps while there is room."""
+        missing = self.allocator.rounded(size_bytes) - self.allocator.free_bytes
+        if missing <= 0:
+            return
+        room = self.room_bytes()
+        if room < missing:
+            raise OSError(errno.ENOSPC, f"{format_bytes(room)} left of what it may take")
+        try:
+            self._grow(min(max(missing, _GROWTH_BYTES), room))
+        except BudgetError:  # others hold the rest of it
+            self._grow(missing)
+
+    def _grow(self, step: int) -> None:
+        place = str(self.spill.directory)
+        if self._budget is not None:
+            self._budget.charge(place, step)
+        try:
+            self.spill.grow(self.allocator.capacity_bytes + step)
+        except OSError:
+            if self._budget is not None:
+                self._budget.credit(place, step)
+            raise
+        self.allocator.grow(step)
+
+    def close(self) -> None:
+        self.spill.close()
+        if self._budget is not None:
+            self._budget.credit(str(self.spill.directory), self.allocator.capacity_bytes)
+        self._budget = None
+        self.allocator = ExtentAllocator(alignment_bytes=BLOCK_BYTES)
+
+
+def _pieces(file: int, ranges: list[tuple[int, int]], size_bytes: int) -> list[Piece]:
+    pieces = []
+    for offset, range_bytes in ranges:
+        pieces.append(Piece(file, offset, min(range_bytes, size_bytes)))
+        size_bytes -= range_bytes
+    return pieces

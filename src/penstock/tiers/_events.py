@@ -1,0 +1,57 @@
+"""One schema for all that happens on lanes, and the bounded log that keeps it."""
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that took time on a lane, or a wait of the computation for one."""
+
+    lane: str
+    """Name of the lane, such as ``"device->disk"``; ``"compute"`` for a stall."""
+    kind: str
+    """``"park"``, ``"fetch"`` or ``"stall"``."""
+    label: str
+    """What the bytes are, as the caller named them: usually a module's name."""
+    size_bytes: int
+    """Bytes moved, or waited for."""
+    start_s: float
+    """When it began, in seconds of ``time.time()``."""
+    end_s: float
+    """When it ended, in the same seconds."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds it took."""
+        return self.end_s - self.start_s
+
+
+class EventLog:
+    """The last ``capacity`` events of all lanes, and the sums of all that ever were. Safe to use from any thread."""
+
+    def __init__(self, capacity: int = 100_000):
+        self._lock = threading.Lock()
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._num_recorded = 0
+
+    def add(self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float) -> Event:
+        """Records an event that began at ``start_s`` (``time.time()``) and ends now."""
+        event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=time.time())
+        with self._lock:
+            self._events.append(event)
+            self._num_recorded += 1
+        return event
+
+    @property
+    def num_recorded(self) -> int:
+        """Events recorded so far, forgotten ones included: a position for ``since``."""
+        return self._num_recorded
+
+    def since(self, position: int = 0) -> tuple[Event, ...]:
+        """Events recorded after ``position``, as far as they are still kept."""
+        with self._lock:
+            skip = max(0, position - (self._num_recorded - len(self._events)))
+            return tuple(self._events)[skip:]

@@ -1,0 +1,185 @@
+"""The host tier: slabs of memory, pinned where a CUDA device will copy from them, sub-allocated to the byte.
+
+PyTorch's pinned allocator rounds every allocation up to a power of two, and every pin blocks the device. Here a slab
+is mapped at its exact size and registered once (``cudaHostRegister``); reservations come out of it in multiples of 64
+bytes. Where the system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
+"""
+
+import mmap
+import threading
+import warnings
+
+import torch
+
+from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
+from penstock.probe import ledger
+from penstock.tiers._budget import Budget
+from penstock.tiers._extents import ExtentAllocator
+from penstock.tiers._tier import Extent, Piece, Tier
+from penstock.units import format_bytes, parse_bytes
+
+_ALIGNMENT_BYTES = 4096
+"""Of slabs and of reservations: pages, so that the disk can read and write the same memory directly."""
+_SLAB_BYTES = 512 * 2**20
+
+
+class HostTier(Tier):
+    """Bytes in host memory, at most ``capacity``; ``pinned`` registers the slabs with CUDA.
+
+    Every extent is one piece, so that ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs.
+    """
+
+    name = "host"
+    alignment_bytes = 1
+
+    def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None):
+        self._capacity_bytes = parse_bytes(capacity)
+        self._pinned = pinned
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._slabs: list[_Slab] = []
+        self._has_warned = False
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The given capacity."""
+        return self._capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes in live extents, in whole pages."""
+        with self._lock:
+            return sum(slab.allocator.capacity_bytes - slab.allocator.free_bytes for slab in self._slabs)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Size of the slabs."""
+        with self._lock:
+            return self._reserved_bytes()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether every slab so far could be pinned."""
+        return self._pinned and all(slab.is_pinned for slab in self._slabs)
+
+    def reserve(self, size_bytes: int) -> Extent:
+        """Contiguous room for ``size_bytes`` in one slab; a new slab is mapped where no old one has it."""
+        with self._lock:
+            for index, slab in enumerate(self._slabs):
+                offset = slab.allocator.reserve(size_bytes)
+                if offset is not None:
+                    return Extent(size_bytes, (Piece(index, offset, size_bytes),))
+            slab = self._add_slab(size_bytes)
+            offset = slab.allocator.reserve(size_bytes)
+            assert offset is not None
+            return Extent(size_bytes, (Piece(len(self._slabs) - 1, offset, size_bytes),))
+
+    def release(self, extent: Extent) -> None:
+        """Gives the extent's bytes back to its slab."""
+        (piece,) = extent.pieces
+        with self._lock:
+            if self._slabs:  # not closed meanwhile
+                self._slabs[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
+
+    def tensor(self, extent: Extent) -> torch.Tensor:
+        """The extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until it is released."""
+        (piece,) = extent.pieces
+        return self._slabs[piece.file].tensor(piece.offset, piece.size_bytes)
+
+    def view(self, extent: Extent) -> memoryview:
+        """The extent's memory, valid until it is released."""
+        (piece,) = extent.pieces
+        return self._slabs[piece.file].view[piece.offset : piece.offset + piece.size_bytes]
+
+    def close(self) -> None:
+        """Unpins and unmaps the slabs."""
+        with self._lock:
+            if self._budget is not None:
+                self._budget.credit("host", self._reserved_bytes())
+            for slab in self._slabs:
+                slab.close()
+            self._slabs = []
+
+    def file_name(self, piece: Piece) -> str:
+        """The number of the piece's slab."""
+        return f"slab {piece.file}"
+
+    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        start = piece.offset + at
+        self._slabs[piece.file].view[start : start + len(view)] = view
+        return len(view)
+
+    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        start = piece.offset + at
+        view[:] = self._slabs[piece.file].view[start : start + len(view)]
+        return len(view)
+
+    def _reserved_bytes(self) -> int:
+        return sum(slab.allocator.capacity_bytes for slab in self._slabs)
+
+    def _add_slab(self, size_bytes: int) -> "_Slab":
+        needed = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        room = (self._capacity_bytes - self._reserved_bytes()) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        if room < needed:
+            raise TierFullError(
+                f"no room for {format_bytes(size_bytes)} in host memory: {format_bytes(self._reserved_bytes())} of "
+                f"{format_bytes(self._capacity_bytes)} are in slabs without a large enough gap"
+            )
+        try:
+            try:
+                slab = self._make_slab(min(max(needed, _SLAB_BYTES), room))
+            except (BudgetError, OSError):  # others hold the rest of it
+                slab = self._make_slab(needed)
+        except (BudgetError, OSError) as error:
+            raise TierFullError(f"no room for {format_bytes(size_bytes)} in host memory: {error}") from error
+        if self._pinned and not slab.is_pinned and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the system refused to pin {format_bytes(slab.allocator.capacity_bytes)} of host memory; copies go "
+                "through pageable memory and overlap less. Raise `ulimit -l` or give a smaller host=... to avoid it.",
+                TierDegradedWarning,
+                stacklevel=2,
+            )
+        self._slabs.append(slab)
+        return slab
+
+    def _make_slab(self, size_bytes: int) -> "_Slab":
+        if self._budget is not None:
+            self._budget.charge("host", size_bytes)
+        try:
+            return _Slab(size_bytes, self._pinned)
+        except OSError:
+            if self._budget is not None:
+                self._budget.credit("host", size_bytes)
+            raise
+
+
+class _Slab:
+    """One mapping of host memory, never inherited by forked children."""
+
+    def __init__(self, size_bytes: int, pinned: bool):
+        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map.madvise(mmap.MADV_DONTFORK)
+        self.view = memoryview(self._map)
+        self.allocator = ExtentAllocator(alignment_bytes=_ALIGNMENT_BYTES)
+        self.allocator.grow(size_bytes)
+        self.is_pinned = pinned and _register(self.tensor(0, size_bytes))
+        ledger.charge(size_bytes)
+
+    def tensor(self, offset: int, size_bytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=size_bytes)
+
+    def close(self) -> None:
+        if self.is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor(0, 1).data_ptr())  # type: ignore[no-untyped-call]
+        ledger.charge(-self.allocator.capacity_bytes)
+        # The mapping goes when the last tensor over it does.
+        del self.view, self._map
+
+
+def _register(tensor: torch.Tensor) -> bool:
+    try:
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return int(status) == 0

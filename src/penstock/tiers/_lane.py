@@ -1,0 +1,252 @@
+"""A lane: a serial queue of copies in one direction of one link.
+
+Jobs start in the order in which they were submitted. One job is several independent pieces, which the lane's few
+threads carry out side by side, since one request at a time does not fill a disk. The bytes of jobs not yet finished
+are bounded: ``submit`` waits, and reports how long it waited.
+
+Lanes drain before ``fork`` and hold still during it, so that a child never inherits half a copy. The child has no
+lane threads; its lanes refuse work.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from penstock.errors import ForkedProcessError
+
+_STACK_BYTES = 512 * 1024
+"""Lane threads run a few frames; a default stack of 8 MiB each would count against ``RLIMIT_DATA``."""
+
+
+class LaneJob:
+    """One copy on a lane: finished when all its pieces are, or cancelled before any began."""
+
+    __slots__ = ("_finished", "_num_left", "_on_done", "context", "error", "label", "pieces", "size_bytes", "start_s")
+
+    def __init__(
+        self, pieces: Sequence[Callable[[], None]], size_bytes: int, label: str, on_done: Callable[["LaneJob"], None]
+    ):
+        self.pieces = deque(pieces)
+        self.size_bytes = size_bytes
+        self.label = label
+        self.error: Exception | None = None
+        self.context: object = None
+        """Whatever the submitter wants to find again in ``on_done``."""
+        self.start_s = 0.0
+        self._num_left = len(pieces)
+        self._on_done = on_done
+        self._finished = threading.Event()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every piece is done and ``on_done`` has returned."""
+        return self._finished.is_set()
+
+    def wait(self) -> float:
+        """Blocks until the job is finished; returns the seconds waited. Errors stay in ``error``."""
+        if self._finished.is_set():
+            return 0.0
+        start_s = time.perf_counter()
+        self._finished.wait()
+        return time.perf_counter() - start_s
+
+
+class Lane:
+    """A serial queue of copies. ``submit`` from any thread; ``close`` when done."""
+
+    def __init__(self, name: str, *, num_threads: int, max_in_flight_bytes: int):
+        self.name = name
+        self.num_threads = num_threads
+        self.max_in_flight_bytes = max_in_flight_bytes
+        self.in_flight_bytes = 0
+        self.peak_in_flight_bytes = 0
+        self.finished_bytes = 0
+        self.busy_s = 0.0
+        self._busy_since_s = 0.0
+        self._condition = threading.Condition(threading.Lock())
+        self._queue: deque[LaneJob] = deque()
+        self._num_running = 0
+        self._threads: list[threading.Thread] = []
+        self._is_closed = False
+        self._is_forked_copy = False
+        _lanes.add(self)
+
+    def submit(
+        self, pieces: Sequence[Callable[[], None]], *, size_bytes: int, label: str, on_done: Callable[[LaneJob], None]
+    ) -> LaneJob:
+        """Queues a copy. ``on_done(job)`` runs on a lane thread after the last piece, with ``job.error`` set or None.
+
+        An exception in a piece fails the job: its remaining pieces are dropped. A job larger than the bound goes in
+        alone. Call ``wait_for_room`` first; ``submit`` itself never blocks. ``pieces`` has at least one element.
+        """
+        job = LaneJob(pieces, size_bytes, label, on_done)
+        with self._condition:
+            self._refuse_if_gone()
+            self._start_threads()
+            self._queue.append(job)
+            if not self.in_flight_bytes:
+                self._busy_since_s = time.perf_counter()
+            self.in_flight_bytes += size_bytes
+            self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
+            self._condition.notify_all()
+        return job
+
+    def wait_for_room(self, size_bytes: int) -> float:
+        """Blocks until a job of ``size_bytes`` fits the bound on bytes in flight; returns the seconds waited."""
+        start_s = time.perf_counter()
+        with self._condition:
+            self._refuse_if_gone()
+            if self._has_room(size_bytes):
+                return 0.0
+            self._condition.wait_for(lambda: self._is_closed or self._has_room(size_bytes))
+        return time.perf_counter() - start_s
+
+    def cancel(self, job: LaneJob) -> bool:
+        """Takes back a job of which no piece has begun. Returns whether it could: then ``on_done`` never runs."""
+        with self._condition:
+            if job.start_s or job not in self._queue:
+                return False
+            self._queue.remove(job)
+            self._forget(job, finished_bytes=0)
+        return True
+
+    def rate_bytes_per_s(self) -> float | None:
+        """Bytes per second over all the time in which something was on its way; ``None`` before anything was."""
+        with self._condition:
+            busy_s = self.busy_s
+            if self.in_flight_bytes:
+                busy_s += time.perf_counter() - self._busy_since_s
+            return self.finished_bytes / busy_s if self.finished_bytes and busy_s else None
+
+    def drain(self) -> None:
+        """Blocks until nothing is queued or running."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._queue and not self._num_running)
+
+    def close(self) -> None:
+        """Finishes what is queued and ends the threads. May be called again."""
+        with self._condition:
+            if self._is_forked_copy:
+                return
+            self._is_closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return not self.in_flight_bytes or self.in_flight_bytes + size_bytes <= self.max_in_flight_bytes
+
+    def _refuse_if_gone(self) -> None:
+        if self._is_forked_copy:
+            raise ForkedProcessError(
+                f"lane {self.name!r} belongs to the parent process; a forked child cannot move the parent's bytes. "
+                "Create the offloader or tiers inside the child instead."
+            )
+        if self._is_closed:
+            raise ValueError(f"lane {self.name!r} is closed")
+
+    def _start_threads(self) -> None:
+        if self._threads:
+            return
+        stack_bytes = threading.stack_size(_STACK_BYTES)
+        try:
+            for index in range(self.num_threads):
+                thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no memory for another stack: fewer threads are slower, none is an error
+                    if not self._threads:
+                        raise
+                    return
+                self._threads.append(thread)
+        finally:
+            threading.stack_size(stack_bytes)
+
+    def _next_piece(self) -> tuple[LaneJob, Callable[[], None]] | None:
+        """Waits for the next piece in order; ``None`` when the lane is closed and empty. Holds the condition."""
+        self._condition.wait_for(lambda: self._queue or self._is_closed)
+        if not self._queue:
+            return None
+        job = self._queue[0]
+        piece = job.pieces.popleft()
+        if not job.pieces:
+            self._queue.popleft()
+        if not job.start_s:
+            job.start_s = time.time()
+        self._num_running += 1
+        return job, piece
+
+    def _finish_piece(self, job: LaneJob, error: Exception | None) -> bool:
+        """Notes a piece as done; returns whether it was the job's last. Holds the condition."""
+        job._num_left -= 1
+        if error is not None and job.error is None:
+            job.error = error
+            job._num_left -= len(job.pieces)
+            if job.pieces:
+                job.pieces.clear()
+                self._queue.remove(job)
+        return job._num_left == 0
+
+    def _forget(self, job: LaneJob, *, finished_bytes: int) -> None:
+        self.in_flight_bytes -= job.size_bytes
+        self.finished_bytes += finished_bytes
+        if not self.in_flight_bytes:
+            self.busy_s += time.perf_counter() - self._busy_since_s
+        job._finished.set()
+        self._condition.notify_all()
+
+
+def _work(lane: Lane) -> None:
+    while True:
+        with lane._condition:
+            item = lane._next_piece()
+        if item is None:
+            return
+        job, piece = item
+        error: Exception | None = None
+        try:
+            piece()
+        except Exception as raised:  # whatever it is, it belongs to the job, not to this thread
+            error = raised
+        with lane._condition:
+            is_last = lane._finish_piece(job, error)
+        if is_last:
+            job._on_done(job)
+        with lane._condition:
+            lane._num_running -= 1
+            if is_last:
+                lane._forget(job, finished_bytes=job.size_bytes)
+            elif not lane._num_running:
+                lane._condition.notify_all()
+        del item, job, piece, error
+
+
+_lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
+_held: list[Lane] = []
+
+
+def _before_fork() -> None:
+    for lane in sorted(_lanes, key=id):
+        lane._condition.acquire()
+        lane._condition.wait_for(lambda lane=lane: not lane._queue and not lane._num_running)  # type: ignore[misc]
+        _held.append(lane)
+
+
+def _after_fork_in_parent() -> None:
+    while _held:
+        _held.pop()._condition.release()
+
+
+def _after_fork_in_child() -> None:
+    while _held:
+        lane = _held.pop()
+        lane._is_forked_copy = True
+        lane._threads = []
+        lane._condition = threading.Condition(threading.Lock())
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

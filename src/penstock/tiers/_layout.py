@@ -1,0 +1,46 @@
+"""What of a tensor is not in its storage: enough to rebuild the very same view on other bytes."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ViewLayout:
+    """dtype, shape, stride and offset of a strided tensor over its storage. Strides may be 0 (expanded tensors)."""
+
+    dtype: torch.dtype
+    """Of the elements."""
+    shape: tuple[int, ...]
+    """Elements along each dimension."""
+    stride: tuple[int, ...]
+    """Elements between neighbours along each dimension."""
+    storage_offset: int
+    """Elements before the first."""
+    is_conjugated: bool
+    """Whether the lazy conjugate bit is set (complex dtypes only)."""
+    is_negated: bool
+    """Whether the lazy negative bit is set."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "ViewLayout":
+        """The layout of ``tensor``, any strided tensor."""
+        return ViewLayout(
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this layout over ``storage``, which it shares. It requires no gradient."""
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.storage_offset, self.shape, self.stride)  # type: ignore[call-overload]
+            if self.is_conjugated:
+                tensor = tensor.conj()
+            if self.is_negated:
+                tensor = torch._neg_view(tensor)
+        return tensor

@@ -1,0 +1,222 @@
+"""Moving bytes where the device is main memory: lane threads read and write the tensors' own memory.
+
+Direct I/O wants aligned addresses. The aligned interior of a storage goes between its memory and the disk with no copy
+by the processor; the unaligned edges, below two blocks, stay in RAM as ``bytes``. A fetch allocates memory with the
+same address modulo 4096, so that the interior is aligned there as well, and so that vectorised kernels peel their
+loops as before: results stay equal to the bit.
+"""
+
+import ctypes
+import mmap
+import threading
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from penstock.errors import TierFullError, TierReadError
+from penstock.tiers._events import EventLog
+from penstock.tiers._handle import Handle, HandleState
+from penstock.tiers._lane import Lane, LaneJob
+from penstock.tiers._tier import Extent, Piece, Tier
+from penstock.tiers._waterfall import Waterfall
+
+_ADDRESS_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 * 2**20
+_WRITE_THREADS = 4
+_READ_THREADS = 4
+_libc = ctypes.CDLL(None)
+
+
+class MemoryMover:
+    """Copies between main memory and tiers on two lanes, one out and one in. ``verify`` checks every fetch (CRC-32)."""
+
+    out_lane = "device->disk"
+    in_lane = "disk->device"
+
+    def __init__(self, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
+        self.waterfall: Waterfall  # set by waterfall_for
+        self._events = events
+        self._verify = verify
+        self._out = Lane(self.out_lane, num_threads=_WRITE_THREADS, max_in_flight_bytes=max_in_flight_bytes)
+        self._in = Lane(self.in_lane, num_threads=_READ_THREADS, max_in_flight_bytes=2**62)
+        self._lock = threading.Lock()
+        self._travelling: dict[LaneJob, list[torch.UntypedStorage]] = {}
+
+    @property
+    def in_flight_peak_bytes(self) -> int:
+        """The most bytes that were on their way out at once."""
+        return self._out.peak_in_flight_bytes
+
+    def make_room(self, size_bytes: int) -> float:
+        return self._out.wait_for_room(size_bytes)
+
+    def reserve(self, tiers: Sequence[Tier], handle: Handle) -> tuple[Tier, Extent]:
+        reasons = []
+        for tier in tiers:
+            head_bytes, interior_bytes = _interior(handle, tier.alignment_bytes)
+            try:
+                extent = tier.reserve(interior_bytes) if interior_bytes else Extent(0, ())
+            except TierFullError as error:
+                reasons.append(str(error))
+                continue
+            tail = head_bytes + interior_bytes
+            handle._edges = (
+                bytes(_memory(handle.data_pointer, head_bytes)),
+                bytes(_memory(handle.data_pointer + tail, handle.size_bytes - tail)),
+            )
+            return tier, extent
+        raise TierFullError("; ".join(reasons) or "there is no tier below the device")
+
+    @property
+    def is_fetching(self) -> bool:
+        return bool(self._in.in_flight_bytes)
+
+    def wait_for_a_copy(self) -> bool:
+        return False  # lane threads end by themselves, and a full disk is no reason to hold the computation up
+
+    def start_out(self, handle: Handle) -> None:
+        (tier, extent), storage = handle._room(), handle._storage
+        assert storage is not None
+        handle._checksums = [0] * len(extent.pieces)
+        address = handle.data_pointer + len(handle._edges[0])
+        pieces = []
+        for index, piece in enumerate(extent.pieces):
+            pieces.append(partial(self._write, tier, piece, address, handle._checksums, index))
+            address += piece.size_bytes
+        with self._lock:  # so that the job is known before it can end
+            job = self._out.submit(
+                pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=self._on_left
+            )
+            job.context = handle
+            self._travelling[job] = [storage]
+            handle._in_transit = job
+
+    def cancel_out(self, handle: Handle) -> bool:
+        job = handle._in_transit
+        if not isinstance(job, LaneJob) or not self._out.cancel(job):
+            return False
+        job.context = None
+        with self._lock:
+            del self._travelling[job]
+        return True
+
+    def start_in(self, handle: Handle) -> None:
+        tier, extent = handle._room()
+        storage = _allocate(handle.size_bytes, handle.address_remainder)
+        head, tail = handle._edges
+        address = storage.data_ptr()
+        _memory(address, len(head))[:] = head
+        _memory(address + handle.size_bytes - len(tail), len(tail))[:] = tail
+        handle._storage, handle._state = storage, HandleState.ARRIVING
+        address += len(head)
+        pieces = []
+        for index, piece in enumerate(extent.pieces):
+            pieces.append(partial(self._read, tier, piece, address, handle._checksums, index))
+            address += piece.size_bytes
+        with self._lock:
+            job = self._in.submit(
+                pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=self._on_arrived
+            )
+            job.context = handle
+            self._travelling[job] = [storage]
+            handle._in_transit = job
+
+    def finish_in(self, handle: Handle) -> float:
+        job = handle._in_transit
+        assert isinstance(job, LaneJob)
+        waited_s = job.wait()
+        if job.error is not None:
+            handle._error, job.error = job.error, None
+            handle._storage = None
+        return waited_s
+
+    def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
+        return self._out.rate_bytes_per_s(), self._in.rate_bytes_per_s()
+
+    def forget(self, handle: Handle) -> None:
+        """Nothing to do: all that is held is in the handle."""
+
+    def poll(self) -> None:
+        """Nothing to do: lane threads report by themselves."""
+
+    def device_stall_s(self) -> float:
+        return 0.0
+
+    def drain(self) -> None:
+        self._out.drain()
+        self._in.drain()
+
+    def close(self) -> None:
+        self._out.close()
+        self._in.close()
+
+    def _on_left(self, job: LaneJob) -> None:
+        handle, box = self._landed(job)
+        self._events.add(
+            lane=self.out_lane, kind="park", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
+        )
+        self.waterfall._left(handle, box, job.error)
+
+    def _on_arrived(self, job: LaneJob) -> None:
+        handle, box = self._landed(job)
+        self._events.add(
+            lane=self.in_lane, kind="fetch", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
+        )
+        self.waterfall._arrived(handle, box)
+
+    def _landed(self, job: LaneJob) -> tuple[Handle, list[torch.UntypedStorage]]:
+        with self._lock:
+            handle, job.context = job.context, None
+            assert isinstance(handle, Handle)
+            return handle, self._travelling.pop(job)
+
+    def _write(self, tier: Tier, piece: Piece, address: int, checksums: list[int], index: int) -> None:
+        view = _memory(address, piece.size_bytes)
+        if self._verify:
+            checksums[index] = zlib.crc32(view)
+        tier.write(piece, view)
+
+    def _read(self, tier: Tier, piece: Piece, address: int, checksums: list[int], index: int) -> None:
+        view = _memory(address, piece.size_bytes)
+        tier.read(piece, view)
+        if self._verify and zlib.crc32(view) != checksums[index]:
+            raise TierReadError(
+                tier=tier.name,
+                file=tier.file_name(piece),
+                offset=piece.offset,
+                size_bytes=piece.size_bytes,
+                reason="the bytes differ from those written (CRC-32)",
+            )
+
+
+def _interior(handle: Handle, alignment_bytes: int) -> tuple[int, int]:
+    """Bytes before the aligned interior of the handle's storage, and the bytes of the interior."""
+    head_bytes = min(-handle.data_pointer % alignment_bytes, handle.size_bytes)
+    interior_bytes = (handle.size_bytes - head_bytes) // alignment_bytes * alignment_bytes
+    return head_bytes, interior_bytes
+
+
+def _memory(address: int, size_bytes: int) -> memoryview:
+    """The bytes at ``address``, in place. Whoever calls keeps their storage alive."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def _allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
+    """Main memory from PyTorch's allocator, whose address is ``address_remainder`` modulo 4096."""
+    if not size_bytes:
+        return torch.UntypedStorage(0)
+    block = torch.empty(size_bytes + _ADDRESS_BYTES, dtype=torch.uint8)
+    start = block.data_ptr() + (address_remainder - block.data_ptr()) % _ADDRESS_BYTES
+    if size_bytes >= _HUGE_PAGE_BYTES:
+        # Direct reads into fresh memory fault page by page; huge pages made reading 2 to 3 times faster when measured.
+        page = -(-block.data_ptr() // _ADDRESS_BYTES) * _ADDRESS_BYTES
+        _libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(size_bytes), mmap.MADV_HUGEPAGE)
+    memory = (ctypes.c_char * size_bytes).from_address(start)
+    memory.block = block.untyped_storage()  # type: ignore[attr-defined]  # lives as long as the storage that borrows from it
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes).untyped_storage()
+
+
+def _nothing() -> None:
+    """The one piece of a copy that its edges carry whole."""
