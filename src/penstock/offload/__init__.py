@@ -1,0 +1,20 @@
+"""Activations spill to host memory or SSD during forward, and are back before backward needs them (SSDTrain).
+
+- `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
+- `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
+- `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
+"""
+
+from penstock.offload._plan import OffloadPlan as OffloadPlan
+from penstock.offload._plan import Transfer as Transfer
+from penstock.offload._plan import plan as plan
+from penstock.offload._policy import Policy as Policy
+from penstock.offload._policy import SavedTensor as SavedTensor
+from penstock.offload._problem import OffloadProblem as OffloadProblem
+from penstock.offload._problem import SavedStorage as SavedStorage
+from penstock.offload._run import OffloadedModule as OffloadedModule
+from penstock.offload._run import Offloader as Offloader
+from penstock.offload._run import activations as activations
+from penstock.offload._run import wrap as wrap
+from penstock.offload._statistics import OffloadStatistics as OffloadStatistics
+from penstock.offload._verify import verify as verify

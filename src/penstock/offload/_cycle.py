@@ -1,0 +1,131 @@
+"""One cycle as it runs: what was saved, what backward has asked for, and which fetch to begin next."""
+
+import time
+import weakref
+from collections.abc import Callable
+
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.offload._plan import OffloadPlan
+from penstock.offload._recording import Recording
+from penstock.offload._saved import SavedEntry
+from penstock.tiers import HandleState, TierStatistics
+
+
+class Cycle:
+    """From the first tensor saved to the last one used.
+
+    With a plan, fetches begin at the events it names, as long as what is saved matches what was planned for. Without
+    one, or after the first difference, the storage saved before the one just needed is fetched next, and more up to
+    ``window_bytes``.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: OffloadPlan | None,
+        signature: tuple[tuple[int, str], ...],
+        window_bytes: int,
+        mark: Callable[[], None] | None,
+        statistics_before: TierStatistics,
+    ):
+        self.recording = Recording(mark)
+        self.entries: list[weakref.ref[SavedEntry]] = []
+        self.num_open = 0
+        """Entries that backward has not asked for and that are alive."""
+        self.num_needs = 0
+        self.follows_plan = plan is not None
+        self.kept_bytes: dict[str, int] = {}
+        self.hook_s = 0.0
+        self.statistics_before = statistics_before
+        self.start_s = self.end_s = time.time()
+        self._plan = plan
+        self._signature = signature
+        self._window_bytes = window_bytes
+        self._fetches: dict[int, list[int]] = {}
+        for index, event in sorted(plan.fetch_events.items(), reverse=True) if plan else ():
+            self._fetches.setdefault(event, []).append(index)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether everything that was saved was asked for, or died."""
+        return self.num_open == 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all storages saved so far."""
+        return sum(use.size_bytes for use in self.recording.uses)
+
+    def add(
+        self, size_bytes: int, label: str, must_keep: str, origin: StorageWeakRef, version: int
+    ) -> tuple[SavedEntry, str]:
+        """Enters a storage; returns its entry and why to keep it, empty if it is to be parked."""
+        index = self.recording.pack(size_bytes, label, must_keep)
+        if self.follows_plan and self._differs(index):
+            self.follows_plan = False
+        entry = SavedEntry(self, index, origin, version)
+        self.entries.append(weakref.ref(entry))
+        self.num_open += 1
+        reason = must_keep
+        if not reason and self.follows_plan and self._plan is not None and index not in self._plan.parked:
+            reason = self._plan.reasons[index]
+        if reason:
+            self.kept_bytes[reason] = self.kept_bytes.get(reason, 0) + size_bytes
+        else:
+            self.recording.uses[index].is_parked = True
+        self._begin_fetches(self.recording.num_events - 1)
+        return entry, reason
+
+    def needed(self, entry: SavedEntry) -> None:
+        """Backward asks for the entry now."""
+        if not self.num_needs:
+            self._note_what_others_hold()
+        self.num_needs += 1
+        if not entry.is_needed:
+            entry.is_needed = True
+            self.num_open -= 1
+        self.recording.need(entry.index)
+        if self.follows_plan:
+            self._begin_fetches(self.recording.num_events - 1)
+        else:
+            self._fetch_ahead(entry.index)
+        self.end_s = time.time()
+
+    def matched_plan(self) -> bool:
+        """Whether the whole cycle was what the plan expected."""
+        return self.follows_plan and len(self.recording.uses) == len(self._signature)
+
+    def _differs(self, index: int) -> bool:
+        use = self.recording.uses[index]
+        return index >= len(self._signature) or self._signature[index] != (use.size_bytes, use.label)
+
+    def _begin_fetches(self, event: int) -> None:
+        for index in self._fetches.get(event, ()) if self.follows_plan else ():
+            self._prefetch(index)
+
+    def _fetch_ahead(self, index: int) -> None:
+        room_bytes = self._window_bytes
+        is_first = True
+        for before in range(index - 1, -1, -1):
+            entry = self.entries[before]()
+            if entry is None or entry.is_needed or entry.handle is None:
+                continue
+            room_bytes -= entry.handle.size_bytes
+            if (room_bytes < 0 and not is_first) or not self._prefetch(before):
+                return
+            is_first = False
+
+    def _prefetch(self, index: int) -> bool:
+        entry = self.entries[index]() if index < len(self.entries) else None
+        if entry is None or entry.handle is None:
+            return True
+        return entry.handle.prefetch()
+
+    def _note_what_others_hold(self) -> None:
+        """When backward begins, forward's own references are gone: who still holds a parked storage will go on."""
+        for index, weak in enumerate(self.entries):
+            entry = weak()
+            if entry is None or entry.handle is None:
+                continue
+            if entry.handle.state is HandleState.PARKED and entry.handle.is_held_elsewhere:
+                self.recording.uses[index].must_keep = "kept: held elsewhere, parking frees nothing"

@@ -1,0 +1,280 @@
+"""From one cycle to the next: record, plan, follow, and correct the plan by what was measured.
+
+The first cycle parks everything eligible and is recorded. Its problem is planned; later cycles follow the plan. A
+cycle that saves something else is recorded anew. A plan that stalls more than it promised is made again with the
+bandwidths seen since; with a budget, the peak is measured until one planned cycle keeps it.
+"""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from penstock.errors import BudgetError, OffloadDeclinedWarning
+from penstock.offload._cycle import Cycle
+from penstock.offload._plan import OffloadPlan, plan
+from penstock.offload._problem import OffloadProblem
+from penstock.offload._recording import CycleTimes, MeasuredMemory
+from penstock.offload._statistics import OffloadStatistics
+from penstock.offload._verify import verify
+from penstock.probe import MemoryRecording, record_memory
+from penstock.tiers import TierStatistics, Waterfall
+from penstock.units import format_bytes
+
+_MAX_CHANGES = 5
+"""Cycles that differ from the plan before planning is given up and fetches just run ahead."""
+_MAX_REPLANS = 3
+_STALL_TOLERANCE_SHARE = 0.02
+_DERATING = 0.7
+"""Share of a measured bandwidth to count on after a plan has stalled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The offloader's settings that concern whole steps."""
+
+    max_in_flight_bytes: int
+    """Bound on the bytes on their way out; without a plan, fetches run ahead by a quarter of it."""
+    min_saving_share: float
+    """See ``OffloadProblem``."""
+    max_stall_share: float
+    """See ``OffloadProblem``."""
+    budget_bytes: int | None
+    """Device bytes the step may take at its peak."""
+    verify: bool
+    """Check every plan."""
+
+
+class Learner:
+    """What is known of the steps so far, and the plan that follows from it."""
+
+    def __init__(self, settings: Settings):
+        self.declined = ""
+        self._settings = settings
+        self._problem: OffloadProblem | None = None
+        self._plan: OffloadPlan | None = None
+        self._signature: tuple[tuple[int, str], ...] = ()
+        self._num_changes = self._num_replans = 0
+        self._margin_bytes = 0
+        self._is_fitting = settings.budget_bytes is not None
+        self._clock: _HostClock | _DeviceClock | None = None
+        self._meter: contextlib.ExitStack | None = None
+        self._memory: MemoryRecording | None = None
+
+    def begin(self, waterfalls: dict[torch.device, Waterfall]) -> Cycle:
+        """A cycle that follows the plan, or is recorded if there is none yet."""
+        device, waterfall = next(iter(waterfalls.items()))
+        self.abort()
+        if self._plan is None and self._num_changes <= _MAX_CHANGES:
+            is_cuda = device.type == "cuda"
+            self._clock = _DeviceClock(device, self._is_fitting) if is_cuda else _HostClock(waterfall)
+        if self._is_fitting and device.type == "cpu":
+            self._meter = contextlib.ExitStack()
+            self._memory = self._meter.enter_context(record_memory("cpu"))
+        waterfall.device_changes = [] if self._is_fitting else None
+        return Cycle(
+            plan=self._plan,
+            signature=self._signature,
+            window_bytes=self._settings.max_in_flight_bytes // 4,
+            mark=self._clock.mark if self._clock else None,
+            statistics_before=_total(waterfalls),
+        )
+
+    def finish(self, cycle: Cycle, waterfalls: dict[torch.device, Waterfall], num_steps: int) -> OffloadStatistics:
+        """Learns from a finished cycle; returns its statistics. Raises ``BudgetError`` for a hopeless budget."""
+        device, waterfall = next(iter(waterfalls.items()))
+        followed = self._plan
+        timeline, peak_bytes = self._measured(device)
+        statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
+        clock, self._clock = self._clock, None
+        if len(waterfalls) > 1:
+            return statistics  # several devices: fetches run ahead of each, unplanned
+        if followed is not None:
+            self._follow_up(cycle, statistics, waterfall)
+        elif clock is not None and cycle.num_needs:
+            self._learn(cycle, clock, statistics, waterfall, timeline)
+        return replace(statistics, declined=self.declined)
+
+    def decline(self, reason: str) -> None:
+        """Stops offloading for good and says why."""
+        self.declined = reason
+        warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=4)
+
+    def abort(self) -> None:
+        """Ends measuring a cycle that will not finish."""
+        if self._meter is not None:
+            self._meter.close()
+        self._meter = self._memory = self._clock = None
+
+    def _learn(
+        self,
+        cycle: Cycle,
+        clock: "_HostClock | _DeviceClock",
+        statistics: OffloadStatistics,
+        waterfall: Waterfall,
+        timeline: list[tuple[float, int]],
+    ) -> None:
+        times = clock.times(statistics.stall_s)
+        timeline, changes = timeline or clock.memory, waterfall.device_changes
+        memory = MeasuredMemory(timeline=timeline, parked_changes=changes) if timeline and changes is not None else None
+        num_parked = max(1, sum(use.is_parked for use in cycle.recording.uses))
+        self._problem = cycle.recording.problem(
+            times,
+            _rates(waterfall),
+            memory,
+            {
+                "overhead_s": max(0.0, cycle.hook_s - statistics.stall_s) / num_parked,
+                "max_in_flight_bytes": self._settings.max_in_flight_bytes,
+                "budget_bytes": self._settings.budget_bytes,
+                "max_stall_share": self._settings.max_stall_share,
+                "min_saving_share": self._settings.min_saving_share,
+            },
+        )
+        self._signature = cycle.recording.signature
+        self._make_plan()
+
+    def _make_plan(self) -> None:
+        assert self._problem is not None
+        self._plan = plan(self._problem)
+        if self._settings.verify:
+            verify(self._problem, self._plan)
+        if self._plan.declined:
+            self.decline(self._plan.declined)
+
+    def _follow_up(self, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
+        assert self._plan is not None and self._problem is not None
+        if not cycle.matched_plan():
+            self._num_changes += 1
+            self._plan = None
+            return
+        budget_bytes = self._settings.budget_bytes
+        if self._is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
+            self._fit(statistics.peak_bytes, budget_bytes)
+        elif self._num_replans < _MAX_REPLANS and budget_bytes is None:
+            late_s = statistics.stall_s - self._plan.stall_s
+            if late_s > _STALL_TOLERANCE_SHARE * self._problem.step_s:
+                self._num_replans += 1
+                out, back = _rates(waterfall)
+                self._problem = replace(
+                    self._problem,
+                    out_bandwidth_bytes_per_s=min(out, self._problem.out_bandwidth_bytes_per_s) * _DERATING,
+                    in_bandwidth_bytes_per_s=min(back, self._problem.in_bandwidth_bytes_per_s) * _DERATING,
+                )
+                self._make_plan()
+
+    def _fit(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Plans again for less until a measured peak is within the budget."""
+        assert self._problem is not None and self._plan is not None
+        if peak_bytes <= budget_bytes:
+            self._is_fitting = False
+            return
+        self._margin_bytes += peak_bytes - budget_bytes + budget_bytes // 100
+        self._problem = replace(self._problem, budget_bytes=max(1, budget_bytes - self._margin_bytes))
+        try:
+            self._make_plan()
+        except BudgetError as error:
+            raise BudgetError(
+                f"the budget of {format_bytes(budget_bytes)} cannot be met: a step planned for it took {peak_bytes} "
+                f"bytes ({format_bytes(peak_bytes)}), and nothing more can be parked; it needs at least that much "
+                f"because {str(error).partition('because ')[2]}"
+            ) from error
+
+    def _measured(self, device: torch.device) -> tuple[list[tuple[float, int]], int | None]:
+        """The memory timeline of the cycle and its peak, where they were measured."""
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            return [], max([peak, *(held for _, held in self._clock.memory)] if self._clock else [peak])
+        if self._meter is None or self._memory is None:
+            return [], None
+        self._meter.close()
+        report = self._memory.report
+        self._meter = self._memory = None
+        return list(report.timeline), report.peak_bytes
+
+    def _statistics(
+        self, cycle: Cycle, after: TierStatistics, num_steps: int, peak_bytes: int | None
+    ) -> OffloadStatistics:
+        before = cycle.statistics_before
+        return OffloadStatistics(
+            num_steps=num_steps,
+            saved_bytes=cycle.saved_bytes,
+            parked_bytes=after.parked_bytes - before.parked_bytes,
+            fetched_bytes=after.fetched_bytes - before.fetched_bytes,
+            forwarded_bytes=after.forwarded_bytes - before.forwarded_bytes,
+            kept_bytes=dict(cycle.kept_bytes),
+            failed_bytes=after.kept_bytes - before.kept_bytes,
+            stall_s=after.stall_s - before.stall_s,
+            step_s=cycle.end_s - cycle.start_s,
+            written_to_disk_bytes=after.written_to_disk_bytes - before.written_to_disk_bytes,
+            peak_bytes=peak_bytes,
+            predicted_peak_bytes=self._plan.peak_bytes if self._plan else None,
+            predicted_stall_s=self._plan.stall_s if self._plan else None,
+        )
+
+
+class _HostClock:
+    """Marks on the host, which is the device: seconds, with the waits so far taken out."""
+
+    def __init__(self, waterfall: Waterfall):
+        self.memory: list[tuple[float, int]] = []
+        self._waterfall = waterfall
+        self._computed_s: list[float] = []
+        self._clock_s: list[float] = []
+
+    def mark(self) -> None:
+        now_s = time.time()
+        self._clock_s.append(now_s)
+        self._computed_s.append(now_s - self._waterfall.stall_s)
+
+    def times(self, stall_s: float) -> CycleTimes:  # noqa: ARG002  # the marks have the waits taken out
+        zero_s = self._computed_s[0]
+        computed_s = [second - zero_s for second in self._computed_s]
+        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
+
+
+class _DeviceClock:
+    """Marks on the stream that computes, which the host runs ahead of; waits are taken out in proportion."""
+
+    def __init__(self, device: torch.device, wants_memory: bool):
+        self.memory: list[tuple[float, int]] = []
+        self._device = device
+        self._wants_memory = wants_memory
+        self._events: list[torch.cuda.Event] = []
+        self._clock_s: list[float] = []
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._events.append(event)
+        if self._wants_memory:
+            since_s = self._clock_s[-1] if self._clock_s else time.time()
+            self.memory.append((since_s, torch.cuda.max_memory_allocated(self._device)))
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._clock_s.append(time.time())
+
+    def times(self, stall_s: float) -> CycleTimes:
+        self._events[-1].synchronize()
+        elapsed_s = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
+        computed_s = [second * computing for second in elapsed_s]
+        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
+
+
+def _rates(waterfall: Waterfall) -> tuple[float, float]:
+    """Measured bandwidths; a direction that nothing has taken is assumed to be as fast as the other."""
+    out, back = waterfall.rates_bytes_per_s()
+    return out or back or 1e9, back or out or 1e9
+
+
+def _total(waterfalls: dict[torch.device, Waterfall]) -> TierStatistics:
+    """The sums of all waterfalls."""
+    all_of_them = [waterfall.statistics() for waterfall in waterfalls.values()]
+    if len(all_of_them) == 1:
+        return all_of_them[0]
+    first, *others = (asdict(one) for one in all_of_them)
+    add: Callable[[str], object] = lambda name: sum((one[name] for one in others), first[name])  # noqa: E731
+    sums = {name: add(name) for name, value in first.items() if isinstance(value, int | float)}
+    return TierStatistics(**{**first, **sums})

@@ -1,0 +1,313 @@
+"""Which saved storages to park, and when to fetch each.
+
+The problem: storages live from the event that packs them to the last that needs them; two serial lanes carry them out
+and back. Parking shrinks the peak, and costs time where the computation must wait: for room on the way out, or for a
+fetch. Park so that nothing waits, or, with a budget, so that the peak fits.
+
+The method, after SSDTrain's adaptive offloading (arXiv 2408.10013), which keeps from the first module
+whose bytes cannot be written in time. Here the storages with the shortest lives are kept first: they are the last of
+forward and the first of backward, save the fewest byte-seconds, and leave the least time for their copies. The number
+kept is found by bisection on a simulation of both lanes. Fetches are laid backwards from their times of need, each as
+late as its lane allows with a margin for noise, and begin at the last event before that.
+
+Cost: O(n log n) for n events. Guarantee: the plan's predicted peak and stall are those of the simulation, which
+`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would.
+Known gap: the kept set is a prefix in order of lifetime, not the best subset.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+
+from penstock.errors import BudgetError
+from penstock.offload._problem import OffloadProblem
+from penstock.units import format_bytes
+
+_FETCH_MARGIN = 1.5
+"""Fetches are given this many times their transfer time, since lanes and steps are noisy."""
+_NO_STALL_SHARE = 0.005
+"""A predicted stall below this share of the step counts as none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """The copies of one parked storage as the simulation laid them, in seconds including stalls."""
+
+    index: int
+    """Position of the storage in the problem."""
+    pack_s: float
+    """When forward goes on after saving it, having waited for room on the lane."""
+    out_start_s: float
+    """When its copy out begins."""
+    out_end_s: float
+    """When that copy ends and the device copy can go, unless it is asked for before."""
+    in_start_s: float
+    """When its copy in begins; infinite if it was forwarded."""
+    in_end_s: float
+    """When it is back; infinite if it was forwarded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPlan:
+    """What to do in every cycle like the recorded one."""
+
+    parked: frozenset[int]
+    """Positions of the storages to park."""
+    reasons: tuple[str, ...]
+    """Per storage, why it is parked or kept."""
+    fetch_events: Mapping[int, int]
+    """Per parked storage, the event at which its fetch begins."""
+    peak_bytes: int
+    """Predicted device peak; of the saved storages alone if the problem has no ``base_bytes``."""
+    keep_all_peak_bytes: int
+    """The same if nothing were parked."""
+    stall_s: float
+    """Predicted wait of the computation, in seconds a cycle."""
+    parked_bytes: int
+    """Bytes to be parked in a cycle."""
+    transfers: tuple[Transfer, ...]
+    """How the simulation laid the copies."""
+    declined: str = ""
+    """Why offloading is not worth it; empty if it is."""
+
+
+@dataclass(slots=True)
+class Simulation:
+    """What happens if ``parked`` is parked: peak, stall and the copies."""
+
+    peak_bytes: int = 0
+    stall_s: float = 0.0
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    resident_bytes: list[int] = field(default_factory=list)
+    """Of saved storages, after each event."""
+
+
+def plan(problem: OffloadProblem) -> OffloadPlan:
+    """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
+    movable = [index for index, storage in enumerate(problem.storages) if not storage.must_keep]
+    movable.sort(key=lambda index: (_lifetime_s(problem, index), -index))
+    keep_all = simulate(problem, frozenset(), {})
+
+    def outcome(num_kept: int, lay: _Layer) -> tuple[frozenset[int], dict[int, int], Simulation]:
+        parked = frozenset(movable[num_kept:])
+        fetch_events = lay(problem, parked)
+        return parked, fetch_events, simulate(problem, parked, fetch_events)
+
+    lay: _Layer = lay_fetches
+    if problem.budget_bytes is None:
+        most_stall_s = _NO_STALL_SHARE * problem.step_s
+        num_kept = _bisect(len(movable), lambda count: outcome(count, lay)[2].stall_s <= most_stall_s)
+    else:
+        if outcome(0, lay)[2].peak_bytes > problem.budget_bytes:
+            lay = _fetch_at_need  # the computation waits for every fetch, but nothing is on the device before its time
+        num_kept = _most_that_fit(problem, movable, lambda count: outcome(count, lay)[2].peak_bytes)
+    parked, fetch_events, simulation = outcome(num_kept, lay)
+    declined = _declined(problem, keep_all.peak_bytes, simulation, len(parked))
+    return OffloadPlan(
+        parked=parked,
+        reasons=_reasons(problem, parked),
+        fetch_events=fetch_events,
+        peak_bytes=simulation.peak_bytes,
+        keep_all_peak_bytes=keep_all.peak_bytes,
+        stall_s=simulation.stall_s + problem.overhead_s * len(parked),
+        parked_bytes=sum(problem.storages[index].size_bytes for index in parked),
+        transfers=tuple(simulation.transfers[index] for index in sorted(simulation.transfers)),
+        declined=declined,
+    )
+
+
+def lay_fetches(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
+    """Per parked storage the event at which to begin its fetch: as late as the lane allows, with the margin."""
+    fetch_events: dict[int, int] = {}
+    lane_free_s = math.inf
+    event = problem.num_events - 1
+    for index in sorted(parked, key=lambda index: -problem.storages[index].need_event):
+        storage = problem.storages[index]
+        needed_s = min(problem.event_times_s[storage.need_event], lane_free_s)
+        start_s = needed_s - _FETCH_MARGIN * storage.size_bytes / problem.in_bandwidth_bytes_per_s
+        event = min(event, storage.need_event)
+        while event > 0 and problem.event_times_s[event] > start_s:
+            event -= 1
+        fetch_events[index] = min(max(event, storage.pack_event + 1), storage.need_event)
+        lane_free_s = start_s  # begun earlier, at an event, it is out of the way earlier
+    return fetch_events
+
+
+_Layer = Callable[[OffloadProblem, Set[int]], dict[int, int]]
+
+
+def _fetch_at_need(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
+    return {index: problem.storages[index].need_event for index in parked}
+
+
+def simulate(problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]) -> Simulation:
+    """Plays the recorded cycle with ``parked`` parked and fetches begun at ``fetch_events``."""
+    return _Player(problem, parked, fetch_events).play()
+
+
+class _Player:
+    """The state of a simulated cycle."""
+
+    def __init__(self, problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]):
+        self.problem = problem
+        self.parked = parked
+        self.result = Simulation()
+        self.now_s = 0.0
+        self.out_free_s = self.in_free_s = 0.0
+        self.resident_bytes = 0
+        self.leaving: deque[int] = deque()
+        self.leaving_bytes = 0
+        self.out: dict[int, tuple[float, float]] = {}
+        self.back: dict[int, tuple[float, float]] = {}
+        self.gone: set[int] = set()
+        self.packed_s: dict[int, float] = {}
+        self.packs, self.needs, self.frees = _by_event(problem)
+        self.fetches: dict[int, list[int]] = {}
+        for index in sorted(fetch_events, key=lambda index: problem.storages[index].need_event):
+            self.fetches.setdefault(fetch_events[index], []).append(index)
+
+    def play(self) -> Simulation:
+        before_s = 0.0
+        base = self.problem.base_bytes or (0,) * self.problem.num_events
+        for event, time_s in enumerate(self.problem.event_times_s):
+            self.now_s += time_s - before_s
+            before_s = time_s
+            self._land()
+            for index in self.frees.get(event, ()):
+                self.resident_bytes -= self.problem.storages[index].size_bytes
+            for index in self.packs.get(event, ()):
+                self._pack(index)
+            for index in self.fetches.get(event, ()):
+                self._fetch(index)
+            for index in self.needs.get(event, ()):
+                self._need(index)
+            self.result.resident_bytes.append(self.resident_bytes)
+            self.result.peak_bytes = max(self.result.peak_bytes, self.resident_bytes + base[event])
+        for index, (start_s, end_s) in self.out.items():
+            in_start_s, in_end_s = self.back.get(index, (math.inf, math.inf))
+            self.result.transfers[index] = Transfer(
+                index=index,
+                pack_s=self.packed_s[index],
+                out_start_s=start_s,
+                out_end_s=end_s,
+                in_start_s=in_start_s,
+                in_end_s=in_end_s,
+            )
+        return self.result
+
+    def _land(self) -> None:
+        """Drops what has left by now."""
+        while self.leaving and self.out[self.leaving[0]][1] <= self.now_s:
+            index = self.leaving.popleft()
+            size_bytes = self.problem.storages[index].size_bytes
+            self.leaving_bytes -= size_bytes
+            self.resident_bytes -= size_bytes
+            self.gone.add(index)
+
+    def _pack(self, index: int) -> None:
+        size_bytes = self.problem.storages[index].size_bytes
+        self.resident_bytes += size_bytes
+        if index not in self.parked:
+            return
+        while self.leaving and self.leaving_bytes + size_bytes > self.problem.max_in_flight_bytes:
+            self._wait_until(self.out[self.leaving[0]][1])
+            self._land()
+        start_s = max(self.now_s, self.out_free_s)
+        self.out_free_s = start_s + size_bytes / self.problem.out_bandwidth_bytes_per_s
+        self.out[index] = (start_s, self.out_free_s)
+        self.packed_s[index] = self.now_s
+        self.leaving.append(index)
+        self.leaving_bytes += size_bytes
+
+    def _fetch(self, index: int) -> None:
+        if index in self.leaving:  # forwarded: it stays, and frees the lane's bound
+            self.leaving.remove(index)
+            self.leaving_bytes -= self.problem.storages[index].size_bytes
+        if index not in self.gone or index in self.back:
+            return
+        size_bytes = self.problem.storages[index].size_bytes
+        start_s = max(self.now_s, self.in_free_s)
+        self.in_free_s = start_s + size_bytes / self.problem.in_bandwidth_bytes_per_s
+        self.back[index] = (start_s, self.in_free_s)
+        self.resident_bytes += size_bytes
+
+    def _need(self, index: int) -> None:
+        if index in self.parked:
+            self._fetch(index)
+            if index in self.back:
+                self._wait_until(self.back[index][1])
+
+    def _wait_until(self, time_s: float) -> None:
+        self.result.stall_s += max(0.0, time_s - self.now_s)
+        self.now_s = max(self.now_s, time_s)
+
+
+def _by_event(problem: OffloadProblem) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:
+    packs: dict[int, list[int]] = {}
+    needs: dict[int, list[int]] = {}
+    frees: dict[int, list[int]] = {}
+    for index, storage in enumerate(problem.storages):
+        packs.setdefault(storage.pack_event, []).append(index)
+        needs.setdefault(storage.need_event, []).append(index)
+        frees.setdefault(storage.free_event, []).append(index)
+    return packs, needs, frees
+
+
+def _lifetime_s(problem: OffloadProblem, index: int) -> float:
+    storage = problem.storages[index]
+    return problem.event_times_s[storage.need_event] - problem.event_times_s[storage.pack_event]
+
+
+def _bisect(most: int, holds: Callable[[int], bool]) -> int:
+    """The smallest count in ``0..most`` at which ``holds``, which is false below it and true from it on."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Callable[[int], int]) -> int:
+    """How many storages may be kept within the budget: what need not move does not."""
+    assert problem.budget_bytes is not None
+    budget_bytes = problem.budget_bytes
+    smallest = peak_if_kept(0)
+    if smallest > budget_bytes:
+        base = max(problem.base_bytes, default=0)
+        raise BudgetError(
+            f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {smallest} bytes "
+            f"({format_bytes(smallest)}) even with all {len(movable)} movable storages parked, because up to "
+            f"{format_bytes(base)} of the device are in use beside saved activations (parameters, gradients, optimizer "
+            "state, and what one operator works on). Give a larger budget or a smaller batch."
+        )
+    most = len(movable)
+    return most - _bisect(most, lambda num_parked: peak_if_kept(most - num_parked) <= budget_bytes)
+
+
+def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulation, num_parked: int) -> str:
+    """The stated inequality: saving >= floor x peak, and stall + overhead <= share x step. A budget overrides both."""
+    if problem.budget_bytes is not None:
+        return ""
+    saving_bytes = keep_all_bytes - simulation.peak_bytes
+    if saving_bytes < problem.min_saving_share * keep_all_bytes:
+        return (
+            f"it would save {format_bytes(max(saving_bytes, 0))} of a peak of {format_bytes(keep_all_bytes)}, less "
+            f"than the floor of {problem.min_saving_share:.0%} (min_saving)"
+        )
+    lost_s = simulation.stall_s + problem.overhead_s * num_parked
+    if problem.max_stall_share < 1 and lost_s > problem.max_stall_share * problem.step_s:
+        return (
+            f"it would cost {lost_s:.3f} s of a step of {problem.step_s:.3f} s, more than the share of "
+            f"{problem.max_stall_share:.0%} (max_stall)"
+        )
+    return ""
+
+
+def _reasons(problem: OffloadProblem, parked: Set[int]) -> tuple[str, ...]:
+    free = "kept: its copies could not be hidden"
+    if problem.budget_bytes is not None:
+        free = "kept: the budget has room"
+    return tuple(
+        "parked" if index in parked else storage.must_keep or free for index, storage in enumerate(problem.storages)
+    )

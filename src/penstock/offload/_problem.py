@@ -1,0 +1,54 @@
+"""What the planner is told: the storages one cycle saved, when backward needed them, and what the lanes carry."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStorage:
+    """One storage that forward saved for backward. Events are numbered in the order in which the hooks ran."""
+
+    size_bytes: int
+    """All bytes of the storage, however many views of it were saved."""
+    label: str
+    """The module that saved it first."""
+    pack_event: int
+    """The event at which it was saved."""
+    need_event: int
+    """The event at which backward first asked for it."""
+    free_event: int
+    """The first event at which nobody needs it any more; after ``need_event``, at most the number of events."""
+    must_keep: str = ""
+    """Why it may not be parked; empty if it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadProblem:
+    """A recorded cycle and the machine it ran on."""
+
+    storages: tuple[SavedStorage, ...]
+    """In the order in which they were saved."""
+    event_times_s: tuple[float, ...]
+    """Seconds from the first event to each, waits for copies taken out. Ascending."""
+    step_s: float
+    """Seconds of the cycle without waits; at least the last event's time."""
+    out_bandwidth_bytes_per_s: float
+    """What the lane out of the device carries, measured while the step ran."""
+    in_bandwidth_bytes_per_s: float
+    """What the lane into the device carries."""
+    overhead_s: float = 0.0
+    """Measured time of packing and unpacking one parked storage, beside its copies."""
+    max_in_flight_bytes: int = 2**62
+    """Bound on the bytes on their way out; the computation waits above it."""
+    base_bytes: tuple[int, ...] = ()
+    """Device bytes beside the saved storages, the most between each event and the next; empty if not measured."""
+    budget_bytes: int | None = None
+    """What the whole may take on the device; ``None`` for as little as comes without stalls."""
+    max_stall_share: float = 0.10
+    """Offloading is declined above this share of the step; 1 never declines for time."""
+    min_saving_share: float = 0.05
+    """Offloading is declined below this share of the peak; 0 never declines for bytes."""
+
+    @property
+    def num_events(self) -> int:
+        """How many hook events the cycle had."""
+        return len(self.event_times_s)

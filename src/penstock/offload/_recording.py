@@ -1,0 +1,141 @@
+"""What the hooks saw in one cycle: from the first tensor saved to the last one used.
+
+A cycle is a training step, a micro-batch, or a whole pipeline schedule: whatever lies between two moments at which
+nothing that was saved waits for its backward.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.offload._problem import OffloadProblem, SavedStorage
+
+
+@dataclass(slots=True)
+class _Use:
+    size_bytes: int
+    label: str
+    must_keep: str
+    pack_event: int
+    need_event: int = -1
+    last_event: int = -1
+    is_parked: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CycleTimes:
+    """When the events of a cycle happened."""
+
+    computed_s: Sequence[float]
+    """Seconds from the first event to each, waits taken out."""
+    clock_s: Sequence[float]
+    """The same moments in seconds of ``time.time()``, waits included, to be matched with a memory timeline."""
+    step_s: float
+    """Seconds of the cycle, waits taken out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """Device memory of a cycle, in seconds of ``time.time()``."""
+
+    timeline: Sequence[tuple[float, int]]
+    """Bytes held after each change."""
+    parked_changes: Sequence[tuple[float, int]]
+    """Changes in what handles held of it: parked storages until they left, and their fetched copies."""
+
+
+class Recording:
+    """Events of a cycle, numbered as they come. ``mark`` is called at each if times are wanted."""
+
+    def __init__(self, mark: Callable[[], None] | None):
+        self.num_events = 0
+        self.uses: list[_Use] = []
+        self._mark = mark
+
+    def pack(self, size_bytes: int, label: str, must_keep: str) -> int:
+        """A storage was saved; returns its index."""
+        self.uses.append(_Use(size_bytes, label, must_keep, self._event()))
+        return len(self.uses) - 1
+
+    def need(self, index: int) -> None:
+        """Backward asked for a storage, for the first time or again."""
+        use, event = self.uses[index], self._event()
+        if use.need_event < 0:
+            use.need_event = event
+        use.last_event = event
+
+    @property
+    def signature(self) -> tuple[tuple[int, str], ...]:
+        """Sizes and labels in order: equal for cycles that a plan made for one fits the other."""
+        return tuple((use.size_bytes, use.label) for use in self.uses)
+
+    def problem(
+        self,
+        times: CycleTimes,
+        rates: tuple[float, float],
+        memory: MeasuredMemory | None,
+        settings: dict[str, Any],  # any: fields of several types
+    ) -> OffloadProblem:
+        """The planning problem. With ``memory`` it carries the device bytes beside saved storages.
+
+        ``settings`` are further fields of ``OffloadProblem``, as they are.
+        """
+        return OffloadProblem(
+            storages=tuple(self._storage(use) for use in self.uses),
+            event_times_s=tuple(times.computed_s),
+            step_s=times.step_s,
+            out_bandwidth_bytes_per_s=rates[0],
+            in_bandwidth_bytes_per_s=rates[1],
+            base_bytes=self._base(times.clock_s, memory) if memory else (),
+            **settings,
+        )
+
+    def _event(self) -> int:
+        if self._mark is not None:
+            self._mark()
+        self.num_events += 1
+        return self.num_events - 1
+
+    def _storage(self, use: _Use) -> SavedStorage:
+        never_needed = use.need_event < 0
+        return SavedStorage(
+            size_bytes=use.size_bytes,
+            label=use.label,
+            pack_event=use.pack_event,
+            need_event=self.num_events - 1 if never_needed else use.need_event,
+            free_event=self.num_events if never_needed else use.last_event + 1,
+            must_keep=use.must_keep or ("kept: saved last" if use.pack_event == self.num_events - 1 else ""),
+        )
+
+    def _base(self, clock_s: Sequence[float], memory: MeasuredMemory) -> tuple[int, ...]:
+        """Device bytes beside saved storages: after each event, the most of what was held less what was saved."""
+        saved = list(memory.parked_changes)
+        for use in self.uses:
+            if not use.is_parked:
+                saved.append((clock_s[use.pack_event], use.size_bytes))
+            if 0 <= use.last_event < self.num_events - 1:
+                saved.append((clock_s[use.last_event + 1], -use.size_bytes))
+        changes = [(time_s, -size_bytes) for time_s, size_bytes in saved]
+        before = 0
+        for time_s, held_bytes in memory.timeline:
+            changes.append((time_s, held_bytes - before))
+            before = held_bytes
+        changes.sort(key=lambda change: change[0])
+        return tuple(_peaks_between(clock_s, changes))
+
+
+def _peaks_between(clock_s: Sequence[float], changes: Sequence[tuple[float, int]]) -> list[int]:
+    """The highest running sum of ``changes`` between each event and the next (the last one: to the end)."""
+    peaks, position, held = [], 0, 0
+    while position < len(changes) and changes[position][0] < clock_s[0]:
+        held += changes[position][1]
+        position += 1
+    for event in range(len(clock_s)):
+        end_s = clock_s[event + 1] if event + 1 < len(clock_s) else float("inf")
+        peak = max(0, held)
+        while position < len(changes) and changes[position][0] < end_s:
+            held += changes[position][1]
+            peak = max(peak, held)
+            position += 1
+        peaks.append(peak)
+    return peaks

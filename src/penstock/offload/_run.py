@@ -1,0 +1,379 @@
+"""The offloader: saved-tensor hooks around forward and backward, and what it learns from one cycle for the next."""
+
+import contextlib
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint
+
+from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
+from penstock.offload._cycle import Cycle
+from penstock.offload._learn import Learner, Settings
+from penstock.offload._policy import Policy, Rules, SavedTensor
+from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
+from penstock.offload._scope import ModuleScope, is_compiled
+from penstock.offload._statistics import OffloadStatistics
+from penstock.tiers import Budget, DiskSpec, Event, EventLog, Size, TierStatistics, Waterfall, waterfall_for
+from penstock.units import format_bytes, parse_bytes
+
+_active = threading.local()
+_TINY_BYTES = 64 * 1024
+"""Storages below this, unless the user wants them parked, are not even counted."""
+
+
+def activations(
+    model: nn.Module,
+    *,
+    disk: DiskSpec = None,
+    host: Size | None = None,
+    budget: Size | Budget | None = None,
+    min_size: Size = "1MiB",
+    modules: Sequence[str] | None = None,
+    keep_last: Sequence[str] = (),
+    checkpoint_inputs_only: bool = False,
+    policy: Policy | None = None,
+    max_in_flight: Size = "128MiB",
+    min_saving: float = 0.05,
+    max_stall: float = 0.10,
+    verify: bool = False,
+) -> "Offloader":
+    """A context manager that spills what autograd saves to host memory or disk, and brings it back in time.
+
+    Make it once, enter it around forward and backward of every step. Nothing in the model changes; gradients are equal
+    to the bit.
+
+    >>> import tempfile, torch
+    >>> import penstock
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+    >>> directory = tempfile.mkdtemp()  # on an SSD
+    >>> offloader = penstock.offload.activations(model, disk=directory)
+    >>> for _ in range(3):
+    ...     with offloader:
+    ...         model(torch.ones(1024, 512)).sum().backward()
+    >>> offloader.close()
+
+    Args:
+        model: the module whose forward runs inside; its parameters and buffers never move.
+        disk: directory on an SSD, several, or a dict of directories and sizes.
+        host: bytes of pinned host memory (CUDA only; on a CPU host memory is the device, and this warns).
+        budget: bytes of the device that the step may take at its true peak, static bytes included; then only as much
+            moves as the budget asks. Or a ``Budget``, which carries ``host`` and ``disk`` too. ``None``: the lowest
+            peak that costs no stall.
+        min_size: smaller storages are left alone.
+        modules: park only from modules whose names match one of these patterns, such as ``"blocks.*"``.
+        keep_last: modules whose tensors stay on the device.
+        checkpoint_inputs_only: park only the inputs of ``torch.utils.checkpoint`` regions.
+        policy: asked for every tensor that the rules above let go; ``False`` keeps it.
+        max_in_flight: bytes that may be on their way out at once; forward waits above it.
+        min_saving: decline below this predicted share of the peak.
+        max_stall: decline above this predicted share of the step.
+        verify: compare a checksum on every fetch, and check every plan.
+
+    The first step is recorded; from the second on the amount and the order of fetches are planned. Without gradients
+    (``torch.no_grad``) nothing is saved and nothing happens. Raises ``ValueError`` where no tier is given or the
+    settings contradict each other, ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used,
+    and, after the first step, ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al.,
+    arXiv 2408.10013).
+    """
+    rules = Rules(
+        min_bytes=parse_bytes(min_size),
+        modules=modules,
+        keep_last=keep_last,
+        checkpoint_inputs_only=checkpoint_inputs_only,
+        policy=policy,
+    )
+    account = _account(disk, host, budget)
+    _check_budget(model, account)
+    settings = Settings(
+        max_in_flight_bytes=parse_bytes(max_in_flight),
+        min_saving_share=_share("min_saving", min_saving),
+        max_stall_share=_share("max_stall", max_stall),
+        budget_bytes=account.device_bytes,
+        verify=verify,
+    )
+    return Offloader(model, account, rules, settings)
+
+
+class Offloader:
+    """Made by ``activations``. Enter it around forward and backward of every step; ``close`` it at the end."""
+
+    def __init__(self, model: nn.Module, account: Budget, rules: Rules, settings: Settings):
+        self.events = EventLog()
+        """What moved when: see ``penstock.tiers.write_trace``."""
+        self._model = model
+        self._account = account
+        self._rules = rules
+        self._settings = settings
+        self._scope = ModuleScope(model)
+        self._waterfalls: dict[torch.device, Waterfall] = {}
+        self._entries: weakref.WeakValueDictionary[int, SavedEntry] = weakref.WeakValueDictionary()
+        self._learner = Learner(settings)
+        self._cycle: Cycle | None = None
+        self._num_steps = 0
+        self._last: OffloadStatistics | None = None
+        self._hooks: contextlib.ExitStack | None = None
+        self._is_closed = False
+        if is_compiled(model):
+            self._learner.decline(
+                "the model is one compiled region, which unpacks all that it saved before its backward starts. Compile "
+                "its blocks instead (`for block in model.blocks: block.compile()`); planning a whole graph under a "
+                "budget is the business of penstock.remat, which is not in this version"
+            )
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        if device.type in ("cpu", "cuda"):
+            self._waterfall(device)  # so that unusable directories are found now
+
+    def __enter__(self) -> Self:
+        if self._is_closed:
+            raise ValueError("this offloader is closed; make a new one: penstock.offload.activations(model, ...)")
+        if getattr(_active, "offloader", None) is not None:
+            raise ValueError(
+                "offloading contexts do not nest. Enter one offloader around forward and backward: "
+                "`with offloader: loss = model(batch); loss.backward()`"
+            )
+        self._scope.refresh()
+        self._finish_cycle_if_drained()
+        _active.offloader = self
+        self._hooks = contextlib.ExitStack()
+        if not self._learner.declined:
+            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _active.offloader = None
+        assert self._hooks is not None
+        self._hooks.close()
+        self._hooks = None
+        if kind is None:
+            self._finish_cycle_if_drained()
+        else:
+            self._learner.abort()
+            self._cycle = None
+
+    def statistics(self) -> OffloadStatistics:
+        """What the last finished step did; zeros before the first."""
+        self._finish_cycle_if_drained()
+        if self._last is None or self._learner.declined:
+            return OffloadStatistics(
+                num_steps=self._num_steps,
+                saved_bytes=0,
+                parked_bytes=0,
+                fetched_bytes=0,
+                forwarded_bytes=0,
+                declined=self._learner.declined,
+            )
+        return self._last
+
+    def tier_statistics(self) -> TierStatistics:
+        """Sums over the tiers since the offloader was made, for its first device."""
+        return next(iter(self._waterfalls.values())).statistics()
+
+    def trace(self) -> tuple[Event, ...]:
+        """The events of all copies and stalls, as far as they are kept."""
+        return self.events.since()
+
+    def close(self) -> None:
+        """Ends the lanes, frees the disk space and removes the module hooks. Graphs that wait for backward are lost."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._learner.abort()
+        self._scope.close()
+        for waterfall in self._waterfalls.values():
+            waterfall.close()
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import all of Dynamo here
+    def _pack(self, tensor: torch.Tensor) -> Packed:
+        start_s = time.perf_counter()
+        packed = self._packed(tensor)
+        if self._cycle is not None:
+            self._cycle.hook_s += time.perf_counter() - start_s
+        return packed
+
+    def _packed(self, tensor: torch.Tensor) -> Packed:
+        if hasattr(tensor, "trigger_wait"):
+            tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose bytes may still be on their way
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+            names, context = tensor.__tensor_flatten__()
+            return WrappedTensor(tensor, {name: self._packed_part(getattr(tensor, name)) for name in names}, context)
+        if not _has_plain_bytes(tensor) or torch._C._current_graph_task_id() != -1:
+            return KeptTensor(tensor)  # what is saved during recomputation is used at once
+        storage = tensor.untyped_storage()
+        if self._scope.owns(storage) or storage.nbytes() < max(1, min(self._rules.min_bytes, _TINY_BYTES)):
+            return KeptTensor(tensor)
+        if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():
+            return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: its siblings' versions count separately
+        entry = self._entries.get(storage._cdata)
+        if entry is None or entry.version != tensor._version:
+            entry = self._enter_storage(tensor, storage)
+            if entry is None:
+                return KeptTensor(tensor)
+            self._entries[storage._cdata] = entry
+        return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
+
+    def _packed_part(self, part: Any) -> Packed | Opaque:  # any: whatever a wrapper class is made of
+        """A DTensor names its mesh, which is no tensor, among its parts."""
+        return self._packed(part) if isinstance(part, torch.Tensor) else Opaque(part)
+
+    def _enter_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedEntry | None:
+        """The entry of a storage seen for the first time; ``None`` for weights in another dtype."""
+        if self._scope.is_weight_cast(tensor):
+            return None
+        self._finish_cycle_if_drained(must_be_used=True)
+        waterfall = self._waterfall(tensor.device)
+        if self._cycle is None:
+            self._cycle = self._learner.begin(self._waterfalls)
+        seen = SavedTensor(
+            module=self._scope.current,
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            size_bytes=storage.nbytes(),
+            is_checkpoint_input=_is_checkpoint_input(),
+        )
+        must_keep = self._rules.keep_reason(seen)
+        entry, reason = self._cycle.add(
+            seen.size_bytes, seen.module, must_keep, StorageWeakRef(storage), tensor._version
+        )
+        if not reason:
+            entry.handle = waterfall.park(storage, label=seen.module)
+        return entry
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        if _is_being_differentiated():
+            raise DoubleBackwardError(
+                "backward(create_graph=True) through offloaded activations is not supported: the second graph would "
+                "keep every fetched tensor on the device. Compute higher derivatives outside of the context: "
+                "`loss = model(batch); torch.autograd.grad(loss, ..., create_graph=True)` without `with offloader:`"
+            )
+        start_s = time.perf_counter()
+        tensor = packed.unpack()
+        if self._cycle is not None:
+            self._cycle.hook_s += time.perf_counter() - start_s
+        return tensor
+
+    def _waterfall(self, device: torch.device) -> Waterfall:
+        if device not in self._waterfalls:
+            self._waterfalls[device] = waterfall_for(
+                device,
+                self._account,
+                max_in_flight=self._settings.max_in_flight_bytes,
+                verify=self._settings.verify,
+                events=self.events,
+            )
+        return self._waterfalls[device]
+
+    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> None:
+        """Ends the cycle once nothing of it waits for backward. One that never had a backward teaches nothing."""
+        cycle = self._cycle
+        if cycle is None or not cycle.is_drained or (must_be_used and not cycle.num_needs):
+            return
+        self._cycle = None
+        if not cycle.num_needs:
+            self._learner.abort()
+            return
+        self._num_steps += 1
+        self._last = self._learner.finish(cycle, self._waterfalls, self._num_steps)
+
+
+class OffloadedModule(nn.Module):
+    """A module whose forward runs inside an offloader. Made by ``wrap``; ``module`` is the wrapped one."""
+
+    def __init__(self, module: nn.Module, offloader: Offloader):
+        super().__init__()
+        self.module = module
+        self.offloader = offloader
+
+    def forward(self, *arguments: object, **keywords: object) -> object:
+        """Calls the module with its activations offloaded; backward may come at any time, anywhere."""
+        with self.offloader:
+            return self.module(*arguments, **keywords)
+
+
+def wrap(module: nn.Module, **options: object) -> OffloadedModule:
+    """``module`` with its forward inside ``activations(module, **options)``, for training loops that others own.
+
+    Parameters gain the prefix ``module.`` in ``state_dict``, as with DistributedDataParallel.
+    """
+    return OffloadedModule(module, activations(module, **options))  # type: ignore[arg-type]
+
+
+def _is_being_differentiated() -> bool:
+    """Whether backward runs with ``create_graph=True``. A custom function may enable gradients for itself."""
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+        return False
+    return not isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def _has_plain_bytes(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+    )
+
+
+def _is_checkpoint_input() -> bool:
+    """Whether the tensor being saved is an input of a checkpointed region: a frame of checkpoint.py saves it."""
+    frame = sys._getframe(1)
+    for _ in range(8):
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) -> Budget:
+    if isinstance(budget, Budget):
+        if disk is not None or host is not None:
+            raise ValueError(
+                "give disk and host either inside the Budget or beside it, not both: "
+                "activations(model, budget=Budget(device='6GiB', host='8GiB', disk='/nvme'))"
+            )
+        account = budget
+    else:
+        account = Budget(device=budget, host=host, disk=disk)
+    if account.host_bytes is None and not account.disk_bytes:
+        raise ValueError(
+            "nowhere to spill to: give a directory on an SSD, activations(model, disk='/nvme'), or on CUDA some host "
+            "memory, activations(model, host='8GiB')"
+        )
+    return account
+
+
+def _check_budget(model: nn.Module, account: Budget) -> None:
+    parameters = list(model.parameters())
+    if account.host_bytes is not None and all(one.device.type == "cpu" for one in parameters):
+        warnings.warn(
+            "host=... is ignored for a model on the CPU, where host memory is the device itself; disk=... is used",
+            PenstockWarning,
+            stacklevel=3,
+        )
+    static_bytes = sum(one.nbytes * (2 if one.requires_grad else 1) for one in parameters)
+    if account.device_bytes is not None and account.device_bytes < static_bytes:
+        raise BudgetError(
+            f"the budget of {format_bytes(account.device_bytes)} cannot be met: this model needs at least "
+            f"{static_bytes} bytes ({format_bytes(static_bytes)}) because its parameters and gradients alone take "
+            "them, and offloading moves activations only"
+        )
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is a share between 0 and 1, such as 0.05, not {value!r}")
+    return float(value)

@@ -1,0 +1,143 @@
+"""What stands in the autograd graph in place of a saved tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.tiers import Handle, ViewLayout
+
+if TYPE_CHECKING:
+    from penstock.offload._cycle import Cycle
+
+
+class SavedEntry:
+    """One storage, saved in one version, and the packed tensors that refer to it. Dies with the last of them.
+
+    A parked storage that was fetched is held until every packed tensor has been used once, then let go: autograd
+    itself holds what it is working on. A second backward (``retain_graph``) fetches it again.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_unused", "cycle", "handle", "index", "is_needed", "origin", "version")
+
+    def __init__(self, cycle: Cycle, index: int, origin: StorageWeakRef, version: int):
+        self.cycle = cycle
+        self.index = index
+        self.origin = origin  # as long as it lives, no other storage gets this one's identity
+        self.version = version
+        self.handle: Handle | None = None
+        """Receipt of the parked bytes; ``None`` if the storage is kept, by the packed tensors themselves."""
+        self.is_needed = False
+        self._held: torch.UntypedStorage | None = None
+        self._unused = 0
+
+    def __del__(self) -> None:
+        if not self.is_needed:
+            self.cycle.num_open -= 1
+
+    def add(self) -> None:
+        """One more packed tensor refers to this storage."""
+        self._unused += 1
+
+    def fetch(self, is_first_use: bool) -> torch.UntypedStorage:
+        """The storage on the device, for one packed tensor; ``is_first_use`` in this backward."""
+        assert self.handle is not None
+        if self._held is None:
+            self._held = self.handle.get()
+        storage = self._held
+        self._unused -= is_first_use
+        if self._unused <= 0:
+            self._held = None
+        return storage
+
+
+class KeptTensor:
+    """A saved tensor left as it is; only the check for in-place changes, which hooks switch off, is ours."""
+
+    __slots__ = ("entry", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, entry: SavedEntry | None = None):
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
+        self.version = tensor._version
+        self.entry = entry
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, if nobody changed it since."""
+        if self.entry is not None:
+            self.entry.cycle.needed(self.entry)
+        _check_version(self.tensor, self.version, self.tensor.dtype, tuple(self.tensor.shape))
+        return self.tensor
+
+
+class ParkedTensor:
+    """A view of a saved storage: its layout, and a hollow alias that shares the version counter."""
+
+    __slots__ = ("__weakref__", "_alias", "_is_used", "_layout", "entry")
+
+    def __init__(self, entry: SavedEntry, tensor: torch.Tensor):
+        entry.add()
+        self.entry = entry
+        self._layout = ViewLayout.of(tensor)
+        self._alias = _hollow(tensor)
+        self._is_used = False
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, rebuilt on the fetched storage, if nobody changed it since it was saved."""
+        _check_version(self._alias, self.entry.version, self._layout.dtype, self._layout.shape)
+        entry = self.entry
+        entry.cycle.needed(entry)
+        storage = entry.fetch(not self._is_used)
+        self._is_used = True
+        return self._layout.rebuild(storage)
+
+
+class Opaque:
+    """A part of a wrapper that is no tensor, such as the mesh of a DTensor."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Any):  # any: it is only handed back
+        self.part = part
+
+    def unpack(self) -> Any:
+        """The part as it was."""
+        return self.part
+
+
+class WrappedTensor:
+    """A saved tensor of a wrapper class such as DTensor: its parts are packed, the wrapper is rebuilt."""
+
+    __slots__ = ("_context", "_parts", "_shape", "_stride", "_type")
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Any], context: Any):  # any: as in PyTorch's protocol
+        self._type = type(tensor)
+        self._parts = parts
+        self._context = context
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+
+    def unpack(self) -> torch.Tensor:
+        """The wrapper around its unpacked parts."""
+        parts = {name: part.unpack() for name, part in self._parts.items()}
+        return self._type.__tensor_unflatten__(parts, self._context, self._shape, self._stride)  # type: ignore[attr-defined, no-any-return]
+
+
+Packed = KeptTensor | ParkedTensor | WrappedTensor
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of ``tensor`` without its bytes, whose ``_version`` follows every in-place change of ``tensor``."""
+    alias = tensor.detach()
+    alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias
+
+
+def _check_version(alias: torch.Tensor, version: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if alias._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{str(dtype).removeprefix('torch.')} tensor of shape {list(shape)}] is at version {alias._version}; "
+            f"expected version {version} instead. Use the out-of-place operation, or change it before it is saved."
+        )

@@ -1,0 +1,137 @@
+"""Whose forward runs, and which storages are the model's own."""
+
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+_CAST_SAMPLE = 64
+
+
+class ModuleScope:
+    """The stack of running modules of one model, kept by hooks, and the storages of its parameters and buffers.
+
+    Hooks return at once while PyTorch compiles, so that they never enter a graph; modules inside a compiled one
+    are not hooked. The stack belongs to the thread that computes.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._local = threading.local()
+        self._own: set[int] = set()
+        self._weights: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._casts: dict[tuple[str, tuple[int, ...]], bool] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        for name, module in eager_modules(model):
+            self._hooks.append(module.register_forward_pre_hook(self._entering(name, module)))
+            self._hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+
+    @property
+    def current(self) -> str:
+        """Qualified name of the innermost running module; ``""`` outside of all."""
+        stack = self._stack()
+        return stack[-1] if stack else ""
+
+    def refresh(self) -> None:
+        """Notes the storages of all parameters and buffers anew: models move and are sharded between steps."""
+        self._stack().clear()
+        self._own.clear()
+        self._weights.clear()
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            self._note(tensor)
+
+    def owns(self, storage: torch.UntypedStorage) -> bool:
+        """Whether ``storage`` is under a parameter or a buffer, or a view of one."""
+        return storage._cdata in self._own
+
+    def is_weight_cast(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is autocast's cached cast of a parameter, or its transpose. Compares a few values."""
+        for candidate in (tensor, tensor.mT) if tensor.dim() >= 2 else (tensor,):
+            for weight in self._weights.get(tuple(candidate.shape), ()):
+                if weight.dtype != tensor.dtype and weight.device == tensor.device and self._is_cast(candidate, weight):
+                    return True
+        return False
+
+    def _is_cast(self, tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+        if tensor.device.type == "cpu":
+            return _starts_alike(tensor, weight)
+        case = (self.current, tuple(tensor.shape))  # comparing on a GPU waits for it: once per module is enough
+        if case not in self._casts:
+            self._casts[case] = _starts_alike(tensor, weight)
+        return self._casts[case]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _stack(self) -> list[str]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        return self._local.stack  # type: ignore[no-any-return]
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        for part in plain_parts(tensor):
+            self._own.add(part.untyped_storage()._cdata)
+            if part.is_floating_point() and part.dim() >= 2:
+                self._weights.setdefault(tuple(part.shape), []).append(part.detach())
+
+    def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
+        def enter(*_: object) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._stack().append(name)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:  # FSDP puts the gathered parameters here, just before
+                    self._note_late(tensor)
+
+        return enter
+
+    def _note_late(self, tensor: torch.Tensor) -> None:
+        for part in plain_parts(tensor):
+            if part.untyped_storage()._cdata not in self._own:
+                self._note(part)
+
+    def _leaving(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._stack():
+            self._stack().pop()
+
+
+def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The model's modules and their names, without those inside a compiled one."""
+    compiled: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(prefix) for prefix in compiled):
+            continue
+        if is_compiled(module):
+            compiled.append(f"{name}." if name else "")
+            if not hasattr(module, "_orig_mod"):
+                continue  # module.compile(): its own hooks run inside the graph
+        yield name, module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that hold the bytes of ``tensor``: itself, or the parts of a wrapper such as DTensor.
+
+    Empty for tensors without bytes of their own (fake, meta, sparse).
+    """
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        has_bytes = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+        return [tensor] if has_bytes else []
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return []
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in plain_parts(getattr(tensor, name))]
+
+
+def _starts_alike(tensor: torch.Tensor, weight: torch.Tensor) -> bool:
+    first = (0,) * (tensor.dim() - 1)
+    sample = weight[first][:_CAST_SAMPLE].to(tensor.dtype)
+    return torch.equal(tensor.detach()[first][:_CAST_SAMPLE], sample)

@@ -1,0 +1,137 @@
+"""An independent check of an offload plan: from its finished transfers alone.
+
+The planner plays events forward and lays copies as it goes; this file takes the copies as given, rebuilds the clock
+from the waits they imply, and counts what is resident after every event. Used by the tests, and by the offloader in
+debug mode (``verify=True``).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from penstock.errors import InternalError
+from penstock.offload._plan import OffloadPlan
+from penstock.offload._problem import OffloadProblem
+
+_SLACK_S = 1e-9
+
+
+def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
+    """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
+    _check_decisions(problem, plan)
+    _check_lanes(problem, plan)
+    _check_in_flight(problem, plan)
+    clock = _Clock(problem, plan)
+    stall_s = clock.stall_s + problem.overhead_s * len(plan.parked)
+    if abs(stall_s - plan.stall_s) > _SLACK_S * max(1, problem.num_events):
+        raise InternalError(f"predicted stall {plan.stall_s}, but its transfers imply {stall_s}")
+    peak_bytes = _peak_bytes(problem, plan, clock.landed_s)
+    if peak_bytes != plan.peak_bytes:
+        raise InternalError(f"predicted peak {plan.peak_bytes}, but its transfers imply {peak_bytes}")
+    keep_all_bytes = _peak_bytes(problem, replace(plan, transfers=()), clock.landed_s)
+    if keep_all_bytes != plan.keep_all_peak_bytes:
+        raise InternalError(f"peak if all is kept {plan.keep_all_peak_bytes}, but their lives imply {keep_all_bytes}")
+    if problem.budget_bytes is not None and plan.peak_bytes > problem.budget_bytes:
+        raise InternalError(f"predicted peak {plan.peak_bytes} above the budget {problem.budget_bytes}")
+
+
+@dataclass(slots=True, init=False)
+class _Clock:
+    """The step's clock with the waits that the transfers imply."""
+
+    stall_s: float
+    _now_s: float
+    landed_s: list[float]
+    """Per event, the moment up to which departures count: before it waits for a fetch, after it waited for room."""
+
+    def __init__(self, problem: OffloadProblem, plan: OffloadPlan):
+        self.stall_s = self._now_s = before_s = 0.0
+        self.landed_s = []
+        packs: dict[int, list[float]] = {}
+        needs: dict[int, list[float]] = {}
+        for one in plan.transfers:
+            packs.setdefault(problem.storages[one.index].pack_event, []).append(one.pack_s)
+            if one.in_end_s < math.inf:
+                needs.setdefault(problem.storages[one.index].need_event, []).append(one.in_end_s)
+        for event, time_s in enumerate(problem.event_times_s):
+            self._now_s += time_s - before_s
+            before_s = time_s
+            self._wait(packs.get(event, []))
+            self.landed_s.append(self._now_s)
+            self._wait(needs.get(event, []))
+
+    def _wait(self, moments_s: list[float]) -> None:
+        for moment_s in moments_s:
+            self.stall_s += max(0.0, moment_s - self._now_s)
+            self._now_s = max(self._now_s, moment_s)
+
+
+def _check_decisions(problem: OffloadProblem, plan: OffloadPlan) -> None:
+    if len(plan.reasons) != len(problem.storages):
+        raise InternalError("not every storage has a reason")
+    if set(plan.fetch_events) != set(plan.parked):
+        raise InternalError("fetches and parked storages differ")
+    if sorted(one.index for one in plan.transfers) != sorted(plan.parked):
+        raise InternalError("transfers and parked storages differ")
+    if plan.parked_bytes != sum(problem.storages[index].size_bytes for index in plan.parked):
+        raise InternalError(f"{plan.parked_bytes} parked bytes are not the sum of the parked storages")
+    for index in plan.parked:
+        storage = problem.storages[index]
+        if storage.must_keep:
+            raise InternalError(f"storage {index} is parked but must be kept: {storage.must_keep}")
+        if not storage.pack_event < plan.fetch_events[index] <= storage.need_event:
+            raise InternalError(f"storage {index} is fetched at event {plan.fetch_events[index]}, out of its life")
+
+
+def _check_lanes(problem: OffloadProblem, plan: OffloadPlan) -> None:
+    fetched = [one for one in plan.transfers if one.in_start_s < math.inf]
+    for one in plan.transfers:
+        if one.out_start_s < one.pack_s - _SLACK_S:
+            raise InternalError(f"storage {one.index} leaves before it is saved")
+    for one in fetched:
+        if one.in_start_s < one.out_end_s - _SLACK_S:
+            raise InternalError(f"storage {one.index} is read back before it was written")
+    out = [(one.out_start_s, one.out_end_s, one.index) for one in plan.transfers]
+    back = [(one.in_start_s, one.in_end_s, one.index) for one in fetched]
+    _check_lane(problem, out, problem.out_bandwidth_bytes_per_s)
+    _check_lane(problem, back, problem.in_bandwidth_bytes_per_s)
+
+
+def _check_lane(problem: OffloadProblem, copies: list[tuple[float, float, int]], bandwidth_bytes_per_s: float) -> None:
+    done_s = 0.0
+    for start_s, end_s, index in sorted(copies):
+        if start_s < done_s - _SLACK_S:
+            raise InternalError(f"storage {index} moves at {start_s} while its lane is busy until {done_s}")
+        shortest_s = problem.storages[index].size_bytes / bandwidth_bytes_per_s
+        if end_s - start_s < shortest_s * (1 - 1e-6) - _SLACK_S:
+            raise InternalError(f"storage {index} moves in {end_s - start_s} s, faster than its lane: {shortest_s} s")
+        done_s = max(done_s, end_s)
+
+
+def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
+    """Whenever forward goes on after a pack, the bytes still leaving are within the bound, or one storage alone."""
+    moved = [one for one in plan.transfers if one.in_start_s < math.inf]
+    for one in moved:
+        leaving = [
+            problem.storages[other.index].size_bytes
+            for other in moved
+            if other.index <= one.index and other.out_end_s > one.pack_s + _SLACK_S
+        ]
+        if len(leaving) > 1 and sum(leaving) > problem.max_in_flight_bytes:
+            raise InternalError(f"{sum(leaving)} bytes are on their way out when storage {one.index} joins them")
+
+
+def _peak_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float]) -> int:
+    """The most that is resident after any event: what lives, less what has left and not begun to come back."""
+    base = problem.base_bytes or (0,) * problem.num_events
+    transfers = {one.index: one for one in plan.transfers if one.in_start_s < math.inf}
+    peak = 0
+    for event in range(problem.num_events):
+        resident = base[event]
+        for index, storage in enumerate(problem.storages):
+            if storage.pack_event <= event < storage.free_event:
+                transfer = transfers.get(index)
+                has_left = transfer is not None and transfer.out_end_s <= landed_s[event]
+                if not has_left or event >= plan.fetch_events[index]:
+                    resident += storage.size_bytes
+        peak = max(peak, resident)
+    return peak
