@@ -1,0 +1,104 @@
+"""Pictures of what happened, drawn with matplotlib (the `report` extra)."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError
+
+_COLOURS = ("#6b7280", "#0f766e", "#b45309", "#4338ca", "#be123c")
+_MIB = 2**20
+
+
+def memory_timeline(
+    path: str | Path,
+    timelines: Mapping[str, Sequence[tuple[float, int]]],
+    *,
+    limit_bytes: int | None = None,
+    limit_label: str = "limit",
+    title: str = "Memory during one step",
+) -> None:
+    """Draws device memory over time, one curve per run, and a line at ``limit_bytes``.
+
+    ``timelines`` maps a name to ``(seconds, bytes)`` in ascending time, as in ``PeakReport.timeline``; every curve is
+    shifted to begin at 0. The format follows the ending of ``path`` (``.png``, ``.svg``, ``.pdf``).
+    """
+    figure, axes = _axes("time in the step (s)", "memory held (MiB)", title)
+    for (name, timeline), colour in zip(timelines.items(), _COLOURS * len(timelines), strict=False):
+        zero_s = timeline[0][0]
+        peak = max(held for _, held in timeline)
+        axes.step(
+            [time_s - zero_s for time_s, _ in timeline],
+            [held / _MIB for _, held in timeline],
+            where="post",
+            label=f"{name}: peak {peak / _MIB:,.0f} MiB",
+            color=colour,
+            linewidth=1.3,
+        )
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / _MIB, color="#be123c", linestyle="--", linewidth=1)
+        axes.annotate(
+            f"{limit_label}: {limit_bytes / _MIB:,.0f} MiB",
+            (1, limit_bytes / _MIB),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            color="#be123c",
+            fontsize=9,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper right")
+    _save(figure, path)
+
+
+def throughput_curve(
+    path: str | Path,
+    points: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    title: str = "Throughput against activation peak",
+) -> None:
+    """Draws the recompute-offload-keep curve: samples per second against the peak of activations.
+
+    ``points`` maps a method to ``(activation peak in bytes, samples per second, label)``, one per batch size.
+    """
+    figure, axes = _axes("activation peak (MiB)", "throughput (samples/s)", title)
+    for (name, series), colour in zip(points.items(), _COLOURS * len(points), strict=False):
+        ordered = sorted(series)
+        axes.plot(
+            [peak / _MIB for peak, _, _ in ordered],
+            [rate for _, rate, _ in ordered],
+            marker="o",
+            label=name,
+            color=colour,
+            linewidth=1.3,
+        )
+        for peak, rate, label in ordered:
+            axes.annotate(
+                label, (peak / _MIB, rate), xytext=(4, 4), textcoords="offset points", fontsize=8, color=colour
+            )
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="lower right")
+    _save(figure, path)
+
+
+def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: matplotlib is optional and untyped here
+    try:
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise PenstockError("pictures need matplotlib: pip install 'penstock[report]'") from error
+    figure = figures.Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    return figure, axes
+
+
+def _save(figure: Any, path: str | Path) -> None:  # any: as above
+    figure.savefig(path, dpi=130)

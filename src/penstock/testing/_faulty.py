@@ -1,0 +1,127 @@
+"""A tier that fails on demand."""
+
+import errno
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from penstock.errors import TierFullError
+from penstock.tiers import Extent, Piece, Tier
+
+
+class FaultyTier(Tier):
+    """A tier that passes everything on to ``inner``, and fails now and then.
+
+    Each argument is the probability, from 0 to 1, that one call has that fault; which calls do is fixed by ``seed``
+    (and the order of calls). ``injected`` counts what happened.
+
+    Args:
+        inner: the tier that really holds the bytes.
+        seed: of the random choices.
+        full: ``reserve`` finds no room.
+        write_error: a write fails with ``EIO``.
+        read_error: a read fails with ``EIO``.
+        short_write: a write moves only part of what it was given.
+        short_read: a read brings only part of what was asked for.
+        corrupt: one byte of what a read brings is changed.
+        wait: called before each transfer, to make it slow or to hold it back.
+    """
+
+    def __init__(
+        self,
+        inner: Tier,
+        *,
+        seed: int = 0,
+        full: float = 0.0,
+        write_error: float = 0.0,
+        read_error: float = 0.0,
+        short_write: float = 0.0,
+        short_read: float = 0.0,
+        corrupt: float = 0.0,
+        wait: Callable[[], None] | None = None,
+    ):
+        self.name = inner.name
+        self.alignment_bytes = inner.alignment_bytes
+        self.injected: Counter[str] = Counter()
+        """How often each fault was injected."""
+        self._inner = inner
+        self._random = random.Random(seed)  # noqa: S311  # faults, not secrets
+        self._lock = threading.Lock()
+        self._wait = wait
+        self._probability = {
+            "full": full,
+            "write_error": write_error,
+            "read_error": read_error,
+            "short_write": short_write,
+            "short_read": short_read,
+            "corrupt": corrupt,
+        }
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of the inner tier."""
+        return self._inner.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the inner tier."""
+        return self._inner.used_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the inner tier."""
+        return self._inner.reserved_bytes
+
+    def reserve(self, size_bytes: int) -> Extent:
+        """Room in the inner tier, or ``TierFullError``."""
+        if self._strikes("full"):
+            raise TierFullError(f"no room for {size_bytes} bytes (injected)")
+        return self._inner.reserve(size_bytes)
+
+    def release(self, extent: Extent) -> None:
+        """Gives the room back to the inner tier."""
+        self._inner.release(extent)
+
+    def close(self) -> None:
+        """Closes the inner tier."""
+        self._inner.close()
+
+    def file_name(self, piece: Piece) -> str:
+        """Of the inner tier."""
+        return self._inner.file_name(piece)
+
+    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        if self._wait is not None:
+            self._wait()
+        if self._strikes("write_error"):
+            raise OSError(errno.EIO, "Input/output error (injected)")
+        if self._strikes("short_write"):
+            view = view[: self._part(len(view))]
+        return self._inner._write_some(piece, at, view)
+
+    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
+        if self._wait is not None:
+            self._wait()
+        if self._strikes("read_error"):
+            raise OSError(errno.EIO, "Input/output error (injected)")
+        if self._strikes("short_read"):
+            view = view[: self._part(len(view))]
+        count = self._inner._read_some(piece, at, view)
+        if count and self._strikes("corrupt"):
+            with self._lock:
+                victim = self._random.randrange(count)
+            view[victim] ^= 0xFF
+        return count
+
+    def _strikes(self, fault: str) -> bool:
+        with self._lock:
+            strikes = self._random.random() < self._probability[fault]
+            self.injected[fault] += strikes
+        return strikes
+
+    def _part(self, size_bytes: int) -> int:
+        """Part of a request, in whole blocks where the tier wants them."""
+        blocks = max(1, size_bytes // self.alignment_bytes)
+        with self._lock:
+            return min(size_bytes, self._random.randint(1, blocks) * self.alignment_bytes)
