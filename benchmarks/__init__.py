@@ -1,0 +1,1 @@
+"""One module per claim. Each prints a table and writes JSON; `results/` holds dated runs."""

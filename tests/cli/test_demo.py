@@ -1,0 +1,32 @@
+"""The demo, with few steps and a small model, on the machine that runs the tests."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from penstock.cli import _demo, _demo_child
+
+
+@pytest.mark.timeout(300)
+def test_demo_shows_what_it_promises(tmp_path, monkeypatch):
+    console = Console(record=True, width=120)
+    _demo.run(tmp_path / "out", tmp_path, 3, console)
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["largest_loss_difference"] == 0
+    assert "can't allocate memory" in summary["plain_failure"]
+    assert summary["activation_share"] < 0.35
+    assert summary["penstock"]["activation_bytes"] < summary["cap_bytes"] < summary["plain"]["activation_bytes"]
+    assert summary["steps"][-1]["parked_bytes"] > 0.5 * summary["steps"][-1]["saved_bytes"]
+    assert len(summary["losses"]) == 3
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())
+    assert {"park", "fetch"} <= {row.get("cat") for row in trace["traceEvents"]}
+    assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    shown = console.export_text()
+    assert "fails" in shown
+    assert "trains" in shown
+
+
+def test_thinning_keeps_the_peak():
+    timeline = tuple((float(at), at % 7) for at in range(100))
+    assert max(held for _, held in _demo_child._thinned(timeline, 9)) == 6

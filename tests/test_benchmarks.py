@@ -1,0 +1,23 @@
+"""Benchmarks and campaigns run in their short form, so that they cannot rot."""
+
+import json
+
+from benchmarks import offload, soak_tiers
+
+
+def test_offload_benchmark(tmp_path):
+    file = tmp_path / "offload.json"
+    offload.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    content = json.loads(file.read_text())
+    rows = {(row["name"], row["metric"]): row for row in content["rows"]}
+    assert rows["gradients and losses equal to plain", "steps"]["value"] == 4
+    assert rows["Penstock to disk", "activation peak"]["ratio"] < 1
+    assert rows["Penstock to disk", "moved out a step"]["value"] > 0
+    assert content["machine"]["torch"]
+    assert (tmp_path / "offload.png").stat().st_size > 0
+
+
+def test_soak_campaign(tmp_path):
+    figures = soak_tiers.main(["--cycles", "60", "--disk", str(tmp_path)])
+    assert figures["num_cycles"] >= 60
+    assert figures["num_wrong"] == 0

@@ -1,0 +1,170 @@
+"""The rules of the house, read from the source."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+SOURCE = Path(penstock.__file__).parent
+LAYERS = {
+    "_version": 0, "errors": 0, "units": 0,
+    "directio": 1, "native": 1,
+    "probe": 2,
+    "tiers": 3,
+    "offload": 4, "remat": 4, "fleet": 4, "unified": 4, "relational": 4,
+    "testing": 5, "report": 5, "advisor": 5, "integrations": 5,
+    "cli": 6,
+}  # fmt: skip
+"""Imports point to a lower number, or stay inside their room."""
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = sorted(
+    one.name
+    for one in pkgutil.walk_packages([str(SOURCE)], "penstock.")
+    if not one.name.rpartition(".")[2].startswith("_")
+)
+
+
+def room_of(module):
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "penstock":
+            if node.module == "penstock":
+                yield from (f"penstock.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "penstock")
+
+
+@pytest.mark.parametrize("file", [one for one in FILES if one.parent != SOURCE or one.name != "__init__.py"], ids=str)
+def test_imports_run_one_way(file):
+    relative = file.relative_to(SOURCE)
+    room = relative.parts[0].removesuffix(".py")
+    for module in imported(file):
+        other = room_of(module)
+        assert other == room or LAYERS[other] < LAYERS[room], f"{relative} imports {module}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_nobody_imports_another_rooms_private_files(file):
+    room = file.relative_to(SOURCE).parts[0].removesuffix(".py")
+    for module in imported(file):
+        parts = module.split(".")[1:]
+        private = [part for part in parts if part.startswith("_") and part != "_version"]
+        assert not private or parts[0] == room, f"{file} imports {module}"
+
+
+@pytest.mark.parametrize("file", [one for one in FILES if one.name == "__init__.py"], ids=str)
+def test_maps_are_short(file):
+    assert len(file.read_text().splitlines()) <= 70
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_files_are_of_a_size_to_read(file):
+    assert len(file.read_text().splitlines()) <= 600
+
+
+def public_names(module):
+    for name, value in vars(module).items():
+        if name.startswith("_") or inspect.ismodule(value):
+            continue
+        if getattr(value, "__module__", "").startswith("penstock"):
+            yield name, value
+
+
+def test_every_name_has_one_public_home():
+    homes = {}
+    for module_name in MODULES:
+        for name, value in public_names(importlib.import_module(module_name)):
+            if inspect.isclass(value) or inspect.isfunction(value):
+                homes.setdefault(id(value), []).append(f"{module_name}.{name}")
+    several = [places for places in homes.values() if len(places) > 1 and not _same_package(places)]
+    assert several == []
+
+
+def _same_package(places):
+    """A file that is itself public (`penstock.units`) is no second home of what it imports for itself."""
+    rooms = {place.split(".")[1] for place in places}
+    return len(rooms) > 1 and any(LAYERS[room] <= 1 for room in rooms)
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_every_public_name_is_documented(module_name):
+    module = importlib.import_module(module_name)
+    assert module.__doc__
+    for name, value in public_names(module):
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        assert value.__doc__, f"{module_name}.{name}"
+        if name != "app" and module.__file__.endswith("__init__.py") and module_name.count(".") == 1:
+            assert f"`{name}`" in module.__doc__ or f"`{name}(" in module.__doc__, (
+                f"{name} is not on the map of {module_name}"
+            )
+
+
+@pytest.mark.parametrize("module_name", MODULES)
+def test_every_public_method_and_field_is_documented(module_name):
+    for _, value in public_names(importlib.import_module(module_name)):
+        if not inspect.isclass(value):
+            continue
+        for method_name, method in vars(value).items():
+            if method_name.startswith("_"):
+                continue
+            if inspect.isfunction(method) or isinstance(method, property):
+                assert inspect.getdoc(getattr(value, method_name)), f"{value.__qualname__}.{method_name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_dataclass_fields_are_documented(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or not node.decorator_list:
+            continue
+        if not any("dataclass" in ast.unparse(one) and "frozen" in ast.unparse(one) for one in node.decorator_list):
+            continue
+        for field, following in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+                assert documented, f"{file.name}: {node.name}.{ast.unparse(field.target)}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_the_library_does_not_print_and_reads_no_environment_at_import(file):
+    tree = ast.parse(file.read_text())
+    if file.parent.name != "cli":
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        assert not any(isinstance(call.func, ast.Name) and call.func.id == "print" for call in calls)
+    for statement in tree.body:
+        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            assert "environ" not in ast.unparse(statement).replace("import", "")
+
+
+def test_rooms_load_on_first_use():
+    code = (
+        "import sys, penstock\n"
+        "assert 'torch' not in sys.modules and 'penstock.tiers' not in sys.modules\n"
+        "assert penstock.units.parse_bytes('1KiB') == 1024\n"
+        "assert 'torch' not in sys.modules\n"
+        "penstock.offload.activations\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_room_names_those_there_are():
+    with pytest.raises(AttributeError, match="offload"):
+        penstock.attic  # noqa: B018
+    assert "offload" in dir(penstock)
+
+
+def test_version_comes_from_one_place():
+    assert penstock.__version__ in (SOURCE / "_version.py").read_text()

@@ -1,0 +1,243 @@
+"""The fakes and assertions that we hand out."""
+
+import errno
+import mmap
+import threading
+
+import pytest
+import torch
+
+from penstock.errors import TierFullError, TierReadError, TierWriteError
+from penstock.testing import GPT, FaultyTier, assert_gradients_equal, assert_peak_below
+from penstock.tiers import DiskTier, HostTier
+
+BLOCK = 4096
+FAULTS = ["full", "write_error", "read_error", "short_write", "short_read", "corrupt"]
+
+
+@pytest.fixture
+def make():
+    tiers = []
+
+    def make(**faults):
+        tiers.append(FaultyTier(HostTier("1MiB", pinned=False), **faults))
+        return tiers[-1]
+
+    yield make
+    for tier in tiers:
+        tier.close()
+
+
+def calls(tier, num_calls):
+    """What happens in a fixed series of calls."""
+    outcomes = []
+    for number in range(num_calls):
+        data = bytes([number % 251 + 1]) * BLOCK
+        target = bytearray(BLOCK)
+        try:
+            extent = tier.reserve(BLOCK)
+            tier.write(extent.pieces[0], memoryview(data))
+            tier.read(extent.pieces[0], memoryview(target))
+        except (TierFullError, TierReadError, TierWriteError) as error:
+            outcomes.append(type(error).__name__)
+        else:
+            outcomes.append("same" if target == data else "corrupt")
+            tier.release(extent)
+    return outcomes
+
+
+def test_without_faults_it_is_the_inner_tier(make):
+    tier = make()
+    assert calls(tier, 20) == ["same"] * 20
+    assert set(tier.injected.values()) == {0}
+    assert (tier.name, tier.alignment_bytes, tier.capacity_bytes) == ("host", 1, 2**20)
+    assert tier.used_bytes == 0
+    assert tier.reserved_bytes == 2**20
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [
+        ("full", "TierFullError"),
+        ("write_error", "TierWriteError"),
+        ("read_error", "TierReadError"),
+        ("corrupt", "corrupt"),
+        ("short_write", "same"),
+        ("short_read", "same"),
+    ],
+)
+def test_each_fault_does_what_it_says_and_is_counted(make, fault, outcome):
+    tier = make(**{fault: 1.0})
+    assert calls(tier, 3) == [outcome] * 3
+    assert tier.injected[fault] >= 3
+    assert sum(tier.injected.values()) == tier.injected[fault]
+
+
+@pytest.mark.parametrize("fault", ["write_error", "read_error"])
+def test_errors_are_those_of_a_device(make, fault):
+    tier = make(**{fault: 1.0})
+    piece = tier.reserve(BLOCK).pieces[0]
+    with pytest.raises((TierReadError, TierWriteError), match="injected") as caught:
+        (tier.write if fault == "write_error" else tier.read)(piece, memoryview(bytearray(BLOCK)))
+    assert caught.value.errno == errno.EIO
+
+
+def test_one_byte_is_changed(make):
+    tier = make(corrupt=1.0)
+    piece = tier.reserve(BLOCK).pieces[0]
+    target = bytearray(BLOCK)
+    tier.write(piece, memoryview(bytes(BLOCK)))
+    tier.read(piece, memoryview(target))
+    assert sorted(target)[-2:] == [0, 0xFF]
+
+
+def test_the_seed_fixes_which_calls_fail(make):
+    faults = dict.fromkeys(FAULTS, 0.2)
+    first, again, other = (make(seed=seed, **faults) for seed in (1, 1, 2))
+    outcomes = calls(first, 60)
+    assert outcomes == calls(again, 60)
+    assert first.injected == again.injected
+    assert outcomes != calls(other, 60)
+    assert len(set(outcomes)) == 5, "every outcome occurs"
+    assert all(first.injected[fault] > 0 for fault in FAULTS)
+
+
+def test_wait_is_called_before_each_transfer(make):
+    order = []
+    tier = make(wait=lambda: order.append("wait"))
+    piece = tier.reserve(BLOCK).pieces[0]
+    tier.write(piece, memoryview(bytes(BLOCK)))
+    order.append("written")
+    tier.read(piece, memoryview(bytearray(BLOCK)))
+    assert order == ["wait", "written", "wait"]
+
+
+def test_wait_holds_a_transfer_back(make):
+    gate, order = threading.Event(), []
+    tier = make(wait=gate.wait)
+    piece = tier.reserve(BLOCK).pieces[0]
+    thread = threading.Thread(target=lambda: (tier.write(piece, memoryview(bytes(BLOCK))), order.append("written")))
+    thread.start()
+    order.append("opened")
+    gate.set()
+    thread.join()
+    assert order == ["opened", "written"]
+
+
+def test_short_transfers_keep_to_whole_blocks(tmp_path):
+    """Direct I/O refuses any other length."""
+    inner = DiskTier({tmp_path: "1MiB"}, direct=False)
+    inner.alignment_bytes = BLOCK
+    tier = FaultyTier(inner, short_write=1.0, short_read=1.0)
+    lengths = []
+    real = inner._write_some
+    inner._write_some = lambda piece, at, view: lengths.append(len(view)) or real(piece, at, view)
+    extent = tier.reserve(40 * BLOCK)
+    tier.write(extent.pieces[0], memoryview(mmap.mmap(-1, 40 * BLOCK)))
+    assert sum(lengths) == 40 * BLOCK
+    assert len(lengths) > 1
+    assert all(length % BLOCK == 0 for length in lengths)
+    tier.close()
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def trained(scale=1.0):
+    network = model()
+    (network(torch.ones(5, 3)).sum() * scale).backward()
+    return network
+
+
+def test_equal_gradients_pass():
+    assert_gradients_equal(trained(), trained())
+    assert_gradients_equal(model(), model(1))
+
+
+def test_one_bit_of_difference_fails_and_is_named():
+    actual = trained()
+    gradient = actual[1].weight.grad
+    gradient[0, 0] = torch.nextafter(gradient[0, 0], torch.tensor(torch.inf))
+    with pytest.raises(AssertionError, match=r"gradients of 1\.weight differ by up to \d"):
+        assert_gradients_equal(trained(), actual)
+
+
+def test_a_missing_gradient_fails_and_is_named():
+    actual = trained()
+    actual[0].bias.grad = None
+    with pytest.raises(AssertionError, match=r"gradient for 0\.bias"):
+        assert_gradients_equal(trained(), actual)
+    with pytest.raises(AssertionError, match=r"gradient for 0\.bias"):
+        assert_gradients_equal(actual, trained())
+
+
+def test_other_parameters_fail_and_are_named():
+    with pytest.raises(AssertionError, match=r"1\.weight"):
+        assert_gradients_equal(model(), model()[:1])
+
+
+def test_other_shapes_fail():
+    actual = trained()
+    actual[0].weight = torch.nn.Parameter(torch.ones(4, 2))
+    actual[0].weight.grad = torch.ones(4, 2)
+    with pytest.raises(AssertionError, match=r"0\.weight"):
+        assert_gradients_equal(trained(), actual)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_dtype_is_another_gradient(dtype):
+    """Equal numbers in other bits are not equal bit for bit."""
+    expected, actual = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, dtype=dtype)
+    for one in (expected, actual):
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(AssertionError):
+        assert_gradients_equal(expected, actual)
+
+
+@pytest.mark.parametrize("bits", ["nan", "signed zero"])
+def test_bit_for_bit_means_bits(bits):
+    """Two equal NaNs are equal; 0 and -0 are not."""
+    expected, actual = trained(), trained()
+    if bits == "nan":
+        expected[0].bias.grad[0] = actual[0].bias.grad[0] = torch.nan
+        assert_gradients_equal(expected, actual)
+    else:
+        expected[0].bias.grad[0], actual[0].bias.grad[0] = 0.0, -0.0
+        with pytest.raises(AssertionError):
+            assert_gradients_equal(expected, actual)
+
+
+def test_a_peak_below_the_limit_passes(collected):
+    report = assert_peak_below(lambda: torch.ones(1000), "1GiB", device="cpu")
+    assert report.result.shape == (1000,)
+
+
+def test_a_peak_above_the_limit_fails_with_both_figures(collected):
+    with pytest.raises(AssertionError, match=r"the peak was \d+\.\d MiB, above the limit of 1\.0 MiB"):
+        assert_peak_below(lambda: torch.ones(2**20), "1MiB", device="cpu")
+
+
+def test_the_limit_itself_is_allowed(collected):
+    peak = assert_peak_below(lambda: torch.ones(2**18), "1GiB", device="cpu").peak_bytes
+    assert_peak_below(lambda: torch.ones(2**18), peak, device="cpu")
+    with pytest.raises(AssertionError):
+        assert_peak_below(lambda: torch.ones(2**18), peak - 1, device="cpu")
+
+
+@pytest.mark.parametrize("length", [1, 8])
+def test_the_gpt_learns_the_same_with_and_without_checkpoints(length):
+    def make(checkpointed):
+        torch.manual_seed(0)
+        return GPT(num_layers=2, width=16, num_heads=2, context=8, vocabulary=11, checkpointed=checkpointed)
+
+    plain, checkpointed = make(False), make(True)
+    tokens, targets = torch.randint(0, 11, (2, 3, length))
+    losses = [network(tokens, targets) for network in (plain, checkpointed)]
+    assert losses[0].shape == ()
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_gradients_equal(plain, checkpointed)
