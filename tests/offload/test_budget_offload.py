@@ -1,11 +1,15 @@
 """A budget in bytes is kept at the true peak, with the least moved, or refused with the smallest that works."""
 
+import time
+
 import pytest
 import torch
 from torch import nn
 
 from penstock import offload, probe
+from penstock.directio import SpillFile
 from penstock.errors import BudgetError
+from penstock.tiers import Waterfall
 
 MIB = 2**20
 
@@ -32,7 +36,7 @@ def step_of(model, batch, offloader):
 
 
 @pytest.fixture
-def plain_report():
+def plain_report(collected):  # what an earlier test left would count as held
     model = make_model()
     batch = prepare(model)
 
@@ -71,14 +75,67 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can(tmp_p
     offloader.close()
 
 
-def test_without_a_budget_the_peak_falls_far(tmp_path, plain_report):
+@pytest.mark.parametrize(("rate_bytes_per_s", "moves_all"), [(1e12, True), (1e3, False)])
+def test_without_a_budget_what_the_lanes_can_hide_moves(
+    tmp_path, plain_report, monkeypatch, rate_bytes_per_s, moves_all
+):
+    """The rates are given, not measured: a fast disk takes everything, a slow one nothing."""
+    monkeypatch.setattr(Waterfall, "rates_bytes_per_s", lambda _: (rate_bytes_per_s, rate_bytes_per_s))
+    monkeypatch.setattr("penstock.offload._learn._MAX_REPLANS", 0)
     model = make_model()
     batch = prepare(model)
-    offloader = offload.activations(model, disk=tmp_path, max_in_flight="8MiB", min_size="64KiB", max_stall=1.0)
+    offloader = offload.activations(
+        model, disk=tmp_path, max_in_flight="8MiB", min_size="64KiB", max_stall=1.0, min_saving=0.0
+    )
     step = step_of(model, batch, offloader)
     for _ in range(3):
         step()
-    assert probe.peak_bytes(step, device="cpu").activation_bytes < 0.6 * plain_report.activation_bytes
+    report = probe.peak_bytes(step, device="cpu")
+    statistics = offloader.statistics()
+    if moves_all:
+        assert "kept: its copies could not be hidden" not in statistics.kept_bytes
+        assert report.activation_bytes < 0.6 * plain_report.activation_bytes
+    else:
+        assert statistics.parked_bytes == 0
+        assert statistics.kept_bytes["kept: its copies could not be hidden"] > 0.7 * statistics.saved_bytes
+    offloader.close()
+
+
+def test_a_disk_that_turns_slow_after_planning_costs_time_and_not_the_budget(tmp_path, plain_report, monkeypatch):
+    model = make_model()
+    batch = prepare(model)
+    budget = plain_report.start_bytes + int(0.7 * plain_report.activation_bytes)
+    offloader = offload.activations(model, disk=tmp_path, max_in_flight="32MiB", min_size="64KiB", budget=budget)
+    step = step_of(model, batch, offloader)
+    for _ in range(5):
+        step()
+    write = SpillFile.write
+
+    def write_slowly(file, view, offset):
+        time.sleep(0.05)
+        return write(file, view, offset)
+
+    monkeypatch.setattr(SpillFile, "write", write_slowly)
+    report = probe.peak_bytes(step, device="cpu")
+    assert offloader.statistics().parked_bytes > 0
+    assert report.peak_bytes <= budget
+    offloader.close()
+
+
+def test_a_cycle_under_a_profiler_is_not_measured_and_the_next_one_is(tmp_path, plain_report):
+    model = make_model()
+    batch = prepare(model)
+    budget = plain_report.start_bytes + int(0.7 * plain_report.activation_bytes)
+    offloader = offload.activations(model, disk=tmp_path, max_in_flight="8MiB", min_size="64KiB", budget=budget)
+    step = step_of(model, batch, offloader)
+    for _ in range(2):
+        probe.peak_bytes(step, device="cpu")
+        assert offloader.statistics().peak_bytes is None
+        assert offloader.statistics().parked_bytes > 0
+    for _ in range(4):
+        step()
+    assert offloader.statistics().kept_bytes["kept: the budget has room"] > 0
+    assert probe.peak_bytes(step, device="cpu").peak_bytes <= budget
     offloader.close()
 
 

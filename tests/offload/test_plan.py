@@ -488,3 +488,11 @@ def test_the_simulation_agrees_with_one_that_counts_ticks(case):
     for index, one in played.transfers.items():
         assert [one.out_start_s, one.out_end_s] == ticks.spans["out"][index]
         assert [one.in_start_s, one.in_end_s] == ticks.spans["in"].get(index, [math.inf, math.inf])
+
+
+def test_what_is_needed_before_it_has_left_is_not_parked():
+    """A copy out that forwarding cuts short frees nothing and wears the disk."""
+    made = plan(chain(8, out_bandwidth_bytes_per_s=1.0, in_bandwidth_bytes_per_s=1.0, min_saving_share=0.0))
+    assert not made.parked
+    assert made.parked_bytes == made.stall_s == 0
+    assert set(made.reasons) == {"kept: its copies could not be hidden"}

@@ -78,7 +78,9 @@ class _Driver:
         self._park()
         for _ in range(self._choices.randrange(4)):
             one = self._choices.choice(self._live)
-            self._choices.choice([self._get, self._get, self._prefetch, self._let_go, self._release, self._pause])(one)
+            self._choices.choice(
+                [self._get, self._get, self._prefetch, self._let_go, self._release, self._pause, self._finish_out]
+            )(one)
         if len(self._live) > MAX_LIVE:
             self._end(self._live.pop(self._choices.randrange(len(self._live))))
 
@@ -114,6 +116,10 @@ class _Driver:
 
     def _prefetch(self, one):
         self.counts["num_prefetches"] += one[0].prefetch()
+
+    def _finish_out(self, one):
+        one[0].finish_out()
+        assert one[0].state is not HandleState.LEAVING
 
     def _let_go(self, one):
         one[3] = None

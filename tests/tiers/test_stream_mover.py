@@ -52,6 +52,8 @@ def run_step(waterfall, device, choices, num_storages=8):
         if choices.random() < 0.7:
             device.scribble()
     for index in reversed(range(num_storages)):
+        if choices.random() < 0.2:
+            handles[choices.randrange(num_storages)].finish_out()
         for ahead in range(index, max(-1, index - choices.randrange(4)), -1):
             handles[ahead].prefetch()
         storage = handles[index].get()
@@ -90,6 +92,24 @@ def test_right_bytes_in_any_order(tmp_path, host, disk, seed):
     assert set(statistics.held_bytes.values()) == {0}
     assert statistics.parked_bytes > 0
     assert statistics.in_flight_peak_bytes <= max((1 + seed % 4) * 3 * 4096, SIZE)
+    waterfall.close()
+
+
+def test_finishing_a_copy_out_frees_the_device_copy_at_once(tmp_path):
+    """The device waits, not the host: its memory can be given to what is queued next."""
+    streams = FakeStreams(3)
+    waterfall = make(streams, tmp_path, host="1MiB", disk=False, max_in_flight=100 * SIZE)
+    device = Device(streams)
+    handles = [waterfall.park(device.produce(value), label=str(value)) for value in (1, 2, 3)]
+    assert [handle.state for handle in handles] == [HandleState.LEAVING] * 3
+    handles[1].finish_out()
+    assert [handle.state for handle in handles] == [HandleState.PARKED] * 2 + [HandleState.LEAVING]
+    device.scribble()
+    for value, handle in zip((1, 2, 3), handles, strict=True):
+        device.consume(handle.get(), value)
+    waterfall.drain()
+    streams.finish()
+    assert device.failures == []
     waterfall.close()
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cycles import faulty_waterfall, run_cycles
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import ForkedProcessError, TierDegradedWarning, TierReadError
 from penstock.probe import ledger, peak_bytes
@@ -325,6 +326,21 @@ def test_a_prefetch_of_what_is_leaving_keeps_it(make, gate):
     assert plain(handle.get()) == expected
     assert waterfall.tiers[0].used_bytes == 0
     assert tier.injected["read_error"] == 0
+
+
+def test_finishing_a_copy_out_frees_the_device_copy(waterfall):
+    tensor = random_bytes(50_000)
+    weak = StorageWeakRef(tensor.untyped_storage())
+    handle = waterfall.park(tensor.untyped_storage())
+    del tensor
+    handle.finish_out()
+    assert handle.state is HandleState.PARKED
+    assert weak.expired()
+    assert waterfall.statistics().parked_bytes == 50_000
+    handle.finish_out()
+    handle.get()
+    handle.finish_out()
+    assert waterfall.statistics().parked_bytes == 50_000
 
 
 def test_what_somebody_holds_is_handed_back_without_a_read(make):

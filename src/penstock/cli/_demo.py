@@ -24,6 +24,8 @@ from penstock.units import format_bytes, format_duration
 
 _CAP_SHARE = 0.35
 """Share of the plain run's activation peak that the capped runs get beside their static bytes."""
+_BUDGET_SHARE = 0.8
+"""Share of the cap that Penstock is given as its budget: the cap also counts stacks, libraries and malloc's gaps."""
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class _Outcome:
     penstock: dict[str, Any] = field(default_factory=dict)
     failure: str = ""
     cap_bytes: int = 0
+    budget_bytes: int = 0
     plain_steps: list[dict[str, Any]] = field(default_factory=list)
     penstock_steps: list[dict[str, Any]] = field(default_factory=list)
     tiers: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +74,10 @@ def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
         )
         outcome.failure = _fail_plainly(outcome.cap_bytes)
         console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{outcome.failure}[/]", highlight=False)
-        with _child("--disk", str(disk), "--cap", str(outcome.cap_bytes), "--trace", str(out / "trace.json")) as capped:
+        outcome.budget_bytes = outcome.plain["start_bytes"] + int(_BUDGET_SHARE * outcome.cap_bytes)
+        files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
+        limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
+        with _child(*files, *limits) as capped:
             capped.ask("measure")  # takes the batch that the plain run took, and records the first step
             _train_in_turn(plain, capped, num_steps, outcome, console)
             outcome.penstock = capped.ask("measure")
@@ -120,6 +126,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> None:
     table.add_row("under the cap", "[red]fails[/]", "[green]trains[/]")
     for label, key in (("memory peak", "peak_bytes"), ("of it activations", "activation_bytes")):
         table.add_row(label, format_bytes(outcome.plain[key]), format_bytes(outcome.penstock[key]))
+    table.add_row("budget for Penstock", "", format_bytes(outcome.budget_bytes))
     table.add_row("step time", "1", f"{outcome.step_time_ratio:.2f} (median of paired ratios)")
     table.add_row("moved out / back, a step", "", f"{_size(last, 'parked_bytes')} / {_size(last, 'fetched_bytes')}")
     table.add_row("waited for copies, a step", "", format_duration(last["stall_s"]))
@@ -140,6 +147,7 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
     step_s = median(step["step_s"] for step in outcome.penstock_steps)
     return {
         "cap_bytes": outcome.cap_bytes,
+        "budget_bytes": outcome.budget_bytes,
         "plain_failure": outcome.failure,
         "plain": {key: value for key, value in outcome.plain.items() if key != "timeline"},
         "penstock": {key: value for key, value in outcome.penstock.items() if key != "timeline"},

@@ -29,7 +29,7 @@ def main() -> None:
     """Trains as told."""
     arguments = _arguments()
     trainer = _Trainer()
-    offloader = activations(trainer.model, disk=arguments.disk) if arguments.disk else None
+    offloader = activations(trainer.model, disk=arguments.disk, budget=arguments.budget) if arguments.disk else None
     trainer.run_tiny_step()  # optimizer state, worker threads and library buffers exist from here on
     static_bytes = _data_bytes()
     if arguments.cap is not None:
@@ -152,6 +152,7 @@ def _say(answer: dict[str, Any]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--disk", type=Path)
+    parser.add_argument("--budget", type=int)
     parser.add_argument("--cap", type=int)
     parser.add_argument("--trace", type=Path)
     return parser.parse_args()

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -9,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.offload._plan import OffloadPlan
 from penstock.offload._recording import Recording
 from penstock.offload._saved import SavedEntry
-from penstock.tiers import HandleState, TierStatistics
+from penstock.tiers import Handle, HandleState, TierStatistics
 
 
 class Cycle:
@@ -17,7 +18,7 @@ class Cycle:
 
     With a plan, fetches begin at the events it names, as long as what is saved matches what was planned for. Without
     one, or after the first difference, the storage saved before the one just needed is fetched next, and more up to
-    ``window_bytes``.
+    ``window_bytes``. With a budget the computation waits for late copies out, where the plan needs their memory.
     """
 
     def __init__(
@@ -26,6 +27,8 @@ class Cycle:
         plan: OffloadPlan | None,
         signature: tuple[tuple[int, str], ...],
         window_bytes: int,
+        budget_bytes: int | None,
+        reap: Callable[[], None],
         mark: Callable[[], None] | None,
         statistics_before: TierStatistics,
     ):
@@ -42,6 +45,11 @@ class Cycle:
         self._plan = plan
         self._signature = signature
         self._window_bytes = window_bytes
+        self._budget_bytes = budget_bytes
+        self._reap = reap
+        self._late: list[int] = []
+        gone = plan.gone_events if plan is not None and budget_bytes is not None else {}
+        self._gone = deque(sorted((event, index) for index, event in gone.items()))
         self._fetches: dict[int, list[int]] = {}
         for index, event in sorted(plan.fetch_events.items(), reverse=True) if plan else ():
             self._fetches.setdefault(event, []).append(index)
@@ -60,6 +68,7 @@ class Cycle:
         self, size_bytes: int, label: str, must_keep: str, origin: StorageWeakRef, version: int
     ) -> tuple[SavedEntry, str]:
         """Enters a storage; returns its entry and why to keep it, empty if it is to be parked."""
+        self._reap()
         index = self.recording.pack(size_bytes, label, must_keep)
         if self.follows_plan and self._differs(index):
             self.follows_plan = False
@@ -73,11 +82,12 @@ class Cycle:
             self.kept_bytes[reason] = self.kept_bytes.get(reason, 0) + size_bytes
         else:
             self.recording.uses[index].is_parked = True
-        self._begin_fetches(self.recording.num_events - 1)
+        self._follow_plan(self.recording.num_events - 1)
         return entry, reason
 
     def needed(self, entry: SavedEntry) -> None:
         """Backward asks for the entry now."""
+        self._reap()
         if not self.num_needs:
             self._note_what_others_hold()
         self.num_needs += 1
@@ -86,7 +96,7 @@ class Cycle:
             self.num_open -= 1
         self.recording.need(entry.index)
         if self.follows_plan:
-            self._begin_fetches(self.recording.num_events - 1)
+            self._follow_plan(self.recording.num_events - 1)
         else:
             self._fetch_ahead(entry.index)
         self.end_s = time.time()
@@ -99,9 +109,32 @@ class Cycle:
         use = self.recording.uses[index]
         return index >= len(self._signature) or self._signature[index] != (use.size_bytes, use.label)
 
-    def _begin_fetches(self, event: int) -> None:
-        for index in self._fetches.get(event, ()) if self.follows_plan else ():
+    def _follow_plan(self, event: int) -> None:
+        if not self.follows_plan:
+            return
+        self._free_what_is_late(event)
+        for index in self._fetches.get(event, ()):
             self._prefetch(index)
+
+    def _free_what_is_late(self, event: int) -> None:
+        """Waits for copies out that the plan has ended by now, as far as the budget needs their memory."""
+        assert self._plan is not None
+        while self._gone and self._gone[0][0] <= event:
+            self._late.append(self._gone.popleft()[1])
+        late: dict[int, Handle] = {}
+        for index in self._late:
+            entry = self.entries[index]()
+            if entry is None or entry.handle is None or self._plan.fetch_events[index] <= event:
+                continue  # what is to be back by now may as well have stayed
+            if entry.handle.state is HandleState.LEAVING:
+                late[index] = entry.handle
+        self._late = list(late)
+        late_bytes = sum(handle.size_bytes for handle in late.values())
+        for handle in late.values():
+            if self._budget_bytes is None or self._plan.held_bytes[event] + late_bytes <= self._budget_bytes:
+                break
+            handle.finish_out()
+            late_bytes -= handle.size_bytes
 
     def _fetch_ahead(self, index: int) -> None:
         room_bytes = self._window_bytes

@@ -2,7 +2,8 @@
 
 The first cycle parks everything eligible and is recorded. Its problem is planned; later cycles follow the plan. A
 cycle that saves something else is recorded anew. A plan that stalls more than it promised is made again with the
-bandwidths seen since; with a budget, the peak is measured until one planned cycle keeps it.
+bandwidths seen since; with a budget, the peak is measured until one planned cycle keeps it (a cycle during which
+somebody else profiles cannot be measured, so it teaches nothing).
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from penstock.offload._problem import OffloadProblem
 from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
-from penstock.probe import MemoryRecording, record_memory
+from penstock.probe import MemoryRecording, can_record, record_memory
 from penstock.tiers import TierStatistics, Waterfall
 from penstock.units import format_bytes
 
@@ -68,10 +69,11 @@ class Learner:
         """A cycle that follows the plan, or is recorded if there is none yet."""
         device, waterfall = next(iter(waterfalls.items()))
         self.abort()
-        if self._plan is None and self._num_changes <= _MAX_CHANGES:
+        is_blind = self._is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
+        if self._plan is None and self._num_changes <= _MAX_CHANGES and not is_blind:
             is_cuda = device.type == "cuda"
             self._clock = _DeviceClock(device, self._is_fitting) if is_cuda else _HostClock(waterfall)
-        if self._is_fitting and device.type == "cpu":
+        if self._is_fitting and device.type == "cpu" and not is_blind:
             self._meter = contextlib.ExitStack()
             self._memory = self._meter.enter_context(record_memory("cpu"))
         waterfall.device_changes = [] if self._is_fitting else None
@@ -79,6 +81,8 @@ class Learner:
             plan=self._plan,
             signature=self._signature,
             window_bytes=self._settings.max_in_flight_bytes // 4,
+            budget_bytes=self._problem.budget_bytes if self._problem else None,
+            reap=waterfall.reap,
             mark=self._clock.mark if self._clock else None,
             statistics_before=_total(waterfalls),
         )

@@ -7,8 +7,9 @@ fetch. Park so that nothing waits, or, with a budget, so that the peak fits.
 The method, after SSDTrain's adaptive offloading (arXiv 2408.10013), which keeps from the first module
 whose bytes cannot be written in time. Here the storages with the shortest lives are kept first: they are the last of
 forward and the first of backward, save the fewest byte-seconds, and leave the least time for their copies. The number
-kept is found by bisection on a simulation of both lanes. Fetches are laid backwards from their times of need, each as
-late as its lane allows with a margin for noise, and begin at the last event before that.
+kept is found by bisection on a simulation of both lanes. What would be asked for before it has left is kept too: its
+copy out would wear the disk and free nothing. Fetches are laid backwards from their times of need, each as late as its
+lane allows with a margin for noise, and begin at the last event before that.
 
 Cost: O(n log n) for n events. Guarantee: the plan's predicted peak and stall are those of the simulation, which
 `_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would.
@@ -68,6 +69,10 @@ class OffloadPlan:
     """Bytes to be parked in a cycle."""
     transfers: tuple[Transfer, ...]
     """How the simulation laid the copies."""
+    gone_events: Mapping[int, int]
+    """Per parked storage, the event at which its device copy has gone; with a budget the computation waits for it."""
+    held_bytes: tuple[int, ...]
+    """Predicted device bytes from each event to the next; the highest is ``peak_bytes``."""
     declined: str = ""
     """Why offloading is not worth it; empty if it is."""
 
@@ -81,6 +86,8 @@ class Simulation:
     transfers: dict[int, Transfer] = field(default_factory=dict)
     resident_bytes: list[int] = field(default_factory=list)
     """Of saved storages, after each event."""
+    gone_events: dict[int, int] = field(default_factory=dict)
+    """Per storage that left, the event by which it had."""
 
 
 def plan(problem: OffloadProblem) -> OffloadPlan:
@@ -103,6 +110,13 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
             lay = _fetch_at_need  # the computation waits for every fetch, but nothing is on the device before its time
         num_kept = _most_that_fit(problem, movable, lambda count: outcome(count, lay)[2].peak_bytes)
     parked, fetch_events, simulation = outcome(num_kept, lay)
+    while useless := {index for index in parked if simulation.transfers[index].in_start_s == math.inf}:
+        without = parked - useless
+        fetch_events_without = lay(problem, without)
+        simulation_without = simulate(problem, without, fetch_events_without)
+        if simulation_without.peak_bytes > simulation.peak_bytes or simulation_without.stall_s > simulation.stall_s:
+            break  # their places on the lanes moved the others
+        parked, fetch_events, simulation = without, fetch_events_without, simulation_without
     declined = _declined(problem, keep_all.peak_bytes, simulation, len(parked))
     return OffloadPlan(
         parked=parked,
@@ -113,6 +127,8 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         stall_s=simulation.stall_s + problem.overhead_s * len(parked),
         parked_bytes=sum(problem.storages[index].size_bytes for index in parked),
         transfers=tuple(simulation.transfers[index] for index in sorted(simulation.transfers)),
+        gone_events=simulation.gone_events,
+        held_bytes=tuple(map(sum, zip(simulation.resident_bytes, _base(problem), strict=True))),
         declined=declined,
     )
 
@@ -154,13 +170,13 @@ class _Player:
         self.parked = parked
         self.result = Simulation()
         self.now_s = 0.0
+        self.event = 0
         self.out_free_s = self.in_free_s = 0.0
         self.resident_bytes = 0
         self.leaving: deque[int] = deque()
         self.leaving_bytes = 0
         self.out: dict[int, tuple[float, float]] = {}
         self.back: dict[int, tuple[float, float]] = {}
-        self.gone: set[int] = set()
         self.packed_s: dict[int, float] = {}
         self.packs, self.needs, self.frees = _by_event(problem)
         self.fetches: dict[int, list[int]] = {}
@@ -169,10 +185,11 @@ class _Player:
 
     def play(self) -> Simulation:
         before_s = 0.0
-        base = self.problem.base_bytes or (0,) * self.problem.num_events
+        base = _base(self.problem)
         for event, time_s in enumerate(self.problem.event_times_s):
             self.now_s += time_s - before_s
             before_s = time_s
+            self.event = event
             self._land()
             for index in self.frees.get(event, ()):
                 self.resident_bytes -= self.problem.storages[index].size_bytes
@@ -203,7 +220,7 @@ class _Player:
             size_bytes = self.problem.storages[index].size_bytes
             self.leaving_bytes -= size_bytes
             self.resident_bytes -= size_bytes
-            self.gone.add(index)
+            self.result.gone_events[index] = self.event
 
     def _pack(self, index: int) -> None:
         size_bytes = self.problem.storages[index].size_bytes
@@ -224,7 +241,7 @@ class _Player:
         if index in self.leaving:  # forwarded: it stays, and frees the lane's bound
             self.leaving.remove(index)
             self.leaving_bytes -= self.problem.storages[index].size_bytes
-        if index not in self.gone or index in self.back:
+        if index not in self.result.gone_events or index in self.back:
             return
         size_bytes = self.problem.storages[index].size_bytes
         start_s = max(self.now_s, self.in_free_s)
@@ -241,6 +258,10 @@ class _Player:
     def _wait_until(self, time_s: float) -> None:
         self.result.stall_s += max(0.0, time_s - self.now_s)
         self.now_s = max(self.now_s, time_s)
+
+
+def _base(problem: OffloadProblem) -> tuple[int, ...]:
+    return tuple(problem.base_bytes) or (0,) * problem.num_events
 
 
 def _by_event(problem: OffloadProblem) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:

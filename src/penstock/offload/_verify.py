@@ -24,10 +24,13 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
     stall_s = clock.stall_s + problem.overhead_s * len(plan.parked)
     if abs(stall_s - plan.stall_s) > _SLACK_S * max(1, problem.num_events):
         raise InternalError(f"predicted stall {plan.stall_s}, but its transfers imply {stall_s}")
-    peak_bytes = _peak_bytes(problem, plan, clock.landed_s)
-    if peak_bytes != plan.peak_bytes:
-        raise InternalError(f"predicted peak {plan.peak_bytes}, but its transfers imply {peak_bytes}")
-    keep_all_bytes = _peak_bytes(problem, replace(plan, transfers=()), clock.landed_s)
+    held_bytes = _held_bytes(problem, plan, clock.landed_s)
+    if held_bytes != list(plan.held_bytes):
+        raise InternalError(f"predicted bytes held {plan.held_bytes}, but its transfers imply {held_bytes}")
+    if max(held_bytes) != plan.peak_bytes:
+        raise InternalError(f"predicted peak {plan.peak_bytes}, but its transfers imply {max(held_bytes)}")
+    _check_gone(plan, clock.landed_s)
+    keep_all_bytes = max(_held_bytes(problem, replace(plan, transfers=()), clock.landed_s))
     if keep_all_bytes != plan.keep_all_peak_bytes:
         raise InternalError(f"peak if all is kept {plan.keep_all_peak_bytes}, but their lives imply {keep_all_bytes}")
     if problem.budget_bytes is not None and plan.peak_bytes > problem.budget_bytes:
@@ -120,11 +123,22 @@ def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
             raise InternalError(f"{sum(leaving)} bytes are on their way out when storage {one.index} joins them")
 
 
-def _peak_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float]) -> int:
-    """The most that is resident after any event: what lives, less what has left and not begun to come back."""
+def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
+    """A storage counts as gone from the first event by which its copy out has ended."""
+    left = {one.index: one.out_end_s for one in plan.transfers if one.in_start_s < math.inf}
+    if not set(left) <= set(plan.gone_events):
+        raise InternalError("a storage is fetched that never left")
+    for index, end_s in left.items():
+        event = plan.gone_events[index]
+        if end_s > landed_s[event] + _SLACK_S or (event and end_s < landed_s[event - 1] - _SLACK_S):
+            raise InternalError(f"storage {index} counts as gone at event {event}, but leaves at {end_s} s")
+
+
+def _held_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float]) -> list[int]:
+    """What is resident after each event: what lives, less what has left and not begun to come back."""
     base = problem.base_bytes or (0,) * problem.num_events
     transfers = {one.index: one for one in plan.transfers if one.in_start_s < math.inf}
-    peak = 0
+    held = []
     for event in range(problem.num_events):
         resident = base[event]
         for index, storage in enumerate(problem.storages):
@@ -133,5 +147,5 @@ def _peak_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float
                 has_left = transfer is not None and transfer.out_end_s <= landed_s[event]
                 if not has_left or event >= plan.fetch_events[index]:
                     resident += storage.size_bytes
-        peak = max(peak, resident)
-    return peak
+        held.append(resident)
+    return held

@@ -1,6 +1,7 @@
 """What a step costs and what this machine can do.
 
-- `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA.
+- `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
+  `can_record` says whether it can be measured now.
 - `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week.
 - `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not.
 - `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by those who hold them.
@@ -16,5 +17,6 @@ from penstock.probe._machine import Place as Place
 from penstock.probe._machine import machine as machine
 from penstock.probe._peak import MemoryRecording as MemoryRecording
 from penstock.probe._peak import PeakReport as PeakReport
+from penstock.probe._peak import can_record as can_record
 from penstock.probe._peak import peak_bytes as peak_bytes
 from penstock.probe._peak import record_memory as record_memory

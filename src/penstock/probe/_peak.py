@@ -82,6 +82,11 @@ def record_memory(device: torch.device | str | None = None) -> Iterator[MemoryRe
         yield recording
 
 
+def can_record(device: torch.device | str) -> bool:
+    """Whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
+    return torch.device(device).type != "cpu" or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     """Weak references to the storages of all tensors that Python can reach, gradients included, by identity."""
     found: dict[int, StorageWeakRef] = {}
@@ -121,7 +126,7 @@ def _record_cuda(device: torch.device, recording: MemoryRecording) -> Iterator[N
 
 @contextmanager
 def _record_cpu(recording: MemoryRecording) -> Iterator[None]:
-    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not can_record("cpu"):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "
             "penstock.probe.peak_bytes(step)"

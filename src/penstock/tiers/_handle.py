@@ -31,9 +31,9 @@ class HandleState(enum.Enum):
 class Handle:
     """The receipt for a storage that was put into a tier by ``Waterfall.park``.
 
-    ``prefetch()`` starts the copy back, ``get()`` returns the storage, ``release()`` gives its room back; a handle that
-    is garbage-collected is released. ``get`` and ``prefetch`` belong to the computing thread, which owns the memory
-    that they allocate; ``release`` may come from any.
+    ``finish_out()`` waits for the copy out, ``prefetch()`` starts the copy back, ``get()`` returns the storage,
+    ``release()`` gives its room back; a handle that is garbage-collected is released. All but ``release``, which may
+    come from any thread, belong to the computing thread: it owns the memory that they allocate.
     """
 
     __slots__ = (
@@ -92,6 +92,10 @@ class Handle:
     def is_held_elsewhere(self) -> bool:
         """Whether somebody else still holds the storage as it was put in, so that parking it frees nothing."""
         return self._storage is None and self._alive() is not None
+
+    def finish_out(self) -> None:
+        """Waits for the end of the copy out and drops the device copy: the computation needs its memory now."""
+        self._waterfall._finish_out(self)
 
     def prefetch(self) -> bool:
         """Starts the copy back to the device; bytes that are still leaving stay instead.

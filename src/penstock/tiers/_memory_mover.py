@@ -102,6 +102,10 @@ class MemoryMover:
             del self._travelling[job]
         return True
 
+    def finish_out(self, handle: Handle) -> float:
+        job = handle._in_transit
+        return job.wait() if isinstance(job, LaneJob) else 0.0
+
     def start_in(self, handle: Handle) -> None:
         tier, extent = handle._room()
         storage = _allocate(handle.size_bytes, handle.address_remainder)

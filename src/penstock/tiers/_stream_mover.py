@@ -116,12 +116,7 @@ class StreamMover:
 
     def make_room(self, size_bytes: int) -> float:
         while self._leaving and self._in_flight_bytes + size_bytes > self._max_in_flight_bytes:
-            oldest = self._leaving[0]
-            self._let_wait(oldest.transit.home, oldest.passed)
-            current = self._streams.current()
-            if current != oldest.transit.home:
-                self._streams.wait(current, oldest.passed)
-            self._finish_leaving()
+            self._let_oldest_leave()
         return 0.0
 
     def reserve(self, tiers: Sequence[Tier], handle: Handle) -> tuple[Tier, Extent]:
@@ -171,6 +166,11 @@ class StreamMover:
 
     def cancel_out(self, handle: Handle) -> bool:  # noqa: ARG002
         return False  # what is on a stream cannot be taken back
+
+    def finish_out(self, handle: Handle) -> float:
+        while handle._state is HandleState.LEAVING and self._leaving:
+            self._let_oldest_leave()
+        return 0.0
 
     def start_in(self, handle: Handle) -> None:
         (tier, extent), transit = handle._room(), handle._in_transit
@@ -275,6 +275,15 @@ class StreamMover:
         start = self._streams.record(stream)
         self._streams.wait(stream, event)
         self._stalls.append((start, self._streams.record(stream)))
+
+    def _let_oldest_leave(self) -> None:
+        """The device waits for the oldest copy out, so that what is queued from now on may take its memory."""
+        oldest = self._leaving[0]
+        self._let_wait(oldest.transit.home, oldest.passed)
+        current = self._streams.current()
+        if current != oldest.transit.home:
+            self._streams.wait(current, oldest.passed)
+        self._finish_leaving()
 
     def _finish_leaving(self) -> None:
         copy = self._leaving.popleft()

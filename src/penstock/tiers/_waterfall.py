@@ -61,6 +61,9 @@ class Mover(Protocol):
     def cancel_out(self, handle: Handle) -> bool:
         """Takes a copy out back, if it has not begun."""
 
+    def finish_out(self, handle: Handle) -> float:
+        """Waits for the copy out, or lets the device wait; returns the seconds the computation waited."""
+
     def start_in(self, handle: Handle) -> None:
         """Allocates and begins the copy in. Raises ``RuntimeError`` where the device has no memory."""
 
@@ -230,6 +233,14 @@ class Waterfall:
             handle._weak = StorageWeakRef(storage)
             self._counts["fetched_bytes"] += handle.size_bytes
         return storage
+
+    def _finish_out(self, handle: Handle) -> None:
+        if handle._state is HandleState.LEAVING:
+            start_s = time.time()
+            waited_s = self._mover.finish_out(handle)
+            if waited_s:
+                self._note_stall(handle, self._mover.out_lane, start_s, waited_s)
+        self.reap()
 
     def _prefetch(self, handle: Handle) -> bool:
         self._refuse_if_gone()
