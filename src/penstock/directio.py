@@ -1,4 +1,4 @@
-"""Nameless files and direct I/O: the system calls under the disk tier and under the bandwidth probe.
+"""Nameless files and direct I/O: the calls under the disk tier and under the bandwidth probe.
 
 A spill file has no name (``O_TMPFILE``, else unlinked at once), so that a killed process leaves nothing behind, and
 mode 0600. Its I/O goes straight between the device and the caller's memory (``O_DIRECT``) where the file system
@@ -14,6 +14,8 @@ import os
 import tempfile
 import weakref
 from pathlib import Path
+
+import torch
 
 BLOCK_BYTES = 4096
 """Alignment of direct requests. 512 would do on some disks; 4096 does on all."""
@@ -37,6 +39,11 @@ class SpillFile:
 
     def __del__(self) -> None:
         self.close()
+
+    @property
+    def open_path(self) -> str:
+        """A path under which this process may open the nameless file once more."""
+        return f"/proc/self/fd/{self._descriptor}"
 
     @property
     def name(self) -> str:
@@ -107,12 +114,53 @@ class SpillFile:
             os.unlink(path)
 
 
+class DeviceFile:
+    """A spill file to and from which a CUDA device moves bytes itself: GPUDirect Storage, ``torch.cuda.gds``.
+
+    Calls block until the bytes are there, and know nothing of streams: what produced the bytes, or used the memory
+    before, must have finished. Raises ``RuntimeError`` or ``OSError`` where the machine cannot do it;
+    ``penstock.probe.gpu_direct_storage`` finds that out.
+    """
+
+    def __init__(self, spill: SpillFile):
+        self._file: torch.cuda.gds.GdsFile | None = torch.cuda.gds.GdsFile(spill.open_path, os.O_RDWR)
+        _open_device_files.add(self)
+
+    def write(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """Writes all bytes of a storage of the device at ``offset``."""
+        with torch.cuda.device(storage.device):
+            self._opened().save_storage(storage, offset)  # type: ignore[arg-type]
+
+    def read(self, storage: torch.UntypedStorage, offset: int) -> None:
+        """Fills a storage of the device from ``offset``."""
+        with torch.cuda.device(storage.device):
+            self._opened().load_storage(storage, offset)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Lets the file go. May be called again."""
+        self._file = None  # its own finaliser deregisters and closes it
+
+    def _opened(self) -> torch.cuda.gds.GdsFile:
+        if self._file is None:
+            raise OSError(errno.EBADF, "the file is closed")
+        return self._file
+
+    def _let_go_in_child(self) -> None:
+        if self._file is not None:  # its finaliser closes the number, so something must stay open under it
+            with open(os.devnull, "rb") as nothing:
+                os.dup2(nothing.fileno(), self._file.fd, inheritable=False)
+
+
 _open_files: "weakref.WeakSet[SpillFile]" = weakref.WeakSet()
+
+_open_device_files: "weakref.WeakSet[DeviceFile]" = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     for file in list(_open_files):
         file.close()  # else the parent's disk space would live as long as the child
+    for device_file in list(_open_device_files):
+        device_file._let_go_in_child()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

@@ -113,6 +113,138 @@ def test_finishing_a_copy_out_frees_the_device_copy_at_once(tmp_path):
     waterfall.close()
 
 
+class DirectFile:
+    """GPUDirect Storage for the fake device, whose memory is main memory: bytes go the moment they are asked for."""
+
+    def __init__(self, spill):
+        self.spill = spill
+        self.num_writes = self.num_reads = 0
+        self.error = None
+
+    def write(self, storage, offset):
+        self.num_writes += 1
+        self._fail()
+        assert self.spill.write(bytes(view_of(storage)), offset) == storage.nbytes()
+
+    def read(self, storage, offset):
+        self.num_reads += 1
+        self._fail()
+        assert self.spill.read(view_of(storage), offset) == storage.nbytes()
+
+    def close(self):
+        self.spill = None
+
+    def _fail(self):
+        if self.error:
+            raise self.error
+
+
+def view_of(storage):
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def make_direct(streams, tmp_path, *, host=None, max_in_flight=2 * SIZE):
+    budget = Budget(host=host, disk=tmp_path)
+    tier = DiskTier(tmp_path, budget=budget, direct=False)
+    tier.open_to_device(DirectFile)
+    waterfall = stream_waterfall(
+        streams, [tier], budget, EventLog(), max_in_flight_bytes=max_in_flight, verify=False, pinned=False
+    )
+    return waterfall, tier._device_files[0]
+
+
+@pytest.mark.parametrize("host", [None, "40KiB"])
+@pytest.mark.parametrize("seed", range(12))
+def test_device_and_disk_talk_directly(tmp_path, host, seed):
+    streams = FakeStreams(seed)
+    waterfall, file = make_direct(streams, tmp_path, host=host, max_in_flight=(1 + seed % 4) * 3 * 4096)
+    device = Device(streams)
+    for _ in range(3):
+        run_step(waterfall, device, random.Random(seed))
+    waterfall.drain()
+    streams.finish()
+    statistics = waterfall.statistics()
+    assert device.failures == []
+    assert statistics.num_live_handles == 0
+    assert set(statistics.held_bytes.values()) == {0}
+    assert file.num_writes > 0
+    assert file.num_reads > 0
+    assert statistics.written_to_disk_bytes > 0
+    lanes = {event.lane for event in waterfall.events.since()}
+    assert {"device->disk", "disk->device"} <= lanes
+    assert not lanes & {"host->disk", "disk->host"}
+    assert ("device->host" in lanes) == (host is not None)
+    waterfall.close()
+
+
+def test_a_direct_copy_waits_for_the_work_that_makes_its_bytes(tmp_path):
+    """Without the waits, the same loop corrupts."""
+    num_failures = 0
+    for seed in range(12):
+        streams = FakeStreams(seed)
+        waterfall, _ = make_direct(streams, tmp_path)
+        streams.synchronize = lambda event: None
+        device = Device(streams)
+        run_step(waterfall, device, random.Random(seed))
+        waterfall.drain()
+        streams.finish()
+        num_failures += len(device.failures)
+        waterfall.close()
+    assert num_failures > 0
+
+
+def test_a_failed_direct_write_leaves_the_storage_on_the_device(tmp_path):
+    streams = FakeStreams(0)
+    waterfall, file = make_direct(streams, tmp_path, max_in_flight=100 * SIZE)
+    file.error = RuntimeError("cuFileWrite failed: 5030")
+    device = Device(streams)
+    handle = waterfall.park(device.produce(7), label="7")
+    with pytest.warns(TierDegradedWarning, match="cuFileWrite failed: 5030"):
+        waterfall.drain()
+    assert handle.state is HandleState.KEPT
+    device.consume(handle.get(), 7)
+    streams.finish()
+    assert device.failures == []
+    assert waterfall.statistics().num_failed_writes == 1
+    assert waterfall.statistics().held_bytes == {"disk": 0}
+    waterfall.close()
+
+
+def test_a_failed_direct_read_raises_and_a_later_one_works(tmp_path):
+    streams = FakeStreams(0)
+    waterfall, file = make_direct(streams, tmp_path)
+    device = Device(streams)
+    handle = waterfall.park(device.produce(7), label="7")
+    waterfall.drain()
+    assert handle.state is HandleState.PARKED
+    file.error = OSError(5, "Input/output error")
+    with pytest.raises(TierReadError, match="Input/output error"):
+        handle.get()
+    file.error = None
+    device.consume(handle.get(), 7)
+    streams.finish()
+    assert device.failures == []
+    waterfall.close()
+
+
+def test_checksums_need_the_bytes_in_host_memory(tmp_path):
+    streams = FakeStreams(0)
+    budget = Budget(disk=tmp_path)
+    tier = DiskTier(tmp_path, budget=budget)
+    tier.open_to_device(DirectFile)
+    waterfall = stream_waterfall(
+        streams, [tier], budget, EventLog(), max_in_flight_bytes=2 * SIZE, verify=True, pinned=False
+    )
+    device = Device(streams)
+    run_step(waterfall, device, random.Random(0))
+    waterfall.drain()
+    streams.finish()
+    assert device.failures == []
+    assert tier._device_files[0].num_writes == 0
+    assert {"host->disk"} <= {event.lane for event in waterfall.events.since()}
+    waterfall.close()
+
+
 def test_a_device_that_ignores_waits_is_caught(tmp_path):
     """The fake can see races: without waits, the same loop corrupts."""
     num_failures = 0

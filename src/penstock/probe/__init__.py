@@ -3,15 +3,17 @@
 - `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
   `can_record` says whether it can be measured now.
 - `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week.
-- `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not.
+- `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
+  `gpu_direct_storage` for one directory.
 - `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by those who hold them.
 """
 
 from penstock.probe._bandwidth import LaneBandwidth as LaneBandwidth
 from penstock.probe._bandwidth import bandwidths as bandwidths
+from penstock.probe._gds import Feature as Feature
+from penstock.probe._gds import gpu_direct_storage as gpu_direct_storage
 from penstock.probe._ledger import Ledger as Ledger
 from penstock.probe._ledger import ledger as ledger
-from penstock.probe._machine import Feature as Feature
 from penstock.probe._machine import MachineReport as MachineReport
 from penstock.probe._machine import Place as Place
 from penstock.probe._machine import machine as machine

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from penstock.directio import SpillFile
+from penstock.directio import DeviceFile, SpillFile
+from penstock.probe._gds import gpu_direct_storage
 
 _EXPIRY_S = 7 * 86400
 _REQUEST_BYTES = 8 * 2**20
@@ -42,7 +43,8 @@ def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> t
 
     ``directory`` is where the disk tier would spill; 256 MiB of free space are needed there for a moment. Results are
     kept per machine, device and file system for a week; ``refresh`` measures anew. On a CPU-only machine the lanes are
-    ``device->disk`` and ``disk->device``; with CUDA ``host->disk``, ``disk->host``, ``device->host``, ``host->device``.
+    ``device->disk`` and ``disk->device``; with CUDA ``host->disk``, ``disk->host``, ``device->host``, ``host->device``,
+    and the two between device and disk where GPUDirect Storage works.
     Raises what opening a file in ``directory`` raises.
     """
     key = _key(Path(directory))
@@ -51,6 +53,8 @@ def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> t
     if known and not refresh and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known):
         return tuple(LaneBandwidth(**lane) for lane in known)
     lanes = _disk_lanes(directory) + (_cuda_lanes() if torch.cuda.is_available() else ())
+    if gpu_direct_storage(directory).is_supported:
+        lanes += _direct_lanes(directory)
     cache[key] = [asdict(lane) for lane in lanes]
     _store_cache(cache)
     return lanes
@@ -88,8 +92,26 @@ def _cuda_lanes() -> tuple[LaneBandwidth, ...]:
     )
 
 
-def _in_requests(transfer: Callable[[memoryview, int], int], view: memoryview) -> None:
-    offsets = iter(range(0, len(view), _REQUEST_BYTES))
+def _direct_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
+    memory = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda").untyped_storage()
+    spill = SpillFile(directory)
+    spill.grow(_SAMPLE_BYTES)
+    file = DeviceFile(spill)
+    try:
+        write_s = _timed(lambda: _in_requests(file.write, memory))
+        read_s = _timed(lambda: _in_requests(file.read, memory))
+    finally:
+        file.close()
+        spill.close()
+    return (
+        _lane("device->disk", _SAMPLE_BYTES / write_s, True),
+        _lane("disk->device", _SAMPLE_BYTES / read_s, True),
+    )
+
+
+def _in_requests(transfer: Callable[[Any, int], object], memory: memoryview | torch.UntypedStorage) -> None:
+    """Calls ``transfer`` with each slice of ``memory`` and its offset, from a few threads."""
+    offsets = iter(range(0, len(memory), _REQUEST_BYTES))
     lock = threading.Lock()
     errors: list[BaseException] = []
 
@@ -100,8 +122,8 @@ def _in_requests(transfer: Callable[[memoryview, int], int], view: memoryview) -
             if offset is None:
                 return
             try:
-                transfer(view[offset : offset + _REQUEST_BYTES], offset)
-            except OSError as error:
+                transfer(memory[offset : offset + _REQUEST_BYTES], offset)
+            except (OSError, RuntimeError) as error:
                 errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(_NUM_THREADS)]

@@ -10,6 +10,7 @@ import torch
 
 from penstock.directio import SpillFile
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
+from penstock.probe._gds import Feature, gpu_direct_storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,18 +25,6 @@ class Place:
     """All of it."""
     free_bytes: int
     """What is free now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feature:
-    """Something that a machine may support."""
-
-    name: str
-    """What it is."""
-    is_supported: bool
-    """Whether it works here."""
-    reason: str
-    """Why not, or how it was found out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +82,7 @@ def _features(directory: str | os.PathLike[str]) -> tuple[Feature, ...]:
     return (
         _direct_io(directory),
         Feature(name="CUDA", is_supported=cuda, reason="found" if cuda else "torch.cuda.is_available() is False"),
-        _gpu_direct_storage(),
+        gpu_direct_storage(directory),
         _module("triton", "device reads host memory in place (unified), relational kernels"),
         _compiler(),
     )
@@ -104,15 +93,6 @@ def _direct_io(directory: str | os.PathLike[str]) -> Feature:
     spill.close()
     reason = "O_DIRECT opens in" if spill.is_direct else "O_DIRECT is refused by the file system of"
     return Feature(name="direct I/O", is_supported=spill.is_direct, reason=f"{reason} {directory}")
-
-
-def _gpu_direct_storage() -> Feature:
-    name = "GPUDirect Storage"
-    if not torch.cuda.is_available():
-        return Feature(name=name, is_supported=False, reason="needs a CUDA device")
-    if not Path("/dev/nvidia-fs0").exists():
-        return Feature(name=name, is_supported=False, reason="the nvidia-fs kernel module is not loaded")
-    return _module("kvikio", "device and disk talk directly")
 
 
 def _module(name: str, purpose: str) -> Feature:

@@ -2,6 +2,7 @@
 
 import torch
 
+from penstock.probe import gpu_direct_storage
 from penstock.tiers._budget import Budget
 from penstock.tiers._disk import DiskTier
 from penstock.tiers._events import EventLog
@@ -29,7 +30,8 @@ def waterfall_for(
     """A waterfall below ``device``: host memory first (CUDA only, where the budget names some), then the disks.
 
     ``max_in_flight`` bounds the bytes on their way out, which are still on the device. ``verify`` compares a CRC-32 of
-    every request on its way back from disk. On a CPU, malloc is told to give large freed blocks back to the system
+    every request on its way back from disk. Where GPUDirect Storage works, a CUDA device and its disks exchange bytes
+    without host memory between them. On a CPU, malloc is told to give large freed blocks back to the system
     (``_malloc.py``). Raises ``ValueError`` for a budget with nothing below the device, and what
     ``DiskTier`` raises for directories that cannot be used.
     """
@@ -38,6 +40,9 @@ def waterfall_for(
     max_in_flight_bytes = parse_bytes(max_in_flight)
     disk = [DiskTier(budget.disk_bytes, budget=budget)] if budget.disk_bytes else []
     if device.type == "cuda":
+        if all(gpu_direct_storage(directory).is_supported for directory in budget.disk_bytes):
+            for one in disk:
+                one.open_to_device()
         return stream_waterfall(
             CudaStreams(device),
             disk,
@@ -72,7 +77,8 @@ def stream_waterfall(
     """A waterfall below a device with streams. The staging memory of the disk comes out of the budget's host bytes."""
     if budget.host_bytes is None and not disk:
         raise ValueError("nothing below the device: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')")
-    staging_bytes = 2 * max_in_flight_bytes if disk else 0
+    is_staged = any(verify or not one.talks_to_device for one in disk)
+    staging_bytes = 2 * max_in_flight_bytes if is_staged else 0
     tiers: list[Tier] = []
     if budget.host_bytes is not None and budget.host_bytes > staging_bytes:
         tiers.append(HostTier(budget.host_bytes - staging_bytes, pinned=pinned, budget=budget))

@@ -5,10 +5,12 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from penstock.directio import BLOCK_BYTES, SpillFile
-from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
+import torch
+
+from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile
+from penstock.errors import BudgetError, TierDegradedWarning, TierFullError, TierReadError, TierWriteError
 from penstock.tiers._budget import Budget, DiskSpec
 from penstock.tiers._extents import ExtentAllocator
 from penstock.tiers._tier import Extent, Piece, Tier
@@ -38,6 +40,7 @@ class DiskTier(Tier):
             raise ValueError("a disk tier needs a directory: DiskTier('/nvme'), or several: DiskTier(['/a', '/b'])")
         self._lock = threading.Lock()
         self._is_closed = False
+        self._device_files: list[DeviceFile] = []
         self._files: list[_File] = []
         try:
             for path, limit in limits.items():
@@ -79,6 +82,33 @@ class DiskTier(Tier):
         """Whether every directory takes direct I/O."""
         return all(one.spill.is_direct for one in self._files)
 
+    @property
+    def talks_to_device(self) -> bool:
+        """Whether ``write_storage`` and ``read_storage`` work."""
+        return bool(self._device_files)
+
+    def open_to_device(self, open_file: Callable[[SpillFile], DeviceFile] = DeviceFile) -> None:
+        """Lets a CUDA device write and read the files itself. Raises what ``DeviceFile`` raises."""
+        self._device_files = [open_file(one.spill) for one in self._files]
+
+    def write_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
+        """Writes a storage of the device (at most ``piece.size_bytes``) into ``piece``. Raises ``TierWriteError``."""
+        try:
+            self._device_files[piece.file].write(storage, piece.offset)
+        except (OSError, RuntimeError) as error:
+            raise TierWriteError(
+                **self._where(piece, 0), reason=str(error), errno=getattr(error, "errno", None)
+            ) from error
+
+    def read_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
+        """Fills a storage of the device (at most ``piece.size_bytes``) from ``piece``. Raises ``TierReadError``."""
+        try:
+            self._device_files[piece.file].read(storage, piece.offset)
+        except (OSError, RuntimeError) as error:
+            raise TierReadError(
+                **self._where(piece, 0), reason=str(error), errno=getattr(error, "errno", None)
+            ) from error
+
     def reserve(self, size_bytes: int) -> Extent:
         """Room for ``size_bytes``, in pieces of at most 8 MiB dealt over the directories."""
         pieces: list[Piece] = []
@@ -101,6 +131,8 @@ class DiskTier(Tier):
         """Closes the files; their space is free at once."""
         with self._lock:
             self._is_closed = True
+            for file in self._device_files:
+                file.close()
             for one in self._files:
                 one.close()
 

@@ -196,8 +196,14 @@ class Lane:
         self.finished_bytes += finished_bytes
         if not self.in_flight_bytes:
             self.busy_s += time.perf_counter() - self._busy_since_s
+        job.pieces.clear()
+        job._on_done = _do_nothing  # whatever it held may go, and often holds the job
         job._finished.set()
         self._condition.notify_all()
+
+
+def _do_nothing(_: LaneJob) -> None:
+    """What is left to be told of a job that has ended."""
 
 
 def _work(lane: Lane) -> None:

@@ -10,7 +10,9 @@ somebody's published bug (docs/design/streams.md lists them):
 - The bytes on their way out are bounded by letting the computing stream wait, so the host never has to.
 
 Bytes for the disk pass through staging slabs of pinned memory; until the disk has them they are fetched from there. A
-failed write leaves them there. ``verify`` covers the way to disk and back.
+failed write leaves them there. ``verify`` covers the way to disk and back. Where device and disk talk directly
+(`_direct_disk.py`) there is no staging, and a failed write leaves the storage on the device; checksums need the bytes
+in host memory, so ``verify`` goes the long way.
 """
 
 import threading
@@ -20,10 +22,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeGuard
 
 import torch
 
 from penstock.errors import TierFullError, TierReadError
+from penstock.tiers._direct_disk import DirectDisk
+from penstock.tiers._disk import DiskTier
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle, HandleState
 from penstock.tiers._host import HostTier
@@ -54,6 +59,8 @@ class _Transit:
     is_on_disk: bool = False
     """Whether the disk has the bytes."""
     checksums: list[int] = field(default_factory=list)
+    direct: LaneJob | None = None
+    """The copy straight to disk, begun or done."""
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +107,7 @@ class StreamMover:
         self._max_in_flight_bytes = max_in_flight_bytes
         self._verify = verify
         self._out, self._in = streams.create(), streams.create()
+        self._direct = DirectDisk(streams, max_in_flight_bytes=max_in_flight_bytes)
         self._to_disk = Lane("host->disk", num_threads=_DISK_THREADS, max_in_flight_bytes=2**62)
         self._from_disk = Lane("disk->host", num_threads=_DISK_THREADS, max_in_flight_bytes=2**62)
         self._condition = threading.Condition(threading.RLock())
@@ -112,12 +120,13 @@ class StreamMover:
 
     @property
     def in_flight_peak_bytes(self) -> int:
-        return self._in_flight_peak_bytes
+        return max(self._in_flight_peak_bytes, self._direct.out.peak_in_flight_bytes)
 
     def make_room(self, size_bytes: int) -> float:
-        while self._leaving and self._in_flight_bytes + size_bytes > self._max_in_flight_bytes:
+        most_bytes = self._max_in_flight_bytes - size_bytes
+        while self._leaving and self._in_flight_bytes + self._direct.out.in_flight_bytes > most_bytes:
             self._let_oldest_leave()
-        return 0.0
+        return self._direct.out.wait_for_room(self._in_flight_bytes + size_bytes)
 
     def reserve(self, tiers: Sequence[Tier], handle: Handle) -> tuple[Tier, Extent]:
         reasons = []
@@ -130,14 +139,14 @@ class StreamMover:
 
     @property
     def is_fetching(self) -> bool:
-        return bool(self._arriving) or bool(self._from_disk.in_flight_bytes)
+        return bool(self._arriving or self._from_disk.in_flight_bytes or self._direct.back.in_flight_bytes)
 
     def wait_for_a_copy(self) -> bool:
         if self._arriving:
             self._streams.synchronize(self._arriving[0].passed)
         elif self._leaving:
             self._streams.synchronize(self._leaving[0].passed)
-        elif self._to_disk.in_flight_bytes or self._from_disk.in_flight_bytes:
+        elif any(lane.in_flight_bytes for lane in self._lanes()):
             with self._condition:
                 self._condition.wait(timeout=0.01)  # bounded, since the end of a copy may come before the wait
         else:
@@ -151,23 +160,39 @@ class StreamMover:
         transit = handle._in_transit
         if not isinstance(transit, _Transit):
             transit = handle._in_transit = _Transit()
+        box = [storage]
         transit.home = self._streams.current()
+        if self._is_direct(tier):
+            transit.direct = self._direct.start(
+                self._direct.out,
+                tier,
+                extent,
+                box,
+                self._streams.record(transit.home),
+                handle.label,
+                partial(self._left_directly, handle, box),
+            )
+            return
         target = self._host_bytes(tier, extent, transit)[: handle.size_bytes]
         self._streams.wait(self._out, self._streams.record(transit.home))
         started = self._streams.record(self._out)
         self._streams.copy(self._out, target, _as_bytes(storage))
         transit.left = self._streams.record(self._out)
-        self._leaving.append(_Copy(handle, [storage], transit, started, transit.left, time.time()))
+        self._leaving.append(_Copy(handle, box, transit, started, transit.left, time.time()))
         self._in_flight_bytes += handle.size_bytes
         self._in_flight_peak_bytes = max(self._in_flight_peak_bytes, self._in_flight_bytes)
         if transit.staging is not None:
             handle._num_moving += 1
             self._write_to_disk(handle, transit, tier, extent)
 
-    def cancel_out(self, handle: Handle) -> bool:  # noqa: ARG002
-        return False  # what is on a stream cannot be taken back
+    def cancel_out(self, handle: Handle) -> bool:
+        transit = handle._in_transit  # what is on a stream cannot be taken back
+        return isinstance(transit, _Transit) and transit.direct is not None and self._direct.out.cancel(transit.direct)
 
     def finish_out(self, handle: Handle) -> float:
+        transit = handle._in_transit
+        if isinstance(transit, _Transit) and transit.direct is not None:
+            return transit.direct.wait()
         while handle._state is HandleState.LEAVING and self._leaving:
             self._let_oldest_leave()
         return 0.0
@@ -176,6 +201,7 @@ class StreamMover:
         (tier, extent), transit = handle._room(), handle._in_transit
         assert isinstance(transit, _Transit)
         storage = self._streams.allocate(handle.size_bytes)
+        box = [storage]
         handle._storage, handle._state = storage, HandleState.ARRIVING
         transit.home = self._streams.current()
         transit.is_queued = threading.Event()
@@ -185,9 +211,20 @@ class StreamMover:
             if transit.staging is not None:
                 transit.num_staging_users += 1
         if in_memory:
-            self._queue_in(handle, [storage], transit, ready, self._host_bytes(tier, extent, transit))
+            self._queue_in(handle, box, transit, ready, self._host_bytes(tier, extent, transit))
+        elif self._is_direct(tier):
+            transit.arrived = None
+            self._direct.start(
+                self._direct.back,
+                tier,
+                extent,
+                box,
+                ready,
+                handle.label,
+                partial(self._arrived_directly, handle, box, transit),
+            )
         else:
-            self._read_from_disk(handle, [storage], transit, ready, tier, extent)
+            self._read_from_disk(handle, box, transit, ready, tier, extent)
 
     def finish_in(self, handle: Handle) -> float:
         transit = handle._in_transit
@@ -201,7 +238,8 @@ class StreamMover:
             handle._storage = None
             return waited_s
         current = self._streams.current()
-        self._let_wait(current, transit.arrived)
+        if transit.arrived is not None:
+            self._let_wait(current, transit.arrived)
         if current != transit.home:
             assert handle._storage is not None
             self._streams.share(handle._storage, current)
@@ -223,8 +261,12 @@ class StreamMover:
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         return (
-            _slower(self._out_rate.bytes_per_s(), self._to_disk.rate_bytes_per_s()),
-            _slower(self._in_rate.bytes_per_s(), self._from_disk.rate_bytes_per_s()),
+            _slowest(
+                self._out_rate.bytes_per_s(), self._to_disk.rate_bytes_per_s(), self._direct.out.rate_bytes_per_s()
+            ),
+            _slowest(
+                self._in_rate.bytes_per_s(), self._from_disk.rate_bytes_per_s(), self._direct.back.rate_bytes_per_s()
+            ),
         )
 
     def device_stall_s(self) -> float:
@@ -236,22 +278,22 @@ class StreamMover:
         while self._leaving:
             self._streams.synchronize(self._leaving[0].passed)
             self._finish_leaving()
-        self._to_disk.drain()
-        self._from_disk.drain()
+        for lane in self._lanes():
+            lane.drain()
         for copy in list(self._arriving):
             self._streams.synchronize(copy.passed)
         self.poll()
 
     def close(self) -> None:
         self.drain()
-        self._to_disk.close()
-        self._from_disk.close()
+        for lane in self._lanes():
+            lane.close()
         self._staging.close()
 
     def _reserve_in(self, tier: Tier, handle: Handle) -> Extent:
         """Room in ``tier``, and for a disk also in the staging memory on the way to it."""
         extent = tier.reserve(_whole_blocks(handle, tier))
-        if not isinstance(tier, HostTier):
+        if not isinstance(tier, HostTier) and not self._is_direct(tier):
             try:
                 staging = self._reserve_staging(extent.size_bytes)
             except TierFullError:
@@ -259,6 +301,28 @@ class StreamMover:
                 raise
             handle._in_transit = _Transit(staging=staging, num_staging_users=1)
         return extent
+
+    def _is_direct(self, tier: Tier) -> TypeGuard[DiskTier]:
+        return isinstance(tier, DiskTier) and tier.talks_to_device and not self._verify
+
+    def _lanes(self) -> tuple[Lane, ...]:
+        return self._to_disk, self._from_disk, self._direct.out, self._direct.back
+
+    def _left_directly(self, handle: Handle, box: list[torch.UntypedStorage], job: LaneJob) -> None:
+        self._events.add(
+            lane="device->disk", kind="park", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
+        )
+        self.waterfall._left(handle, box, job.error)
+
+    def _arrived_directly(
+        self, handle: Handle, box: list[torch.UntypedStorage], transit: _Transit, job: LaneJob
+    ) -> None:
+        self._events.add(
+            lane="disk->device", kind="fetch", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
+        )
+        handle._error = job.error
+        self.waterfall._arrived(handle, box)
+        transit.is_queued.set()
 
     def _reserve_staging(self, size_bytes: int) -> Extent:
         """Staging memory, waiting for copies under way to give theirs back."""
@@ -429,8 +493,8 @@ def _whole_blocks(handle: Handle, tier: Tier) -> int:
     return -(-max(1, handle.size_bytes) // tier.alignment_bytes) * tier.alignment_bytes
 
 
-def _slower(first: float | None, second: float | None) -> float | None:
-    return min((rate for rate in (first, second) if rate is not None), default=None)
+def _slowest(*rates: float | None) -> float | None:
+    return min((rate for rate in rates if rate is not None), default=None)
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
