@@ -22,6 +22,7 @@ from _helpers import (
     forward_backward,
     mlp_loss,
     note,
+    num_changes,
     settle,
     train,
 )
@@ -233,7 +234,7 @@ def test_gradient_accumulation(offloading, context_per_batch):
         if offloader:
             del loss
             assert offloader.statistics().num_steps == 6
-            assert offloader._learner._num_changes == 0
+            assert num_changes(offloader) == 0
             assert_nothing_leaked(offloader)
             assert_moved(offloader)
         return run

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import pytest
 import torch
+from _helpers import everything_parked, num_changes
 from torch import nn
 
 from penstock import offload
@@ -21,7 +23,8 @@ from penstock.errors import (
     TierDegradedWarning,
     TierReadError,
 )
-from penstock.tiers import Budget
+from penstock.offload import _learn
+from penstock.tiers import Budget, Waterfall
 
 SETTINGS = {"min_size": 0, "min_saving": 0.0, "max_stall": 1.0, "max_in_flight": "1MiB"}
 
@@ -48,6 +51,12 @@ def train(model, offloader, steps=3):
 
 
 @pytest.fixture
+def parked():
+    with everything_parked():
+        yield
+
+
+@pytest.fixture
 def expected():
     model = make_model()
     model(torch.ones(512, 64)).square().mean().backward()
@@ -58,6 +67,7 @@ def same(left, right):
     return all(torch.equal(one, two) for one, two in zip(left, right, strict=True))
 
 
+@pytest.mark.usefixtures("parked")
 def test_a_full_disk_keeps_storages_and_says_so_once(tmp_path, expected):
     model = make_model()
     offloader = offload.activations(model, disk={tmp_path: "200KiB"}, **SETTINGS)
@@ -70,6 +80,7 @@ def test_a_full_disk_keeps_storages_and_says_so_once(tmp_path, expected):
     offloader.close()
 
 
+@pytest.mark.usefixtures("parked")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failing_write_keeps_storages_and_says_so_once(tmp_path, expected, monkeypatch, code):
     model = make_model()
@@ -87,6 +98,7 @@ def test_a_failing_write_keeps_storages_and_says_so_once(tmp_path, expected, mon
     offloader.close()
 
 
+@pytest.mark.usefixtures("parked")
 def test_a_failing_read_raises_from_backward_and_training_can_go_on(tmp_path, expected, monkeypatch):
     model = make_model()
     offloader = offload.activations(model, disk=tmp_path, **SETTINGS)
@@ -107,6 +119,7 @@ def test_a_failing_read_raises_from_backward_and_training_can_go_on(tmp_path, ex
     offloader.close()
 
 
+@pytest.mark.usefixtures("parked")
 def test_a_corrupt_read_is_never_a_wrong_number(tmp_path, monkeypatch):
     model = make_model()
     offloader = offload.activations(model, disk=tmp_path, verify=True, **SETTINGS)
@@ -157,6 +170,7 @@ def test_without_permission_the_directory_is_named(tmp_path, monkeypatch):
         offload.activations(make_model(), disk=tmp_path)
 
 
+@pytest.mark.usefixtures("parked")
 def test_without_direct_io_it_warns_and_works(tmp_path, expected, monkeypatch):
     system_open = os.open
 
@@ -227,4 +241,59 @@ def test_it_declines_by_the_stated_inequality_and_says_so(tmp_path, expected, se
         before = offloader.tier_statistics().parked_bytes
         train(model, offloader)
         assert offloader.tier_statistics().parked_bytes == before
+    offloader.close()
+
+
+def test_a_small_batch_that_is_declined_does_not_speak_for_a_large_one(tmp_path):
+    """Every kind of cycle has its plan; the one that is not worth it is kept, and said so once."""
+    model = make_model()
+    offloader = offload.activations(model, disk=tmp_path, **SETTINGS | {"min_saving": 0.3, "max_stall": 1.0})
+
+    def step(size, rates):
+        with mock.patch.object(Waterfall, "rates_bytes_per_s", return_value=(rates, rates)), offloader:
+            model(torch.ones(size, 64)).square().mean().backward()
+        return offloader.statistics()
+
+    with pytest.warns(OffloadDeclinedWarning, match="min_saving") as caught:
+        step(256, 1e3)
+        step(257, 1e3)
+    assert len(caught) == 1
+    kept = step(256, 1e3)
+    assert "min_saving" in kept.declined
+    assert kept.parked_bytes == 0
+    assert kept.kept_bytes["kept: offloading is declined"] > 0
+    step(512, 1e12)
+    large = step(512, 1e12)
+    assert large.declined == ""
+    assert large.parked_bytes > 0
+    assert large.predicted_peak_bytes is not None
+    assert step(256, 1e3).declined
+    offloader.close()
+
+
+def test_each_shape_of_batch_follows_its_own_plan(tmp_path):
+    model = make_model()
+    offloader = offload.activations(model, disk=tmp_path, **SETTINGS)
+    sizes = [512, 300, 512, 300, 400, 300, 400, 512]
+    with everything_parked():
+        for index, size in enumerate(sizes):
+            with offloader:
+                model(torch.ones(size, 64)).square().mean().backward()
+            is_planned = offloader.statistics().predicted_peak_bytes is not None
+            assert is_planned == (size in sizes[:index]), index
+    assert num_changes(offloader) == 0
+    offloader.close()
+
+
+def test_kinds_beyond_the_last_that_is_planned_for_still_train(tmp_path, monkeypatch):
+    monkeypatch.setattr(_learn, "_MAX_LESSONS", 2)
+    model = make_model()
+    offloader = offload.activations(model, disk=tmp_path, **SETTINGS)
+    with everything_parked():
+        for size in [300, 400, 500, 300, 400, 500]:
+            with offloader:
+                model(torch.ones(size, 64)).square().mean().backward()
+            assert offloader.statistics().parked_bytes + offloader.statistics().forwarded_bytes > 0
+    assert offloader.statistics().predicted_peak_bytes is None
+    assert len(offloader._learner._lessons) == 2
     offloader.close()

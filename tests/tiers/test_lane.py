@@ -1,7 +1,9 @@
 """Lanes: order, bounds, failures and forks, with pieces that wait for the test."""
 
+import gc
 import os
 import threading
+import weakref
 
 import pytest
 
@@ -399,3 +401,43 @@ def refuses_nothing(lane):
     job = submit(lane, [lambda: None])
     job.wait()
     return job.is_finished
+
+
+def test_threads_without_work_end_and_come_back(monkeypatch):
+    """A lane that nobody closes leaves no thread behind, and dies."""
+    monkeypatch.setattr("penstock.tiers._lane._IDLE_S", 0.05)
+    lane, done = Lane("there", num_threads=2, max_in_flight_bytes=10), []
+    for count in (1, 2):
+        job = lane.submit([lambda: done.append(1)], size_bytes=1, label="", on_done=lambda _: None)
+        job.wait()
+        for thread in list(lane._threads):
+            thread.join()
+        assert lane._threads == []
+        assert len(done) == count
+    weak = weakref.ref(lane)
+    del lane, job
+    gc.collect()
+    assert weak() is None
+
+
+class Held:
+    """Something that a job refers to."""
+
+    def run(self):
+        pass
+
+    def end(self, job):
+        pass
+
+
+def test_a_job_that_has_ended_holds_nothing(make):
+    held = Held()
+    weak = weakref.ref(held)
+    lane = make()
+    job = lane.submit([held.run], size_bytes=1, label="", on_done=held.end)
+    del held
+    job.wait()
+    lane.drain()
+    assert job.is_finished
+    gc.collect()
+    assert weak() is None

@@ -1,7 +1,8 @@
 """From one cycle to the next: record, plan, follow, and correct the plan by what was measured.
 
-The first cycle parks everything eligible and is recorded. Its problem is planned; later cycles follow the plan. A
-cycle that saves something else is recorded anew. A plan that stalls more than it promised is made again with the
+The first cycle parks everything eligible and is recorded. Its problem is planned; later cycles that begin with the same
+storage follow the plan, so that every shape of batch has its own. A cycle that then saves something else is recorded
+anew. A plan that stalls more than it promised is made again with the
 bandwidths seen since; with a budget, the peak is measured until one planned cycle keeps it (a cycle during which
 somebody else profiles cannot be measured, so it teaches nothing).
 """
@@ -16,7 +17,7 @@ import torch
 
 from penstock.errors import BudgetError, OffloadDeclinedWarning
 from penstock.offload._cycle import Cycle
-from penstock.offload._plan import OffloadPlan, plan
+from penstock.offload._plan import OffloadPlan, keep_all, plan
 from penstock.offload._problem import OffloadProblem
 from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._statistics import OffloadStatistics
@@ -27,6 +28,8 @@ from penstock.units import format_bytes
 
 _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
+_MAX_LESSONS = 64
+"""Kinds of cycles that are planned for; cycles of further kinds park everything, and fetches just run ahead."""
 _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
 _DERATING = 0.7
@@ -49,39 +52,58 @@ class Settings:
     """Check every plan."""
 
 
+@dataclass(slots=True)
+class _Lesson:
+    """What is known of the cycles that begin with one storage: batches of one shape, as a rule."""
+
+    is_fitting: bool
+    """Whether a measured cycle within the budget is still to come."""
+    problem: OffloadProblem | None = None
+    plan: OffloadPlan | None = None
+    signature: tuple[tuple[int, str], ...] = ()
+    num_changes: int = 0
+    num_replans: int = 0
+    margin_bytes: int = 0
+    declined: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another recorded cycle would teach something."""
+        return self.plan is None and self.num_changes <= _MAX_CHANGES
+
+
 class Learner:
-    """What is known of the steps so far, and the plan that follows from it."""
+    """What is known of the steps so far, and the plans that follow from it."""
 
     def __init__(self, settings: Settings):
         self.declined = ""
         self._settings = settings
-        self._problem: OffloadProblem | None = None
-        self._plan: OffloadPlan | None = None
-        self._signature: tuple[tuple[int, str], ...] = ()
-        self._num_changes = self._num_replans = 0
-        self._margin_bytes = 0
-        self._is_fitting = settings.budget_bytes is not None
+        self._lessons: dict[tuple[int, str], _Lesson] = {}
+        self._lesson = _Lesson(is_fitting=False)
+        self._has_warned = False
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
 
-    def begin(self, waterfalls: dict[torch.device, Waterfall]) -> Cycle:
-        """A cycle that follows the plan, or is recorded if there is none yet."""
+    def begin(self, waterfalls: dict[torch.device, Waterfall], size_bytes: int, label: str) -> Cycle:
+        """A cycle that follows a plan, or is recorded if there is none yet for cycles that begin with this storage."""
         device, waterfall = next(iter(waterfalls.items()))
         self.abort()
-        is_blind = self._is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
-        if self._plan is None and self._num_changes <= _MAX_CHANGES and not is_blind:
+        lesson = self._lesson = self._lesson_for(size_bytes, label)
+        is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
+        is_blind = is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
+        if lesson.is_open and not is_blind:
             is_cuda = device.type == "cuda"
-            self._clock = _DeviceClock(device, self._is_fitting) if is_cuda else _HostClock(waterfall)
-        if self._is_fitting and device.type == "cpu" and not is_blind:
+            self._clock = _DeviceClock(device, is_fitting) if is_cuda else _HostClock(waterfall)
+        if is_fitting and device.type == "cpu" and not is_blind:
             self._meter = contextlib.ExitStack()
             self._memory = self._meter.enter_context(record_memory("cpu"))
-        waterfall.device_changes = [] if self._is_fitting else None
+        waterfall.device_changes = [] if is_fitting else None
         return Cycle(
-            plan=self._plan,
-            signature=self._signature,
+            plan=lesson.plan,
+            signature=lesson.signature,
             window_bytes=self._settings.max_in_flight_bytes // 4,
-            budget_bytes=self._problem.budget_bytes if self._problem else None,
+            budget_bytes=lesson.problem.budget_bytes if lesson.problem else None,
             reap=waterfall.reap,
             mark=self._clock.mark if self._clock else None,
             statistics_before=_total(waterfalls),
@@ -90,22 +112,23 @@ class Learner:
     def finish(self, cycle: Cycle, waterfalls: dict[torch.device, Waterfall], num_steps: int) -> OffloadStatistics:
         """Learns from a finished cycle; returns its statistics. Raises ``BudgetError`` for a hopeless budget."""
         device, waterfall = next(iter(waterfalls.items()))
-        followed = self._plan
+        lesson = self._lesson
+        has_plan = lesson.plan is not None
         timeline, peak_bytes = self._measured(device)
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
         clock, self._clock = self._clock, None
         if len(waterfalls) > 1:
             return statistics  # several devices: fetches run ahead of each, unplanned
-        if followed is not None:
-            self._follow_up(cycle, statistics, waterfall)
+        if has_plan:
+            self._follow_up(lesson, cycle, statistics, waterfall)
         elif clock is not None and cycle.num_needs:
-            self._learn(cycle, clock, statistics, waterfall, timeline)
-        return replace(statistics, declined=self.declined)
+            self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
+        return replace(statistics, declined=lesson.declined)
 
     def decline(self, reason: str) -> None:
         """Stops offloading for good and says why."""
         self.declined = reason
-        warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=4)
+        self._warn(reason)
 
     def abort(self) -> None:
         """Ends measuring a cycle that will not finish."""
@@ -113,8 +136,23 @@ class Learner:
             self._meter.close()
         self._meter = self._memory = self._clock = None
 
+    def _lesson_for(self, size_bytes: int, label: str) -> _Lesson:
+        """The lesson of cycles that begin so; one without a plan, ever, once there are too many."""
+        key = (size_bytes, label)
+        if key not in self._lessons:
+            if len(self._lessons) >= _MAX_LESSONS:
+                return _Lesson(is_fitting=False, num_changes=_MAX_CHANGES + 1)
+            self._lessons[key] = _Lesson(is_fitting=self._settings.budget_bytes is not None)
+        return self._lessons[key]
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=5)
+
     def _learn(
         self,
+        lesson: _Lesson,
         cycle: Cycle,
         clock: "_HostClock | _DeviceClock",
         statistics: OffloadStatistics,
@@ -125,7 +163,7 @@ class Learner:
         timeline, changes = timeline or clock.memory, waterfall.device_changes
         memory = MeasuredMemory(timeline=timeline, parked_changes=changes) if timeline and changes is not None else None
         num_parked = max(1, sum(use.is_parked for use in cycle.recording.uses))
-        self._problem = cycle.recording.problem(
+        lesson.problem = cycle.recording.problem(
             times,
             _rates(waterfall),
             memory,
@@ -137,48 +175,48 @@ class Learner:
                 "min_saving_share": self._settings.min_saving_share,
             },
         )
-        self._signature = cycle.recording.signature
-        self._make_plan()
+        lesson.signature = cycle.recording.signature
+        self._make_plan(lesson, lesson.problem)
 
-    def _make_plan(self) -> None:
-        assert self._problem is not None
-        self._plan = plan(self._problem)
+    def _make_plan(self, lesson: _Lesson, problem: OffloadProblem) -> None:
+        made = plan(problem)
         if self._settings.verify:
-            verify(self._problem, self._plan)
-        if self._plan.declined:
-            self.decline(self._plan.declined)
+            verify(problem, made)
+        if made.declined:
+            lesson.declined = made.declined
+            made = keep_all(problem, "kept: offloading is declined")
+            self._warn(lesson.declined)
+        lesson.problem, lesson.plan = problem, made
 
-    def _follow_up(self, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
-        assert self._plan is not None and self._problem is not None
+    def _follow_up(self, lesson: _Lesson, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
+        assert lesson.plan is not None and lesson.problem is not None
         if not cycle.matched_plan():
-            self._num_changes += 1
-            self._plan = None
+            lesson.num_changes += 1
+            lesson.plan, lesson.declined = None, ""
             return
         budget_bytes = self._settings.budget_bytes
-        if self._is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
-            self._fit(statistics.peak_bytes, budget_bytes)
-        elif self._num_replans < _MAX_REPLANS and budget_bytes is None:
-            late_s = statistics.stall_s - self._plan.stall_s
-            if late_s > _STALL_TOLERANCE_SHARE * self._problem.step_s:
-                self._num_replans += 1
+        if lesson.is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
+            self._fit(lesson, lesson.problem, statistics.peak_bytes, budget_bytes)
+        elif lesson.num_replans < _MAX_REPLANS and budget_bytes is None:
+            late_s = statistics.stall_s - lesson.plan.stall_s
+            if late_s > _STALL_TOLERANCE_SHARE * lesson.problem.step_s:
+                lesson.num_replans += 1
                 out, back = _rates(waterfall)
-                self._problem = replace(
-                    self._problem,
-                    out_bandwidth_bytes_per_s=min(out, self._problem.out_bandwidth_bytes_per_s) * _DERATING,
-                    in_bandwidth_bytes_per_s=min(back, self._problem.in_bandwidth_bytes_per_s) * _DERATING,
+                slower = replace(
+                    lesson.problem,
+                    out_bandwidth_bytes_per_s=min(out, lesson.problem.out_bandwidth_bytes_per_s) * _DERATING,
+                    in_bandwidth_bytes_per_s=min(back, lesson.problem.in_bandwidth_bytes_per_s) * _DERATING,
                 )
-                self._make_plan()
+                self._make_plan(lesson, slower)
 
-    def _fit(self, peak_bytes: int, budget_bytes: int) -> None:
+    def _fit(self, lesson: _Lesson, problem: OffloadProblem, peak_bytes: int, budget_bytes: int) -> None:
         """Plans again for less until a measured peak is within the budget."""
-        assert self._problem is not None and self._plan is not None
         if peak_bytes <= budget_bytes:
-            self._is_fitting = False
+            lesson.is_fitting = False
             return
-        self._margin_bytes += peak_bytes - budget_bytes + budget_bytes // 100
-        self._problem = replace(self._problem, budget_bytes=max(1, budget_bytes - self._margin_bytes))
+        lesson.margin_bytes += peak_bytes - budget_bytes + budget_bytes // 100
         try:
-            self._make_plan()
+            self._make_plan(lesson, replace(problem, budget_bytes=max(1, budget_bytes - lesson.margin_bytes)))
         except BudgetError as error:
             raise BudgetError(
                 f"the budget of {format_bytes(budget_bytes)} cannot be met: a step planned for it took {peak_bytes} "
@@ -201,7 +239,7 @@ class Learner:
     def _statistics(
         self, cycle: Cycle, after: TierStatistics, num_steps: int, peak_bytes: int | None
     ) -> OffloadStatistics:
-        before = cycle.statistics_before
+        before, made = cycle.statistics_before, self._lesson.plan if cycle.matched_plan() else None
         return OffloadStatistics(
             num_steps=num_steps,
             saved_bytes=cycle.saved_bytes,
@@ -214,8 +252,8 @@ class Learner:
             step_s=cycle.end_s - cycle.start_s,
             written_to_disk_bytes=after.written_to_disk_bytes - before.written_to_disk_bytes,
             peak_bytes=peak_bytes,
-            predicted_peak_bytes=self._plan.peak_bytes if self._plan else None,
-            predicted_stall_s=self._plan.stall_s if self._plan else None,
+            predicted_peak_bytes=made.peak_bytes if made else None,
+            predicted_stall_s=made.stall_s if made else None,
         )
 
 

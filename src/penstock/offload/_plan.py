@@ -94,7 +94,7 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
     movable = [index for index, storage in enumerate(problem.storages) if not storage.must_keep]
     movable.sort(key=lambda index: (_lifetime_s(problem, index), -index))
-    keep_all = simulate(problem, frozenset(), {})
+    keep_all_peak_bytes = simulate(problem, frozenset(), {}).peak_bytes
 
     def outcome(num_kept: int, lay: _Layer) -> tuple[frozenset[int], dict[int, int], Simulation]:
         parked = frozenset(movable[num_kept:])
@@ -110,26 +110,43 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
             lay = _fetch_at_need  # the computation waits for every fetch, but nothing is on the device before its time
         num_kept = _most_that_fit(problem, movable, lambda count: outcome(count, lay)[2].peak_bytes)
     parked, fetch_events, simulation = outcome(num_kept, lay)
-    while useless := {index for index in parked if simulation.transfers[index].in_start_s == math.inf}:
+    while useless := _never_gone(simulation):
         without = parked - useless
         fetch_events_without = lay(problem, without)
         simulation_without = simulate(problem, without, fetch_events_without)
         if simulation_without.peak_bytes > simulation.peak_bytes or simulation_without.stall_s > simulation.stall_s:
             break  # their places on the lanes moved the others
         parked, fetch_events, simulation = without, fetch_events_without, simulation_without
-    declined = _declined(problem, keep_all.peak_bytes, simulation, len(parked))
+    declined = _declined(problem, keep_all_peak_bytes, simulation, len(parked))
     return OffloadPlan(
         parked=parked,
         reasons=_reasons(problem, parked),
         fetch_events=fetch_events,
         peak_bytes=simulation.peak_bytes,
-        keep_all_peak_bytes=keep_all.peak_bytes,
+        keep_all_peak_bytes=keep_all_peak_bytes,
         stall_s=simulation.stall_s + problem.overhead_s * len(parked),
         parked_bytes=sum(problem.storages[index].size_bytes for index in parked),
         transfers=tuple(simulation.transfers[index] for index in sorted(simulation.transfers)),
         gone_events=simulation.gone_events,
-        held_bytes=tuple(map(sum, zip(simulation.resident_bytes, _base(problem), strict=True))),
+        held_bytes=_held(problem, simulation),
         declined=declined,
+    )
+
+
+def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
+    """The plan that parks nothing, for ``reason``."""
+    simulation = simulate(problem, frozenset(), {})
+    return OffloadPlan(
+        parked=frozenset(),
+        reasons=tuple(storage.must_keep or reason for storage in problem.storages),
+        fetch_events={},
+        peak_bytes=simulation.peak_bytes,
+        keep_all_peak_bytes=simulation.peak_bytes,
+        stall_s=0.0,
+        parked_bytes=0,
+        transfers=(),
+        gone_events={},
+        held_bytes=_held(problem, simulation),
     )
 
 
@@ -264,6 +281,10 @@ def _base(problem: OffloadProblem) -> tuple[int, ...]:
     return tuple(problem.base_bytes) or (0,) * problem.num_events
 
 
+def _held(problem: OffloadProblem, simulation: Simulation) -> tuple[int, ...]:
+    return tuple(map(sum, zip(simulation.resident_bytes, _base(problem), strict=True)))
+
+
 def _by_event(problem: OffloadProblem) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:
     packs: dict[int, list[int]] = {}
     needs: dict[int, list[int]] = {}
@@ -278,6 +299,11 @@ def _by_event(problem: OffloadProblem) -> tuple[dict[int, list[int]], dict[int, 
 def _lifetime_s(problem: OffloadProblem, index: int) -> float:
     storage = problem.storages[index]
     return problem.event_times_s[storage.need_event] - problem.event_times_s[storage.pack_event]
+
+
+def _never_gone(simulation: Simulation) -> set[int]:
+    """What is parked for nothing: it is asked for before it has left."""
+    return {index for index, transfer in simulation.transfers.items() if transfer.in_start_s == math.inf}
 
 
 def _bisect(most: int, holds: Callable[[int], bool]) -> int:

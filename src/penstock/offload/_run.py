@@ -232,8 +232,6 @@ class Offloader:
             return None
         self._finish_cycle_if_drained(must_be_used=True)
         waterfall = self._waterfall(tensor.device)
-        if self._cycle is None:
-            self._cycle = self._learner.begin(self._waterfalls)
         seen = SavedTensor(
             module=self._scope.current,
             shape=tuple(tensor.shape),
@@ -241,6 +239,8 @@ class Offloader:
             size_bytes=storage.nbytes(),
             is_checkpoint_input=_is_checkpoint_input(),
         )
+        if self._cycle is None:
+            self._cycle = self._learner.begin(self._waterfalls, seen.size_bytes, seen.module)
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
             seen.size_bytes, seen.module, must_keep, StorageWeakRef(storage), tensor._version

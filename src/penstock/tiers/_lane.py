@@ -20,6 +20,9 @@ from penstock.errors import ForkedProcessError
 _STACK_BYTES = 512 * 1024
 """Lane threads run a few frames; a default stack of 8 MiB each would count against ``RLIMIT_DATA``."""
 
+_IDLE_S = 10.0
+"""A thread without work for so long ends, so that a lane nobody closed leaves none behind; another starts at need."""
+
 
 class LaneJob:
     """One copy on a lane: finished when all its pieces are, or cancelled before any began."""
@@ -133,9 +136,9 @@ class Lane:
                 return
             self._is_closed = True
             self._condition.notify_all()
-        for thread in self._threads:
+            threads = list(self._threads)
+        for thread in threads:
             thread.join()
-        self._threads = []
 
     def _has_room(self, size_bytes: int) -> bool:
         return not self.in_flight_bytes or self.in_flight_bytes + size_bytes <= self.max_in_flight_bytes
@@ -150,11 +153,11 @@ class Lane:
             raise ValueError(f"lane {self.name!r} is closed")
 
     def _start_threads(self) -> None:
-        if self._threads:
+        if len(self._threads) == self.num_threads:
             return
         stack_bytes = threading.stack_size(_STACK_BYTES)
         try:
-            for index in range(self.num_threads):
+            for index in range(len(self._threads), self.num_threads):
                 thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
                 try:
                     thread.start()
@@ -167,9 +170,10 @@ class Lane:
             threading.stack_size(stack_bytes)
 
     def _next_piece(self) -> tuple[LaneJob, Callable[[], None]] | None:
-        """Waits for the next piece in order; ``None`` when the lane is closed and empty. Holds the condition."""
-        self._condition.wait_for(lambda: self._queue or self._is_closed)
+        """Waits for the next piece in order; ``None`` when this thread is to end. Holds the condition."""
+        self._condition.wait_for(lambda: self._queue or self._is_closed, timeout=_IDLE_S)
         if not self._queue:
+            self._threads.remove(threading.current_thread())
             return None
         job = self._queue[0]
         piece = job.pieces.popleft()
