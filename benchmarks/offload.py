@@ -23,7 +23,7 @@ from penstock import offload, probe
 from penstock.errors import PenstockError
 from penstock.report import throughput_curve
 from penstock.testing import GPT
-from penstock.tiers import Budget, Event, ssd_life_s, waterfall_for
+from penstock.tiers import Budget, Event, Waterfall, ssd_life_s, waterfall_for
 from penstock.units import format_bytes, format_duration, format_rate
 
 PLAIN, CHECKPOINT, BOTH = "plain", "checkpoint", "checkpoint + offloaded inputs"
@@ -282,42 +282,48 @@ def curve(size: Size, device: str, disk: Path, quick: bool, picture: Path | None
 
 
 def lanes(device: str, disk: Path, quick: bool) -> list[Row]:
-    """What the lanes carry, with nothing computing, beside what the probe measured on the same disk just before.
+    """What the lanes carry, with nothing computing, beside what the probe measures on the same disk in the same round.
 
-    As in the probe, the first round is not counted: it writes blocks that the file system has not written before.
+    Twice: with every storage freed as soon as it has left, as in training, and with storages that somebody holds, as
+    the probe's are. On a CPU, giving pages back takes time and the lock that direct I/O needs to pin others. The first
+    round is not counted: it writes blocks that the file system has not written before.
     """
-    probed = probe.bandwidths(disk, refresh=True)
     size_bytes = (4 if quick else 64) * 2**20
     waterfall = waterfall_for(device, Budget(disk=disk), max_in_flight=8 * size_bytes)
-    shares: dict[str, list[float]] = {lane.lane: [] for lane in probed}
-    for number in range(4):
-        before = waterfall.events.num_recorded
-        storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(24)]
-        handles = []
-        while storages:
-            handles.append(waterfall.park(storages.pop()))
-        waterfall.drain()
-        for index in range(24):
-            handles[index].prefetch()
-            if index >= 4:
-                handles[index - 4].get()
-        waterfall.drain()
-        handles.clear()
-        if number:
-            for lane in probed:
+    measured: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for number in range(3 if quick else 9):
+        probed = probe.bandwidths(disk, refresh=True)
+        for what in ("freed as they leave", "held by somebody"):
+            before = waterfall.events.num_recorded
+            _move_some(waterfall, device, size_bytes, is_held=what == "held by somebody")
+            for lane in probed if number else ():
                 rate = _rate([event for event in waterfall.events.since(before) if event.lane == lane.lane])
-                shares[lane.lane].append(rate / lane.bandwidth_bytes_per_s)
+                measured.setdefault((lane.lane, what), []).append((rate, rate / lane.bandwidth_bytes_per_s))
     waterfall.close()
     rows = []
-    for lane in probed:
-        share = median(shares[lane.lane])
-        rate = share * lane.bandwidth_bytes_per_s
-        rows.append(
-            Row(name=lane.lane, metric="rate while active", value=rate, unit="bytes/s", peer="probe", ratio=share)
-        )
-        probed_text = format_rate(lane.bandwidth_bytes_per_s)
-        print(f"{lane.lane}: {format_rate(rate)} while active, {share:.0%} of the {probed_text} probed")
+    for (lane_name, what), pairs in measured.items():
+        rate, share = (median(column) for column in zip(*pairs, strict=True))
+        metric = f"rate while active, storages {what}"
+        rows.append(Row(name=lane_name, metric=metric, value=rate, unit="bytes/s", peer="probe", ratio=share))
+        low, high = (pick(share for _, share in pairs) for pick in (min, max))
+        print(f"{lane_name}, {what}: {format_rate(rate)}, {share:.0%} of the probe's ({low:.0%} to {high:.0%})")
     return rows
+
+
+def _move_some(waterfall: Waterfall, device: str, size_bytes: int, *, is_held: bool) -> None:
+    """Parks 24 storages and fetches them again, four ahead."""
+    storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(24)]
+    held = list(storages) if is_held else []
+    handles = []
+    while storages:
+        handles.append(waterfall.park(storages.pop()))
+    waterfall.drain()
+    held.clear()
+    for index in range(24):
+        handles[index].prefetch()
+        if index >= 4:
+            handles[index - 4].get()
+    waterfall.drain()
 
 
 def _rate(events: list[Event]) -> float:

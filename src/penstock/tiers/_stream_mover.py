@@ -240,6 +240,10 @@ class StreamMover:
         current = self._streams.current()
         if transit.arrived is not None:
             self._let_wait(current, transit.arrived)
+            with self._condition:
+                for copy in self._arriving:
+                    if copy.transit is transit:
+                        copy.box.clear()  # what is queued from now on comes after the copy
         if current != transit.home:
             assert handle._storage is not None
             self._streams.share(handle._storage, current)

@@ -232,6 +232,7 @@ class Waterfall:
             assert storage is not None
             handle._weak = StorageWeakRef(storage)
             self._counts["fetched_bytes"] += handle.size_bytes
+        self.reap()  # the copy in held it as well; from now on its life is the caller's affair
         return storage
 
     def _finish_out(self, handle: Handle) -> None:
