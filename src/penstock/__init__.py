@@ -3,7 +3,8 @@
 It moves bytes between the device, host memory and the SSD behind the computation, and never moves what it need not.
 
 - `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
-- `penstock.tiers`: the engine under it: budgets, pools, lanes, handles, event traces.
+- `penstock.remat`: one budget in bytes; a plan that keeps, recomputes or swaps every storage of a step.
+- `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
 - `penstock.report`: pictures of what happened.
 - `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
@@ -17,7 +18,7 @@ from types import ModuleType
 
 from penstock._version import __version__ as __version__
 
-_ROOMS = ("errors", "offload", "probe", "report", "testing", "tiers", "units")
+_ROOMS = ("errors", "offload", "probe", "remat", "report", "testing", "tiers", "units")
 
 
 def __getattr__(name: str) -> ModuleType:

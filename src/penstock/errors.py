@@ -74,6 +74,10 @@ class ForkedProcessError(PenstockError):
     """Parked bytes were asked for in a forked child. They belong to the parent, whose lanes the child lacks."""
 
 
+class CaptureError(PenstockError):
+    """A step could not be captured as one graph that can be planned. The message names the line and what to do."""
+
+
 class DoubleBackwardError(PenstockError, RuntimeError):
     """``create_graph=True`` was used on a graph whose saved tensors were offloaded."""
 

@@ -1,0 +1,81 @@
+"""Compiling and loading C sources, each once per content."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+from penstock.errors import InternalError, PenstockWarning
+
+_FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-ffp-contract=off")
+"""Results must not depend on the compiler: no fused multiply-add, no fast math."""
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler."""
+    return _loaded((Path(__file__).parent / f"{name}.c").read_text(), name)
+
+
+def compile_source(source: str, name: str) -> ctypes.CDLL | None:
+    """The library compiled from ``source``; ``None`` on a machine without a C compiler.
+
+    Raises ``InternalError`` with the compiler's message where the source is refused.
+    """
+    return _loaded(source, name)
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(source: str, name: str) -> ctypes.CDLL | None:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        _warn_once()
+        return None
+    key = hashlib.sha256("\0".join([source, compiler, *_FLAGS]).encode()).hexdigest()[:24]
+    file = _cache() / f"{name}-{key}.so"
+    if not file.exists():
+        _compile(compiler, source, name, file)
+    return ctypes.CDLL(str(file))
+
+
+def _compile(compiler: str, source: str, name: str, file: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        text, made = Path(folder) / f"{name}.c", Path(folder) / file.name
+        text.write_text(source)
+        outcome = subprocess.run(
+            [compiler, *_FLAGS, "-o", str(made), str(text), "-lm"], capture_output=True, text=True, check=False
+        )
+        if outcome.returncode:
+            raise InternalError(f"{compiler} refuses {name}.c: {outcome.stderr.strip()}")
+        made.replace(file)  # whoever compiles the same at once replaces it with the same
+
+
+def _cache() -> Path:
+    """A folder that only this user can write to, since what lies in it is executed."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "native"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+            return folder
+    except OSError:
+        pass
+    return _folder_of_this_process()
+
+
+@functools.cache
+def _folder_of_this_process() -> Path:
+    return Path(tempfile.mkdtemp(prefix="penstock-native-"))
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "no C compiler was found (cc, gcc or clang on PATH, or $CC): loops that are compiled elsewhere run in Python, "
+        "which is correct and slower. Installing gcc is enough.",
+        PenstockWarning,
+        stacklevel=4,
+    )

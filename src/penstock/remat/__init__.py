@@ -1,0 +1,24 @@
+"""One budget in bytes: a plan that keeps, recomputes or swaps every storage of a training step (Libra).
+
+- `optimize`: a step planned for a budget; it returns an `OptimizedStep`, whose `.plan` is a `Planned`.
+- `RematProblem`, `Operator`, `Storage`: a step as the planner sees it, saved to and loaded from a file.
+- `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s; `Method` says
+  what it may use.
+- `verify`: an independent check of a plan.
+- `compile_backend`: what ``torch.compile(backend="penstock")`` calls.
+"""
+
+from penstock.remat._explain import Planned as Planned
+from penstock.remat._plan import Method as Method
+from penstock.remat._plan import RematPlan as RematPlan
+from penstock.remat._plan import pareto as pareto
+from penstock.remat._plan import plan as plan
+from penstock.remat._plan import smallest_budget_bytes as smallest_budget_bytes
+from penstock.remat._problem import Decision as Decision
+from penstock.remat._problem import Operator as Operator
+from penstock.remat._problem import RematProblem as RematProblem
+from penstock.remat._problem import Storage as Storage
+from penstock.remat._run import OptimizedStep as OptimizedStep
+from penstock.remat._run import compile_backend as compile_backend
+from penstock.remat._run import optimize as optimize
+from penstock.remat._verify import verify as verify

@@ -1,0 +1,309 @@
+"""From AOTAutograd's joint graph to a problem. The only file of this room that touches private PyTorch interfaces.
+
+What it leans on, each with a test that fails when PyTorch moves it: the joint graph's nodes are tagged forward or
+backward (``partitioner_tag``), their fake values share storages exactly where the real ones do (views are found so),
+and mutation has been turned into extra outputs.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._subclasses.fake_tensor
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+from penstock.errors import CaptureError
+from penstock.remat._problem import Operator, RematProblem, Storage
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(slots=True)
+class Captured:
+    """A joint graph, and which of its nodes stand for which operators and storages of the problem."""
+
+    graph: fx.Graph
+    num_forward_outputs: int
+    primals: list[fx.Node] = field(default_factory=list)
+    """Inputs of forward: parameters, buffers and arguments."""
+    tangents: list[fx.Node] = field(default_factory=list)
+    """Inputs of backward: gradients of the outputs."""
+    calls: list[fx.Node] = field(default_factory=list)
+    """The node of each operator of the problem; tangents count as operators that begin backward."""
+    num_forward: int = 0
+    """How many of them are forward."""
+    values: list[fx.Node] = field(default_factory=list)
+    """Per storage, the node whose value made it."""
+    storage_of: dict[fx.Node, int] = field(default_factory=dict)
+    """The storage under each value that was made in the graph; views included."""
+    static_inputs_bytes: int = 0
+    """Bytes of the primals, each storage once."""
+    changed: set[fx.Node] = field(default_factory=set)
+    """Primals that the caller overwrites with an output once forward has ended, such as batch norm's statistics."""
+
+    @property
+    def forward_outputs(self) -> list[Any]:
+        """What forward returns to the caller."""
+        return list(_output_of(self.graph).args[0][: self.num_forward_outputs])  # type: ignore[index, arg-type]
+
+    @property
+    def gradients(self) -> list[Any]:
+        """What backward returns."""
+        return list(_output_of(self.graph).args[0][self.num_forward_outputs :])  # type: ignore[index, arg-type]
+
+    @property
+    def generator_state_bytes(self) -> int:
+        """What the states of generators take, if every random operator of forward runs again."""
+        devices = [tensors_of(call)[0].device.type for call in self.calls[: self.num_forward] if is_random(call)]
+        return sum(torch.get_rng_state().nbytes if device == "cpu" else 16 for device in devices)
+
+    @property
+    def changed_bytes(self) -> int:
+        """What copies of the changed primals take, if all are read once more in backward."""
+        return sum(tensor.nbytes for node in self.changed for tensor in tensors_of(node))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that backward returns."""
+        return sum(tensor.nbytes for node in self.gradients if isinstance(node, fx.Node) for tensor in tensors_of(node))
+
+
+def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
+    """Sorts the nodes of a joint graph. Raises ``CaptureError`` for what cannot be planned."""
+    captured = Captured(graph=graph, num_forward_outputs=num_forward_outputs)
+    owners: dict[int, int] = {}
+    static: dict[int, int] = {}
+    forward: list[fx.Node] = []
+    backward: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            _place_input(captured, node)
+        elif node.op == "call_function" and node.target is not operator.getitem and not is_view(node):
+            (backward if _is_backward(node) else forward).append(node)
+        elif node.op not in ("call_function", "get_attr", "output"):
+            raise CaptureError(
+                f"the captured graph has a node of kind {node.op!r} ({node.name}), which cannot be planned"
+            )
+    for node in captured.primals:
+        for tensor in tensors_of(node):
+            static[_key(tensor)] = tensor.untyped_storage().nbytes()
+    captured.static_inputs_bytes = sum(static.values())
+    captured.changed = _changed(captured)
+    captured.num_forward = len(forward)
+    captured.calls = forward + captured.tangents + backward
+    for call in captured.calls:
+        for value in _values_of(call):
+            for tensor in tensors_of(value):
+                key = _key(tensor)
+                if key not in static and key not in owners:
+                    owners[key] = len(captured.values)
+                    captured.values.append(value)
+    for node in graph.nodes:
+        for tensor in tensors_of(node):
+            if _key(tensor) in owners:
+                captured.storage_of[node] = owners[_key(tensor)]
+    return captured
+
+
+def problem_of(
+    captured: Captured, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
+) -> RematProblem:
+    """The problem of a captured graph with measured operators. ``lanes`` are further fields of ``RematProblem``."""
+    made_by: dict[int, list[int]] = {}
+    producers = {}
+    for index, call in enumerate(captured.calls):
+        for value in _values_of(call):
+            storage = captured.storage_of.get(value)
+            if storage is not None and captured.values[storage] is value:
+                made_by.setdefault(index, []).append(storage)
+                producers[storage] = index
+    outputs = {
+        captured.storage_of[node]
+        for node in captured.forward_outputs + captured.gradients
+        if isinstance(node, fx.Node) and node in captured.storage_of
+    }
+    operators = tuple(
+        Operator(
+            name=call.name,
+            target=_target(call),
+            inputs=tuple(dict.fromkeys(_read_by(captured, call))),
+            outputs=tuple(made_by.get(index, ())),
+            duration_s=durations_s[index],
+            workspace_bytes=workspaces[index],
+            must_run_once=_must_run_once(call),
+            module=module_of(call),
+        )
+        for index, call in enumerate(captured.calls)
+    )
+    storages = tuple(
+        Storage(
+            name=value.name,
+            size_bytes=_size_bytes(value),
+            producer=producers[index],
+            is_output=index in outputs,
+        )
+        for index, value in enumerate(captured.values)
+    )
+    return RematProblem(operators=operators, num_forward=captured.num_forward, storages=storages, **lanes)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` only looks at a storage that one of its inputs has."""
+    tensors = tensors_of(node)
+    if not tensors or (isinstance(node.meta.get("val"), list | tuple) and node.target is not operator.getitem):
+        return bool(tensors) and _all_alias(node, tensors)
+    return _all_alias(node, tensors)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether ``node`` draws from a generator, so that running it again must replay the generator's state."""
+    if not isinstance(node.target, torch._ops.OpOverload) or _RANDOM not in node.target.tags:
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(given.get("dropout_p", None) != 0.0)  # attention that drops nothing draws nothing
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors of a node's value."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that the node comes from, or the user's line."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if stack:
+        return str(list(stack.values())[-1][0]).removeprefix("L['self'].").removeprefix("L__self___")
+    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return trace[-1].strip() if trace else ""
+
+
+def _place_input(captured: Captured, node: fx.Node) -> None:
+    if "tangents" in node.name:
+        captured.tangents.append(node)
+    elif "primals" in node.name:
+        captured.primals.append(node)
+    else:
+        raise CaptureError(f"the captured graph has the input {node.name}, which cannot be planned")
+
+
+def _changed(captured: Captured) -> set[fx.Node]:
+    """Found by the descriptions that AOTAutograd gives of inputs and outputs."""
+    descriptions = _output_of(captured.graph).meta.get("desc") or []
+    changed = [getattr(one, "mutated_input", None) for one in descriptions]
+    return {node for node in captured.primals if node.meta.get("desc") is not None and node.meta["desc"] in changed}
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _values_of(call: fx.Node) -> list[fx.Node]:
+    """The nodes that hold what a call returns: its getitem nodes, or itself."""
+    if isinstance(call.meta.get("val"), list | tuple):
+        return [user for user in call.users if user.target is operator.getitem]
+    return [call]
+
+
+def _read_by(captured: Captured, call: fx.Node) -> list[int]:
+    return [captured.storage_of[node] for node in call.all_input_nodes if node in captured.storage_of]
+
+
+def _all_alias(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
+    if not tensors or node.op != "call_function" or node.target is operator.getitem:
+        return False
+    known = {_key(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
+    return all(_key(tensor) in known for tensor in tensors)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size_bytes(value: fx.Node) -> int:
+    return max(tensor.untyped_storage().nbytes() for tensor in tensors_of(value))
+
+
+def _target(call: fx.Node) -> str:
+    return "tangent" if call.op == "placeholder" else str(call.target)
+
+
+def _must_run_once(call: fx.Node) -> str:
+    if call.op == "placeholder":
+        return "an input"
+    if isinstance(call.target, torch._ops.OpOverload):
+        if call.target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
+            return "a collective"
+        if call.target._schema.is_mutable:
+            return "it changes its input"
+    if isinstance(call.target, torch._ops.HigherOrderOperator):
+        return "its effects are not known"
+    return ""
+
+
+def _output_of(graph: fx.Graph) -> fx.Node:
+    node: fx.Node = next(iter(reversed(graph.nodes)))
+    return node
+
+
+Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+"""Splits a joint graph with so many forward outputs into forward and backward."""
+
+
+Runner = Callable[[list[Any]], Any]
+"""A boxed function: takes a list, which it empties, so that arguments die with their last use."""
+
+
+def backend(
+    partition: Partition, forward: Callable[[fx.GraphModule], Runner], backward: Callable[[fx.GraphModule], Runner]
+) -> Callable[..., Any]:
+    """A backend for ``torch.compile``: ``partition`` splits joint graphs, the others make runners of the halves."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def split(
+        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily(), disable_current_modes():
+            return partition(joint, num_fwd_outputs)
+
+    return aot_autograd(  # type: ignore[no-any-return]
+        fw_compiler=lambda module, _: forward(module),
+        bw_compiler=lambda module, _: backward(module),
+        inference_compiler=lambda module, _: boxed(module),
+        partition_fn=split,
+    )
+
+
+def boxed(module: fx.GraphModule) -> Runner:
+    """``module`` node by node, each value freed after its last use."""
+    module.graph.set_codegen(fx.graph._BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def runner(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    return make_boxed_func_flag(runner)
+
+
+def make_boxed_func_flag(runner: Runner) -> Runner:
+    """Marks a runner as boxed, which AOTAutograd looks for."""
+    runner._boxed_call = True  # type: ignore[attr-defined]
+    return runner
+
+
+def graph_breaks() -> dict[str, int]:
+    """Dynamo's count of graph breaks in this process, by reason."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised inside a backend, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return error if inner is None else cause_of(inner)

@@ -1,0 +1,91 @@
+"""Debug mode: runs a planned graph node by node, and compares what is resident with what the plan says."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from penstock.errors import InternalError
+from penstock.remat._capture import Runner, make_boxed_func_flag
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import RematProblem
+from penstock.remat._swap import generator_state
+from penstock.remat._verify import live_bytes
+
+_SWAP_SLACK_BYTES = 3 * 4096
+"""What a swapped storage may take beside its size: its unaligned edges, and its place in a page."""
+
+
+def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem, plan: RematPlan) -> Runner:
+    """A boxed runner of ``module`` that raises ``InternalError`` at the first node that holds other bytes than planned.
+
+    ``slots`` has the plan's slot of each node that stands for an operator. Storages of the graph's inputs that the
+    caller holds as well (parameters, the batch) do not count, as in the plan.
+    """
+    expected = live_bytes(problem, plan)
+
+    def runner(arguments: list[Any]) -> Any:
+        inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+        static: dict[int, int] = {}
+        for node, value in zip(inputs, arguments, strict=True):
+            if "primals" in node.name or "generator_state" in node.name:
+                static |= _storages(value)
+        return _Checker(module, slots, problem, plan, expected, set(static)).boxed_run(arguments)
+
+    return make_boxed_func_flag(runner)
+
+
+class _Checker(fx.Interpreter):
+    """Runs nodes and counts the bytes of the storages that are reachable after each."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        slots: dict[str, int],
+        problem: RematProblem,
+        plan: RematPlan,
+        expected: list[int],
+        static: set[int],
+    ):
+        super().__init__(module)
+        self._slots, self._problem, self._plan, self._expected = slots, problem, plan, expected
+        self._static = static
+
+    def run_node(self, node: fx.Node) -> Any:
+        """Runs a node, and checks what is held while the inputs that die with it still are."""
+        result = super().run_node(node)
+        if node.op == "get_attr" or node.target is generator_state:
+            self._static |= set(_storages(result))
+        slot = self._slots.get(node.name)
+        if slot is not None:
+            self._check(node, slot, result)
+        return result
+
+    def _check(self, node: fx.Node, slot: int, result: Any) -> None:
+        held: dict[int, int] = {}
+        for value in (*self.env.values(), result):
+            held |= _storages(value)
+        actual = sum(size for key, size in held.items() if key not in self._static)
+        expected = self._expected[slot] - self._problem.operators[self._plan.slots[slot]].workspace_bytes
+        if not expected - self._unseen_bytes(slot) <= actual <= expected + self._swap_slack_bytes:
+            raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")
+
+    @property
+    def _swap_slack_bytes(self) -> int:
+        return _SWAP_SLACK_BYTES * len(self._plan.gone_slots)
+
+    def _unseen_bytes(self, slot: int) -> int:
+        """What the plan counts, and handles or the caller may hold instead of the graph."""
+        storages = self._problem.storages
+        unseen = self._swap_slack_bytes + sum(storages[one].size_bytes for one in self._plan.gone_slots)
+        if slot >= self._problem.num_forward:
+            forward = [one for one in storages if one.producer < self._problem.num_forward]
+            unseen += sum(one.size_bytes for one in forward if one.is_output)
+        return unseen
+
+
+def _storages(value: Any) -> dict[int, int]:
+    """Bytes of the storages under all tensors in ``value``, by identity."""
+    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}

@@ -1,0 +1,208 @@
+"""From a captured graph and a plan to two graphs: forward, and backward with everything recomputed in its place.
+
+A value is bound to the node that computed it last, so a storage that is recomputed twice is two nodes, and each is
+freed after its own last use. Views are rebuilt where they are read. A swapped storage leaves forward as a ticket
+(`_swap.py`), is called back by a prefetch and received where backward first needs it.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock.errors import InternalError
+from penstock.remat import _swap
+from penstock.remat._capture import Captured, is_random, is_view, tensors_of
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import RematProblem
+
+_SEED = "penstock_state_of_"
+
+
+SLOTS = "penstock_slots"
+"""In the ``meta`` of an emitted module: per node that stands for an operator, its slot in the plan."""
+
+
+def emit(
+    captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward, as AOTAutograd wants them: forward also returns what backward takes first.
+
+    ``owner`` has what ``get_attr`` nodes refer to.
+    """
+    return _Emitter(captured, problem, plan, owner).emit()
+
+
+class _Side:
+    """One graph while it is made, with the values that it has."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.bound: dict[fx.Node, fx.Node] = {}
+        self.slots: dict[str, int] = {}
+
+
+class _Emitter:
+    def __init__(self, captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module):
+        self.captured, self.problem, self.plan, self.owner = captured, problem, plan, owner
+        self.forward, self.backward = _Side(), _Side()
+        self.saved: list[fx.Node] = []
+        """What forward hands over to backward: forward's nodes, in order."""
+        self.handed_over: dict[fx.Node, fx.Node] = {}
+        """The same with backward's placeholders."""
+        self.parked: dict[int, fx.Node] = {}
+        """Per swapped storage, forward's node of its ticket."""
+        self.tickets: dict[int, fx.Node] = {}
+        """The same in backward."""
+        self.states: dict[fx.Node, fx.Node] = {}
+        """Per random operator that runs again, forward's node of the generator's state."""
+        self.values_on: dict[int, list[fx.Node]] = {}
+        for node, storage in captured.storage_of.items():
+            self.values_on.setdefault(storage, []).append(node)
+        again = plan.slots[problem.num_forward :]
+        self.runs_again = {captured.calls[one] for one in again if one < problem.num_forward}
+
+    def emit(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward as captured, then backward as planned."""
+        num_forward = self.problem.num_forward
+        begins, ends = _by_slot(self.plan.fetch_slots), _by_slot(self.plan.gone_slots)
+        for node in self.captured.primals:
+            self.forward.bound[node] = _placeholder(self.forward.graph, node)
+        for node in self.captured.tangents:
+            self.backward.bound[node] = _placeholder(self.backward.graph, node)
+        for slot, index in enumerate(self.plan.slots[:num_forward]):
+            for storage in ends.get(slot, ()):
+                self.forward.graph.call_function(_swap.finish, (self.parked[storage],))
+            self._run(self.forward, index, slot)
+            for storage in self.problem.operators[index].outputs:
+                if storage in self.plan.gone_slots:
+                    value = self._value(self.forward, self.captured.values[storage])
+                    self.parked[storage] = self.forward.graph.call_function(_swap.park, (value,))
+                    self.parked[storage].meta["val"] = torch.empty(_swap.TICKET_BYTES, dtype=torch.uint8, device="meta")
+        for slot, index in enumerate(self.plan.slots[num_forward:], num_forward):
+            for storage in ends.get(slot, ()):
+                self.backward.graph.call_function(_swap.finish, (self._ticket(storage),))
+            for storage in begins.get(slot, ()):
+                self.backward.graph.call_function(_swap.prefetch, (self._ticket(storage),))
+            self._run(self.backward, index, slot)
+        results = [self._value(self.forward, node) for node in self.captured.forward_outputs]
+        gradients = [self._value(self.backward, node) for node in self.captured.gradients]
+        self.backward.graph.output(tuple(gradients))
+        self.forward.graph.output((*results, *self.saved))
+        for side in (self.forward, self.backward):
+            side.graph.lint()
+        return self._module(self.forward), self._module(self.backward)
+
+    def _module(self, side: _Side) -> fx.GraphModule:
+        for node in reversed(side.graph.nodes):
+            if node.target is operator.getitem and not node.users:
+                side.graph.erase_node(node)  # nobody takes this output: it dies with the others' tuple
+        module = fx.GraphModule(self.owner, side.graph)
+        module.meta[SLOTS] = side.slots
+        return module
+
+    def _run(self, side: _Side, index: int, slot: int) -> None:
+        """Emits an operator of the problem, and binds anew what it makes."""
+        call = self.captured.calls[index]
+        if call.op == "placeholder":
+            return  # a tangent, which backward was given
+        is_again = side is self.backward and index < self.problem.num_forward
+        if is_random(call) and not is_again and call in self.runs_again:
+            state = side.graph.call_function(_swap.generator_state, (str(_device_of(call)),))
+            state.meta["val"] = torch.empty(0, dtype=torch.uint8, device="meta")
+            self.states[call] = state
+        if is_random(call) and is_again:
+            arguments = fx.node.map_arg(call.args, lambda one: self._value(side, one))
+            keywords = fx.node.map_arg(call.kwargs, lambda one: self._value(side, one))
+            state = self._saved(self.states[call])
+            made = side.graph.call_function(_swap.replaying(_callable(call)), (state, *arguments), keywords)
+        else:
+            made = side.graph.node_copy(call, lambda one: self._value(side, one))
+        made.meta = dict(call.meta)
+        side.slots[made.name] = slot
+        for storage in self.problem.operators[index].outputs:
+            if not is_again or self.plan.is_dropped(self.problem, storage):
+                for node in self.values_on[storage]:
+                    side.bound.pop(node, None)  # it and its views, of an earlier time
+        if not isinstance(call.meta.get("val"), list | tuple):
+            side.bound[call] = made
+            return
+        for user in call.users:
+            if user.target is operator.getitem and not (is_again and self._never_went(user)):
+                side.bound[user] = side.graph.node_copy(user, lambda _: made)
+
+    def _never_went(self, node: fx.Node) -> bool:
+        """Whether a value that is made once more beside another is still there."""
+        storage = self.captured.storage_of.get(node)
+        return storage is not None and not self.plan.is_dropped(self.problem, storage)
+
+    def _value(self, side: _Side, node: fx.Node | Any) -> Any:
+        """The node of ``side`` with the value of a captured node; views are rebuilt, forward's values handed over."""
+        if not isinstance(node, fx.Node):
+            return node
+        if node not in side.bound:
+            side.bound[node] = self._made(side, node)
+        return side.bound[node]
+
+    def _made(self, side: _Side, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" or (node.op == "call_function" and (is_view(node) or not tensors_of(node))):
+            return side.graph.node_copy(node, lambda one: self._value(side, one))
+        if node.target is operator.getitem and is_view(node.all_input_nodes[0]):
+            return side.graph.node_copy(node, lambda one: self._value(side, one))
+        if node in self.captured.changed:  # the caller overwrites it before backward
+            copied = self.forward.graph.call_function(torch.ops.aten.clone.default, (self.forward.bound[node],))
+            copied.meta = {"val": node.meta["val"]}
+            return self._saved(copied)
+        storage = self.captured.storage_of.get(node)
+        if side is self.forward or (storage is not None and self.plan.is_dropped(self.problem, storage)):
+            raise InternalError(f"the plan needs {node.name} where it is neither kept nor computed")
+        if storage in self.plan.gone_slots:
+            received = side.graph.call_function(_swap.fetch, (self._ticket(storage),))
+            received.meta = dict(node.meta)
+            return received
+        return self._saved(self.forward.bound[node])
+
+    def _ticket(self, storage: int) -> fx.Node:
+        if storage not in self.tickets:
+            self.tickets[storage] = self._saved(self.parked[storage])
+        return self.tickets[storage]
+
+    def _saved(self, value: fx.Node) -> fx.Node:
+        """Backward's placeholder for a value of forward, which forward then returns."""
+        if value in self.handed_over:
+            return self.handed_over[value]
+        graph = self.backward.graph
+        first = next((one for one in graph.nodes if one.op != "placeholder" or one in self._tangents()), None)
+        with graph.inserting_before(first) if first is not None else graph.inserting_after(None):
+            made = graph.placeholder(f"saved_{value.name}")
+        made.meta = dict(value.meta)
+        self.saved.append(value)
+        self.handed_over[value] = made
+        return made
+
+    def _tangents(self) -> set[fx.Node]:
+        return {self.backward.bound[node] for node in self.captured.tangents}
+
+
+def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.placeholder(node.name)
+    made.meta = dict(node.meta)
+    return made
+
+
+def _by_slot(slots: dict[int, int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for storage, slot in sorted(slots.items()):
+        found.setdefault(slot, []).append(storage)
+    return found
+
+
+def _device_of(call: fx.Node) -> torch.device:
+    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+
+
+def _callable(call: fx.Node) -> Callable[..., Any]:
+    assert callable(call.target)
+    return call.target

@@ -1,0 +1,78 @@
+"""A plan in words: what becomes of every storage and why, largest first."""
+
+from dataclasses import dataclass
+
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import Decision, RematProblem
+from penstock.units import format_bytes, format_duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A step and the plan for it."""
+
+    problem: RematProblem
+    """The step."""
+    plan: RematPlan
+    """What to do with its storages."""
+    budget_bytes: int
+    """What it was planned for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak on the device, everything included."""
+        return self.plan.peak_bytes
+
+    def reasons(self) -> list[tuple[int, str]]:
+        """Per storage that backward needs, its number and what becomes of it, the largest first."""
+        needed = {one for operator in self.problem.operators[self.problem.num_forward :] for one in operator.inputs}
+        forward = [
+            index
+            for index, one in enumerate(self.problem.storages)
+            if one.producer < self.problem.num_forward and (index in needed or self._is_kept_for_others(index))
+        ]
+        forward.sort(key=lambda index: (-self.problem.storages[index].size_bytes, index))
+        return [(index, self._reason(index)) for index in forward]
+
+    def explain(self, most: int | None = 20) -> str:
+        """Peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
+        plan, problem = self.plan, self.problem
+        lines = [
+            f"peak {format_bytes(plan.peak_bytes)} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), of which "
+            f"{format_bytes(problem.static_bytes)} are held all along",
+            f"extra time {format_duration(plan.extra_s)} on {format_duration(plan.step_s)} of operators "
+            f"({plan.extra_s / max(plan.step_s, 1e-12):.1%}), of which stalls {format_duration(plan.stall_s)}",
+        ]
+        reasons = self.reasons()
+        for index, reason in reasons[:most]:
+            storage = problem.storages[index]
+            module = problem.operators[storage.producer].module
+            lines.append(f"  {storage.name} ({module}): {reason}" if module else f"  {storage.name}: {reason}")
+        if most is not None and len(reasons) > most:
+            lines.append(f"  and {len(reasons) - most} smaller ones")
+        return "\n".join(lines)
+
+    def _is_kept_for_others(self, index: int) -> bool:
+        slots = self.plan.slots[self.problem.num_forward :]
+        return any(index in self.problem.operators[one].inputs for one in set(slots) if one < self.problem.num_forward)
+
+    def _reason(self, index: int) -> str:
+        storage = self.problem.storages[index]
+        size = format_bytes(storage.size_bytes)
+        decision = self.plan.decisions[index]
+        if storage.is_output:
+            return f"kept: {size}, an output"
+        if index in self.plan.gone_slots:
+            num_away = self.plan.fetch_slots[index] - self.plan.gone_slots[index]
+            return f"swapped: {size}, away while {num_away} operators run"
+        if decision in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+            operator = self.problem.operators[storage.producer]
+            times = self.plan.slots[self.problem.num_forward :].count(storage.producer)
+            if not times:
+                return f"dropped: {size}, not needed any more"
+            return f"recomputed: {size} for {format_duration(times * operator.duration_s)}" + (
+                f" ({times} times)" if times > 1 else ""
+            )
+        if storage.must_stay:
+            return f"kept: {size}, {storage.must_stay}"
+        return f"kept: {size}, the budget has room"

@@ -1,0 +1,412 @@
+"""From a problem and a budget to a decision for every storage.
+
+After Libra (Wang, NTHU 2024): recompute first, since it is cheap; where a chain of recomputed operators would itself
+make a peak, break it, by keeping or swapping a member, or by recomputing again later instead of holding; then take back
+what the budget does not need. Here the low end comes from structure rather than from evicting one storage at a time,
+which runs into chains that materialise whole: forward is cut where little crosses, at 28 spacings, and only what
+crosses a cut is kept. From the cheapest of these that fit, storages are given back in the order of seconds saved per
+byte, re-simulating each candidate before it is accepted.
+
+Cost: one simulation is O(n) for n operators (0.2 ms for 9,000 when compiled); a budget takes some thousands of them.
+Guarantee: an accepted plan's peak is that of a simulation of the whole step, workspaces included, which `_verify.py`
+checks from the order of operators alone; time is monotone in the budget within one call of ``pareto``.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import BudgetError
+from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._simulate import Graph, Simulation, simulate
+from penstock.units import format_bytes
+
+Method = Literal["hybrid", "recompute", "swap"]
+"""What a plan may use."""
+
+MIN_SWAP_BYTES = 64 * 1024
+"""Smaller storages are not worth a request."""
+_NUM_CAPS = 28
+_MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 3, 32, 20_000
+"""A small graph can afford to refine more starts: so many that their operators add up to the last number."""
+_MAX_REPAIRS = 200
+_Decisions = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematPlan:
+    """What to do with every storage, and what it costs. Sizes are bytes, times seconds."""
+
+    decisions: tuple[Decision, ...]
+    """One per storage of the problem; for storages made in backward always ``KEEP``."""
+    slots: tuple[int, ...]
+    """Operators in the order in which they run, recomputed ones included; the first ``num_forward`` are forward."""
+    gone_slots: dict[int, int]
+    """Per swapped storage, the slot before which its device copy goes."""
+    fetch_slots: dict[int, int]
+    """Per swapped storage, the slot before which its copy back begins."""
+    peak_bytes: int
+    """Predicted peak, static bytes included."""
+    keep_all_peak_bytes: int
+    """The same if everything were kept."""
+    extra_s: float
+    """Predicted seconds beyond the plain step."""
+    stall_s: float
+    """Of them, waits for copies that do not hide."""
+    step_s: float
+    """Seconds of the plain step's operators."""
+
+    def is_dropped(self, problem: RematProblem, storage: int) -> bool:
+        """Whether a forward storage is gone when backward begins, so that it must be computed again."""
+        dropped = self.decisions[storage] in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME)
+        return dropped and not problem.storages[storage].is_output
+
+
+def plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid", refine: bool = True) -> RematPlan:
+    """The fastest plan found whose peak, static bytes included, is within ``budget_bytes``.
+
+    ``method`` and ``refine`` leave parts of the method out, for comparison. Raises ``BudgetError`` naming the smallest
+    budget that would work and the storages that hold it up.
+    """
+    (made,) = pareto(problem, [budget_bytes], method=method, refine=refine)
+    if made is None:
+        raise _refusal(problem, budget_bytes, method)
+    return made
+
+
+def pareto(
+    problem: RematProblem, budgets_bytes: Sequence[int], *, method: Method = "hybrid", refine: bool = True
+) -> list[RematPlan | None]:
+    """A plan per budget, in the order given; ``None`` where none fits. A larger budget never gets a slower plan."""
+    planner = _Planner(problem, method)
+    found: dict[int, RematPlan | None] = {}
+    for budget in sorted(set(budgets_bytes)):
+        made = planner.solve(budget - problem.static_bytes, refine)
+        found[budget] = None if made is None else planner.finished(made)
+    return [found[budget] for budget in budgets_bytes]
+
+
+def smallest_budget_bytes(problem: RematProblem, *, method: Method = "hybrid") -> int:
+    """The smallest peak that any plan reaches, static bytes included."""
+    return _Planner(problem, method).lowest().peak_bytes + problem.static_bytes
+
+
+@dataclass(slots=True)
+class _Candidate:
+    decisions: _Decisions
+    peak_bytes: int
+    extra_s: float
+
+
+class _Planner:
+    """The search over decisions for one problem."""
+
+    def __init__(self, problem: RematProblem, method: Method):
+        self.problem = problem
+        self.graph = graph = Graph(problem)
+        self.allows_recompute = method != "swap"
+        self.allows_swap = method != "recompute" and problem.can_swap
+        forward = graph.producers < problem.num_forward
+        needed = np.array([bool(one) for one in graph.needs], dtype=bool)
+        stays = np.array([bool(one.must_stay) or one.is_output for one in problem.storages], dtype=bool)
+        once = np.array([bool(problem.operators[one.producer].must_run_once) for one in problem.storages], dtype=bool)
+        self.may_recompute = forward & ~stays & ~once & self.allows_recompute
+        self.may_swap = forward & ~stays & (graph.sizes >= MIN_SWAP_BYTES) & self.allows_swap
+        self.is_needed = forward & needed & ~stays
+        self.seeds = [one for one in map(self._evaluated, self._seeds()) if one is not None]
+        self.found: list[_Candidate] = []
+
+    def lowest(self) -> _Candidate:
+        """The seed with the lowest peak, repaired as far as it goes."""
+        best = min(self.seeds, key=lambda one: one.peak_bytes)
+        for target in np.linspace(best.peak_bytes, best.peak_bytes * 0.5, 6)[1:]:
+            repaired = self._repaired(best, int(target))
+            if repaired.peak_bytes >= best.peak_bytes:
+                break
+            best = repaired
+        return best
+
+    def solve(self, budget_bytes: int, refine: bool) -> _Candidate | None:
+        """The fastest candidate found that fits, static bytes already taken off."""
+        fitting = [one for one in self.seeds + self.found[-_MIN_STARTS:] if one.peak_bytes <= budget_bytes]
+        if not fitting:
+            for start in sorted(self.seeds, key=lambda one: (one.peak_bytes, one.extra_s))[:_MIN_STARTS]:
+                repaired = self._repaired(start, budget_bytes)
+                if repaired.peak_bytes <= budget_bytes:
+                    fitting.append(repaired)
+            fitting += [one for one in [self.lowest()] if one.peak_bytes <= budget_bytes]
+            if not fitting:
+                return None
+        best = min(fitting, key=lambda one: one.extra_s)
+        if refine and best.extra_s > 0:
+            best = self._refined(fitting, budget_bytes)
+        if refine:
+            best = self._relaxed(best, budget_bytes)
+        self.found.append(best)
+        return best
+
+    def _refined(self, fitting: list[_Candidate], budget_bytes: int) -> _Candidate:
+        """Gives back from several starts, then exchanges. A fast start with a high peak is often a dead end."""
+        num_starts = min(max(_START_OPERATORS // max(1, self.graph.num_operators), _MIN_STARTS), _MAX_STARTS)
+        fitting = list({(one.peak_bytes, one.extra_s): one for one in fitting}.values())
+        fitting.sort(key=lambda one: one.peak_bytes * (self.graph.step_s + one.extra_s))
+        starts = fitting[:num_starts]
+        refined = [self._given_back(start, budget_bytes) for start in starts]
+        best = min([*fitting, *refined], key=lambda one: one.extra_s)
+        if num_starts > _MIN_STARTS:
+            best = self._exchanged(best, budget_bytes)
+        return best
+
+    def _relaxed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+        """Keeps what is swapped though the budget and the clock do not ask for it: the disk need not wear."""
+        best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
+        swapped = np.flatnonzero(best.decisions == Decision.SWAP)
+        for storage in swapped[np.argsort(-self.graph.sizes[swapped], kind="stable")].tolist():
+            best.decisions[storage] = Decision.KEEP
+            simulation = simulate(self.graph, best.decisions)
+            if simulation is None or simulation.peak_bytes > budget_bytes or simulation.extra_s > best.extra_s:
+                best.decisions[storage] = Decision.SWAP
+            else:
+                best.peak_bytes, best.extra_s = simulation.peak_bytes, simulation.extra_s
+        return best
+
+    def _exchanged(self, best: _Candidate, budget_bytes: int) -> _Candidate:
+        """Recomputes one operator that is kept or swapped and gives back again, as long as that is faster."""
+        improves = True
+        while improves and best.extra_s > 0:
+            improves = False
+            held = np.flatnonzero(((best.decisions == 0) | (best.decisions == 3)) & self.may_recompute)
+            for producer in np.unique(self.graph.producers[held]).tolist():
+                decisions = best.decisions.copy()
+                group = np.array(self.graph.outputs[producer], dtype=np.int64)
+                decisions[group[self.may_recompute[group]]] = Decision.RECOMPUTE
+                tried = self._evaluated(decisions)
+                if tried is None or tried.peak_bytes > budget_bytes or tried.peak_bytes >= best.peak_bytes:
+                    continue
+                tried = self._given_back(tried, budget_bytes)
+                if tried.extra_s < best.extra_s * (1 - 1e-9):
+                    best, improves = tried, True
+        return best
+
+    def finished(self, made: _Candidate) -> RematPlan:
+        """The plan of a candidate."""
+        simulation = simulate(self.graph, made.decisions)
+        assert simulation is not None
+        keep_all = simulate(self.graph, np.zeros(self.graph.num_storages, dtype=np.uint8))
+        assert keep_all is not None
+        keep_all_peak_bytes = keep_all.peak_bytes
+        simulation = simulate(self.graph, made.decisions)
+        assert simulation is not None
+        swapped = np.flatnonzero(simulation.gone >= 0).tolist()
+        return RematPlan(
+            decisions=tuple(Decision(int(one)) for one in made.decisions),
+            slots=tuple(simulation.slots.tolist()),
+            gone_slots={one: int(simulation.gone[one]) for one in swapped},
+            fetch_slots={one: int(simulation.fetch[one]) for one in swapped},
+            peak_bytes=simulation.peak_bytes + self.problem.static_bytes,
+            keep_all_peak_bytes=keep_all_peak_bytes + self.problem.static_bytes,
+            extra_s=simulation.extra_s,
+            stall_s=simulation.stall_s,
+            step_s=self.graph.step_s,
+        )
+
+    def _evaluated(self, decisions: _Decisions) -> _Candidate | None:
+        simulation = simulate(self.graph, decisions)
+        if simulation is None:
+            return None
+        return _Candidate(decisions, simulation.peak_bytes, simulation.extra_s)
+
+    def _seeds(self) -> Iterator[_Decisions]:
+        keep = np.zeros(self.graph.num_storages, dtype=np.uint8)
+        yield keep
+        swap = np.where(self.may_swap & self.is_needed, np.uint8(Decision.SWAP), keep)
+        if self.allows_swap:
+            yield swap
+        if not self.allows_recompute:
+            return
+        for kept in self._cuts():
+            drop = self.may_recompute & ~kept
+            for how in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+                decisions = np.where(drop, np.uint8(how), keep)
+                yield decisions
+                if self.allows_swap:
+                    yield np.where(self.may_swap & ~drop, np.uint8(Decision.SWAP), decisions)
+
+    def _cuts(self) -> Iterator[NDArray[np.bool_]]:
+        """Sets of storages to keep: what crosses forward's cheapest cuts, at various spacings."""
+        graph, num_forward = self.graph, self.problem.num_forward
+        if not num_forward:
+            return
+        forward = np.flatnonzero(graph.producers < num_forward)
+        crossing = np.zeros(num_forward + 1, dtype=np.int64)
+        saved = np.zeros(num_forward, dtype=np.int64)
+        np.add.at(crossing, graph.producers[forward], graph.sizes[forward])
+        np.add.at(crossing, graph.last_forward[forward], -graph.sizes[forward])
+        cut = np.cumsum(crossing)[:num_forward]
+        np.add.at(saved, graph.producers[forward], graph.sizes[forward] * self.is_needed[forward])
+        total = int(saved.sum())
+        if not total:
+            return
+        seen: set[tuple[int, ...]] = set()
+        for cap in np.geomspace(max(1.0, 4 * total / num_forward), total, _NUM_CAPS):
+            boundaries = _boundaries(cut, saved, float(cap))
+            if boundaries in seen:
+                continue
+            seen.add(boundaries)
+            kept = np.zeros(graph.num_storages, dtype=bool)
+            for boundary in boundaries:
+                kept |= (graph.producers <= boundary) & (graph.last_forward > boundary)
+            yield kept
+
+    def _options(self, group: NDArray[np.int64], now: int) -> list[Decision]:
+        """What the recomputed outputs of an operator may become instead."""
+        options = [Decision.KEEP]
+        if self.may_swap[group].any():
+            options.append(Decision.SWAP)
+        if now == Decision.RECOMPUTE_EACH_TIME:
+            options.append(Decision.RECOMPUTE)
+        return options
+
+    def _given_back(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+        """Keeps, holds or swaps what was recomputed, most seconds per byte first, as long as all fits.
+
+        Outputs of one operator go together: with one of them missing it would run again all the same.
+        """
+        best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
+        dropped = np.flatnonzero((best.decisions == 1) | (best.decisions == 2))
+        heap: list[tuple[float, int]] = []
+        for producer in np.unique(self.graph.producers[dropped]).tolist():
+            gain, _, _ = self._gain(best, producer, budget_bytes)
+            if gain > 0:
+                heap.append((-gain, producer))
+        heapq.heapify(heap)
+        while heap and best.extra_s > 0:
+            promised, producer = heapq.heappop(heap)
+            gain, decisions, outcome = self._gain(best, producer, budget_bytes)
+            if outcome is None:
+                continue
+            if heap and gain < min(-heap[0][0], -promised) * (1 - 1e-9):
+                heapq.heappush(heap, (-gain, producer))
+                continue
+            best.decisions = decisions
+            best.peak_bytes, best.extra_s = outcome
+            heapq.heappush(heap, (-gain, producer))  # what is held now may be kept next
+        return best
+
+    def _gain(
+        self, best: _Candidate, producer: int, budget_bytes: int
+    ) -> tuple[float, _Decisions, tuple[int, float] | None]:
+        """Seconds saved per byte held by the best other decision on what an operator makes, among those that fit."""
+        graph = self.graph
+        found: tuple[float, _Decisions, tuple[int, float] | None] = (0.0, best.decisions, None)
+        group = np.array(graph.outputs[producer], dtype=np.int64)
+        group = group[(best.decisions[group] == 1) | (best.decisions[group] == 2)]
+        if not len(group):
+            return found
+        for option in self._options(group, int(best.decisions[group].max())):
+            decisions = best.decisions.copy()
+            decisions[group] = option
+            if option == Decision.SWAP:
+                decisions[group[~self.may_swap[group]]] = Decision.KEEP
+            simulation = simulate(graph, decisions)
+            if simulation is None or simulation.peak_bytes > budget_bytes:
+                continue
+            saved_s = best.extra_s - simulation.extra_s
+            away = (simulation.gone[group] >= 0) if option == Decision.SWAP else np.zeros(len(group), dtype=bool)
+            held = 1.0 + float((graph.sizes[group] * np.where(away, 0.5, 1.0)).sum())  # away for most of its life
+            if saved_s / held > found[0]:
+                found = (saved_s / held, decisions, (simulation.peak_bytes, simulation.extra_s))
+        return found
+
+    def _repaired(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+        """Lowers the peak step by step at its worst slot, by whatever removes most excess for its time."""
+        best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
+        for _ in range(_MAX_REPAIRS):
+            if best.peak_bytes <= budget_bytes:
+                break
+            better = self._repair(best, budget_bytes)
+            if better is None:
+                break
+            best = better
+        return best
+
+    def _repair(self, now: _Candidate, budget_bytes: int) -> _Candidate | None:
+        simulation = simulate(self.graph, now.decisions)
+        assert simulation is not None
+        excess = _excess(simulation, budget_bytes)
+        found: tuple[float, _Candidate] | None = None
+        for storage in self._live_at_worst(simulation):
+            before = int(now.decisions[storage])
+            for option in self._repairs(storage, before):
+                now.decisions[storage] = option
+                tried = simulate(self.graph, now.decisions)
+                if tried is not None:
+                    drop = excess - _excess(tried, budget_bytes)
+                    cost_s = max(tried.extra_s - now.extra_s, 1e-9)
+                    if drop > 0 and (found is None or drop / cost_s > found[0]):
+                        candidate = _Candidate(now.decisions.copy(), tried.peak_bytes, tried.extra_s)
+                        found = (drop / cost_s, candidate)
+            now.decisions[storage] = before
+        return None if found is None else found[1]
+
+    def _live_at_worst(self, simulation: Simulation) -> list[int]:
+        """Forward storages that may be what holds the highest slot up, the largest first."""
+        graph, worst = self.graph, int(np.argmax(simulation.live_bytes))
+        slots = simulation.slots.tolist()
+        first = np.full(graph.num_storages, len(slots), dtype=np.int64)
+        last = np.full(graph.num_storages, -1, dtype=np.int64)
+        for slot, operator in enumerate(slots):
+            for storage in (*graph.inputs[operator], *graph.outputs[operator]):
+                first[storage] = min(first[storage], slot)
+                last[storage] = slot
+        live = (first <= worst) & (last >= worst) & (graph.producers < graph.num_forward)
+        ids = np.flatnonzero(live & (self.may_recompute | self.may_swap) & (graph.sizes > 0))
+        return ids[np.argsort(-graph.sizes[ids], kind="stable")][:64].tolist()  # type: ignore[no-any-return]
+
+    def _repairs(self, storage: int, now: int) -> list[Decision]:
+        options = []
+        if self.may_recompute[storage] and now != Decision.RECOMPUTE_EACH_TIME:
+            options.append(Decision.RECOMPUTE_EACH_TIME)
+            if now != Decision.RECOMPUTE:
+                options.append(Decision.RECOMPUTE)
+        if self.may_swap[storage] and now != Decision.SWAP:
+            options.append(Decision.SWAP)
+        if now in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+            options.append(Decision.KEEP)
+        return options
+
+
+def _boundaries(cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) -> tuple[int, ...]:
+    """Positions in forward at which little crosses, so that at most about ``cap`` bytes are saved between two."""
+    boundaries: list[int] = []
+    begin, held = 0, 0.0
+    index = 0
+    while index < len(cut):
+        held += float(saved[index])
+        if held > cap and index > begin:
+            window = cut[begin:index]
+            boundary = begin + len(window) - 1 - int(np.argmin(window[::-1]))
+            boundaries.append(boundary)
+            begin = boundary + 1
+            held = float(saved[begin : index + 1].sum())
+        index += 1
+    return tuple(boundaries)
+
+
+def _excess(simulation: Simulation, budget_bytes: int) -> float:
+    return float(np.maximum(simulation.live_bytes - budget_bytes, 0).sum())
+
+
+def _refusal(problem: RematProblem, budget_bytes: int, method: Method) -> BudgetError:
+    smallest = smallest_budget_bytes(problem, method=method)
+    largest = sorted(problem.storages, key=lambda one: -one.size_bytes)[:3]
+    holders = ", ".join(f"{one.name} ({format_bytes(one.size_bytes)})" for one in largest)
+    return BudgetError(
+        f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {smallest} bytes "
+        f"({format_bytes(smallest)}), of which {format_bytes(problem.static_bytes)} are parameters, gradients, "
+        f"optimizer state and inputs; the largest storages are {holders}. Give budget={smallest} or a smaller batch."
+    )

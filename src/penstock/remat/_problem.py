@@ -1,0 +1,123 @@
+"""What there is to decide: the operators of one training step in order, and the storages between them.
+
+A problem holds no tensor and no graph, so that it can be saved, sent elsewhere and planned there, also with the figures
+of another device.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Self
+
+_FORMAT = 1
+
+
+class Decision(IntEnum):
+    """What becomes of a forward storage once forward has used it for the last time."""
+
+    KEEP = 0
+    """It stays until backward has used it for the last time."""
+    RECOMPUTE = 1
+    """It is dropped, computed again when backward needs it, and held until the last operator that needs it."""
+    RECOMPUTE_EACH_TIME = 2
+    """As above, but dropped again whenever the next operator that needs it is far away."""
+    SWAP = 3
+    """It leaves the device over a lane and is back when backward needs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One operator of the step. Views are none: they cost nothing and belong to whoever reads them."""
+
+    name: str
+    """As in the captured graph."""
+    target: str
+    """What it computes, such as ``"aten.addmm.default"``."""
+    inputs: tuple[int, ...]
+    """Storages that it reads, made in this graph; the graph's own inputs are always there and not listed."""
+    outputs: tuple[int, ...]
+    """Storages that it makes."""
+    duration_s: float
+    """Seconds on the device."""
+    workspace_bytes: int = 0
+    """Bytes that it takes beside its outputs while it runs."""
+    must_run_once: str = ""
+    """Why it must not be recomputed; empty if it may."""
+    module: str = ""
+    """The module whose forward it belongs to, or the user's line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """The bytes behind one or more tensors of the graph."""
+
+    name: str
+    """Of the value that made it."""
+    size_bytes: int
+    """On the device."""
+    producer: int
+    """The operator that makes it."""
+    is_output: bool = False
+    """Whether the step hands it out (the loss, a gradient): it lives to the end."""
+    must_stay: str = ""
+    """Why it can be neither dropped nor swapped; empty if it can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RematProblem:
+    """One training step: forward operators, then backward operators."""
+
+    operators: tuple[Operator, ...]
+    """In the order in which they run."""
+    num_forward: int
+    """How many of them are forward."""
+    storages: tuple[Storage, ...]
+    """Storages made by the operators."""
+    static_bytes: int = 0
+    """Device bytes held all along: parameters, buffers, the batch, gradients that exist, optimizer state."""
+    out_bandwidth_bytes_per_s: float = 0.0
+    """What the lane out of the device carries; 0 where there is no tier to swap to."""
+    in_bandwidth_bytes_per_s: float = 0.0
+    """What the lane back carries."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of all operators."""
+        return sum(operator.duration_s for operator in self.operators)
+
+    @property
+    def can_swap(self) -> bool:
+        """Whether there is a tier to swap to."""
+        return self.out_bandwidth_bytes_per_s > 0 and self.in_bandwidth_bytes_per_s > 0
+
+    def scaled(self, *, durations: float = 1.0, out: float | None = None, back: float | None = None) -> Self:
+        """The same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
+        return replace(
+            self,
+            operators=tuple(replace(one, duration_s=one.duration_s * durations) for one in self.operators),
+            out_bandwidth_bytes_per_s=self.out_bandwidth_bytes_per_s if out is None else out,
+            in_bandwidth_bytes_per_s=self.in_bandwidth_bytes_per_s if back is None else back,
+        )
+
+    def save(self, file: str | Path) -> None:
+        """Writes the problem as JSON."""
+        Path(file).write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
+
+    @classmethod
+    def load(cls, file: str | Path) -> Self:
+        """Reads what ``save`` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            content: dict[str, Any] = json.loads(Path(file).read_text())
+            if content.pop("format") != _FORMAT:
+                raise ValueError("of another version")
+            operators = tuple(
+                Operator(**{**one, "inputs": tuple(one["inputs"]), "outputs": tuple(one["outputs"])})
+                for one in content.pop("operators")
+            )
+            storages = tuple(Storage(**one) for one in content.pop("storages"))
+            return cls(operators=operators, storages=storages, **content)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{file} is not a saved problem ({error}); write one with problem.save({str(file)!r})"
+            ) from error

@@ -1,0 +1,129 @@
+"""What each operator of a captured step costs on the device: seconds and workspace.
+
+Every distinct operator (target, and shapes, strides, dtypes and constants of its arguments) is run alone on tensors
+made for it: the median of a few warm runs, and the bytes it takes beside its results. Generators are left as they were.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from penstock.probe import can_record, peak_bytes, record_memory
+from penstock.remat._capture import Captured, tensors_of
+
+_MAX_RUNS = 5
+_ENOUGH_S = 0.2
+"""An operator is not run again once its runs have taken so long together."""
+
+
+def measure(captured: Captured) -> tuple[list[float], list[int]]:
+    """Seconds and workspace bytes of each operator of ``captured``, in its order."""
+    keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
+    distinct = {key: call for key, call in zip(keys, captured.calls, strict=True) if key is not None}
+    costs: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: a key of nested arguments
+    with torch.random.fork_rng(enabled=True), torch.no_grad():
+        durations_s = {key: _seconds(*_runnable(call)) for key, call in distinct.items()}
+        workspaces = _workspaces(distinct)
+    costs |= {key: (durations_s[key], workspaces[key]) for key in distinct}
+    return [costs[key][0] for key in keys], [costs[key][1] for key in keys]
+
+
+def _workspaces(distinct: dict[Any, fx.Node]) -> dict[Any, int]:
+    """Bytes that each operator takes at its peak beside its results; 0 where a profiler of somebody else runs."""
+    found: dict[Any, int] = dict.fromkeys(distinct, 0)
+    marks: list[tuple[Any, float, float]] = []
+    on_cpu: list[Any] = []
+    for key, call in distinct.items():
+        if _device_of(call).type == "cuda":
+            run, device = _runnable(call)
+            found[key] = max(0, peak_bytes(run, device=device).activation_bytes - _made_bytes(call))
+        else:
+            on_cpu.append(key)
+    if not on_cpu or not can_record("cpu"):
+        return found
+    with record_memory("cpu") as recording:
+        for key in on_cpu:
+            run, _ = _runnable(distinct[key])
+            start_s = time.time()
+            run()
+            marks.append((key, start_s, time.time()))
+    timeline = recording.report.timeline
+    at, held = 0, recording.report.start_bytes
+    for key, start_s, end_s in marks:
+        while at < len(timeline) and timeline[at][0] < start_s:
+            held = timeline[at][1]
+            at += 1
+        before = peak = held
+        while at < len(timeline) and timeline[at][0] <= end_s:
+            held = timeline[at][1]
+            peak = max(peak, held)
+            at += 1
+        found[key] = max(0, peak - before - _made_bytes(distinct[key]))
+    return found
+
+
+def _made_bytes(call: fx.Node) -> int:
+    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_of(call)}
+    return sum(made.values())
+
+
+def _device_of(call: fx.Node) -> torch.device:
+    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+
+
+def _runnable(call: fx.Node) -> tuple[Callable[[], Any], torch.device]:
+    """The operator on tensors made for it."""
+    arguments, keywords = pytree.tree_map(_real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
+    assert callable(call.target)
+    return functools.partial(call.target, *arguments, **keywords), _device_of(call)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Median of a few runs, after one that warms up."""
+    run()
+    taken_s: list[float] = []
+    while len(taken_s) < _MAX_RUNS and sum(taken_s) < _ENOUGH_S:
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            taken_s.append(start.elapsed_time(end) / 1e3)
+        else:
+            start_s = time.perf_counter()
+            run()
+            taken_s.append(time.perf_counter() - start_s)
+    return median(taken_s)
+
+
+def _real(argument: Any) -> Any:
+    """A tensor like a fake one. Indices are 0, which every table has."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    value = argument.meta["val"]
+    if isinstance(value, torch.Tensor):
+        length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        made = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
+        made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.zero_()
+        return made.as_strided(value.shape, value.stride())
+    return value
+
+
+def _key(call: fx.Node) -> Any:
+    def part(one: Any) -> Any:
+        if isinstance(one, fx.Node):
+            value = one.meta["val"]
+            if isinstance(value, torch.Tensor):
+                return tuple(value.shape), value.stride(), value.dtype, value.device
+            return str(value)
+        return repr(one)
+
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
+    return call.target, tuple(map(part, leaves)), str(spec)

@@ -1,0 +1,304 @@
+"""Planning a step when it is first compiled, and running it as planned: `optimize` and the `torch.compile` backend."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from penstock import tiers
+from penstock.errors import CaptureError
+from penstock.probe import bandwidths
+from penstock.remat import _capture, _swap
+from penstock.remat._debug import checked
+from penstock.remat._emit import SLOTS, emit
+from penstock.remat._explain import Planned
+from penstock.remat._optimizer import optimizer_state_bytes
+from penstock.remat._plan import Method, plan
+from penstock.remat._problem import RematProblem
+from penstock.remat._profile import measure
+from penstock.remat._verify import verify
+from penstock.units import parse_bytes
+
+Size = int | str
+_numbers = itertools.count()
+_known_breaks = _capture.graph_breaks()  # those of before are no business of ours
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a step is planned for."""
+
+    budget: Size | float | tiers.Budget | None
+    """Bytes, text such as ``"6GiB"``, a share of the peak without a plan (a ``float``), or a ``Budget`` with tiers."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Its state is counted, also before its first step."""
+    reserve: Size = 0
+    """Further bytes that the process holds on the device beside this step."""
+    disk: tiers.DiskSpec = None
+    """Where to swap to."""
+    host: Size | None = None
+    """Bytes of pinned host memory to swap to (CUDA)."""
+    accumulates: bool = True
+    """Whether gradients exist when backward makes new ones; ``False`` with ``zero_grad(set_to_none=True)``."""
+    method: Method = "hybrid"
+    """What a plan may use."""
+    verify: bool = False
+    """Compare the storages that are resident with the plan's after every operator (slow)."""
+
+    def account(self) -> tiers.Budget:
+        """The budget as one account."""
+        if isinstance(self.budget, tiers.Budget):
+            return self.budget
+        size = None if isinstance(self.budget, float) or self.budget is None else self.budget
+        return tiers.Budget(device=size, host=self.host, disk=self.disk)
+
+
+@dataclass(slots=True)
+class Compiler:
+    """Plans each graph that Dynamo brings, and keeps what it planned."""
+
+    settings: Settings
+    planned: list[Planned] = field(default_factory=list)
+    """One per shape of the arguments, in the order in which they were met."""
+    is_rehearsing: bool = False
+    """Whether forward stops before its first operator: only the plan is wanted."""
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The backend's call for one graph."""
+        new = [reason for reason, count in _capture.graph_breaks().items() if count > _known_breaks.get(reason, 0)]
+        _known_breaks.update(_capture.graph_breaks())
+        if new:
+            raise CaptureError(
+                "the step breaks into several graphs, which cannot share one budget: "
+                f"{new[0].strip()} Compile a function without the break, or find it with torch.compile(fullgraph=True)."
+            )
+        if any(isinstance(one, torch.SymInt) for one in inputs):
+            raise CaptureError(
+                "sizes of the arguments are symbolic, and bytes cannot be planned for. Compile with dynamic=False: "
+                "torch.compile(model, backend='penstock', dynamic=False, options={'budget': '6GiB'})"
+            )
+        return _capture.backend(self.split, self._forward, self._runner)(module, inputs)  # type: ignore[no-any-return]
+
+    def split(self, joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Profiles and plans a joint graph, and emits what is planned."""
+        captured = _capture.read(joint.graph, num_forward_outputs)
+        problem = self._problem(captured)
+        budget_bytes = self._budget_bytes(problem)
+        made = plan(problem, budget_bytes, method=self.settings.method)
+        verify(problem, made)
+        account = self.settings.account()
+        if made.gone_slots:
+            _swap.use_tiers(_device_of(captured), account)
+        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
+        return emit(captured, problem, made, joint)
+
+    def _problem(self, captured: _capture.Captured) -> RematProblem:
+        durations_s, workspaces = measure(captured)
+        settings = self.settings
+        static_bytes = captured.static_inputs_bytes + captured.changed_bytes + captured.generator_state_bytes
+        static_bytes += parse_bytes(settings.reserve)
+        if settings.accumulates:
+            static_bytes += captured.gradient_bytes
+        if settings.optimizer is not None:
+            static_bytes += optimizer_state_bytes(settings.optimizer)
+        out, back = _lane_rates(_device_of(captured), settings.account())
+        return _capture.problem_of(
+            captured,
+            durations_s,
+            workspaces,
+            static_bytes=static_bytes,
+            out_bandwidth_bytes_per_s=out,
+            in_bandwidth_bytes_per_s=back,
+        )
+
+    def _budget_bytes(self, problem: RematProblem) -> int:
+        budget = self.settings.budget
+        if isinstance(budget, float):
+            if not 0 < budget <= 1:
+                raise ValueError(f"a budget as a share is above 0 and at most 1, such as 0.5, not {budget}")
+            keep_all = plan(problem, 2**62).keep_all_peak_bytes
+            return int(budget * keep_all)
+        account = self.settings.account()
+        return 2**62 if account.device_bytes is None else account.device_bytes
+
+    def _runner(self, module: fx.GraphModule) -> _capture.Runner:
+        if self.settings.verify and self.planned:
+            planned = self.planned[-1]
+            return checked(module, module.meta[SLOTS], planned.problem, planned.plan)
+        return _capture.boxed(module)
+
+    def _forward(self, module: fx.GraphModule) -> _capture.Runner:
+        run = self._runner(module)
+
+        def runner(arguments: list[Any]) -> Any:
+            if self.is_rehearsing:
+                arguments.clear()
+                raise _RehearsalOver
+            return run(arguments)
+
+        return _capture.make_boxed_func_flag(runner)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """What is called inside is compiled and planned, but not run."""
+        self.is_rehearsing = True
+        try:
+            yield
+        except _RehearsalOver:
+            pass
+        finally:
+            self.is_rehearsing = False
+
+
+class _RehearsalOver(Exception):
+    """Forward has been compiled and would run now."""
+
+
+class OptimizedStep:
+    """What ``optimize`` returns: call it like the module or function it was made from."""
+
+    def __init__(self, function: Callable[..., Any], compiler: Compiler):
+        self._function = function
+        self._compiler = compiler
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # any: shapes and constants
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the step as planned; arguments of another shape are planned first."""
+        key = _signature(arguments, keywords)
+        if key not in self._compiled:
+            fresh = _with_code_of_its_own(self._function)
+            self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
+        try:
+            return self._compiled[key](*arguments, **keywords)
+        except Exception as error:
+            cause = _capture.cause_of(error)
+            if cause is not error and type(cause).__module__.startswith(("penstock.", "builtins")):
+                raise cause from None
+            raise
+
+    @property
+    def plan(self) -> Planned:
+        """What was planned last, with ``explain()``. Raises ``ValueError`` before anything was."""
+        if not self._compiler.planned:
+            raise ValueError("nothing is planned: no argument and no parameter of the step requires gradients")
+        return self._compiler.planned[-1]
+
+    @property
+    def plans(self) -> Sequence[Planned]:
+        """What was planned for each shape of arguments."""
+        return tuple(self._compiler.planned)
+
+
+def optimize(
+    step: nn.Module | Callable[..., Any],
+    example_inputs: Sequence[Any],
+    budget: Size | float | tiers.Budget | None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    reserve: Size = 0,
+    disk: tiers.DiskSpec = None,
+    host: Size | None = None,
+    accumulates: bool = True,
+    method: Method = "hybrid",
+    verify: bool = False,
+) -> OptimizedStep:
+    """``step``, planned so that the device's true peak stays within ``budget``; the plan is made before it first runs.
+
+    Put the loss inside: a function that returns a scalar is planned whole, with backward beginning where forward ends.
+
+    Args:
+        step: a module, or a function that uses modules and returns tensors.
+        example_inputs: the positional arguments of a step; what is planned holds for their shapes, and others are
+            planned when they come.
+        budget: bytes of the device at the true peak, parameters, gradients and optimizer state included, as an ``int``
+            or text such as ``"6GiB"``; a ``float`` is a share of the peak without a plan; ``None`` only reports. Or a
+            ``penstock.tiers.Budget``, which carries ``host`` and ``disk`` too.
+        optimizer: its state is counted, also before its first step.
+        reserve: further bytes that the process holds on the device.
+        disk: directory on an SSD to swap to, or several.
+        host: bytes of pinned host memory to swap to (CUDA).
+        accumulates: whether gradients exist when backward makes new ones, as with gradient accumulation or
+            ``zero_grad(set_to_none=False)``.
+        method: ``"recompute"`` or ``"swap"`` leave the other out.
+        verify: compare the storages that are resident with the plan's after every operator (slow).
+
+    Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``CaptureError`` or
+    PyTorch's own error, which names the line, for a step that is not one graph. Method: Libra (Wang, NTHU 2024).
+    """
+    compiler = Compiler(
+        Settings(
+            budget=budget,
+            optimizer=optimizer,
+            reserve=reserve,
+            disk=disk,
+            host=host,
+            accumulates=accumulates,
+            method=method,
+            verify=verify,
+        )
+    )
+    optimized = OptimizedStep(step, compiler)
+    with compiler.rehearsal():
+        optimized(*example_inputs)
+    return optimized
+
+
+def compile_backend(module: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:
+    """``torch.compile(model, backend="penstock", options={"budget": "6GiB"})``; options as those of ``optimize``."""
+    given = dict(options or {})
+    if "budget" not in given:
+        raise ValueError("say how many bytes: torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
+    unknown = set(given) - set(Settings.__dataclass_fields__)
+    if unknown:
+        raise ValueError(f"unknown options {sorted(unknown)}; there are {sorted(Settings.__dataclass_fields__)}")
+    return Compiler(Settings(**given))(module, inputs)
+
+
+def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # any: nested, hashable
+    """What a plan holds for: shapes, dtypes and devices of the arguments, and whether gradients are wanted."""
+
+    def part(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad
+        return one if isinstance(one, int | float | str | bool | None) else type(one)
+
+    leaves, spec = pytree.tree_flatten((arguments, keywords))
+    return tuple(map(part, leaves)), str(spec), torch.is_grad_enabled()
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of ``function`` in a new code object: Dynamo limits recompilations per code object."""
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    step.__code__ = step.__code__.replace(co_name=f"step_{next(_numbers)}")
+    return step
+
+
+def _device_of(captured: _capture.Captured) -> torch.device:
+    tensors = [tensor for node in captured.primals for tensor in _capture.tensors_of(node)]
+    return max((tensor.device for tensor in tensors), key=lambda one: one.type == "cuda", default=torch.device("cpu"))
+
+
+def _lane_rates(device: torch.device, account: tiers.Budget) -> tuple[float, float]:
+    """What the lanes of the waterfall carry, out and back, in bytes per second; zeros without a tier."""
+    has_host = account.host_bytes is not None and device.type == "cuda"
+    if not account.disk_bytes and not has_host:
+        return 0.0, 0.0
+    directory = next(iter(account.disk_bytes), ".")
+    known = {lane.lane: lane.bandwidth_bytes_per_s for lane in bandwidths(directory)}
+    if device.type == "cpu":
+        return known["device->disk"], known["disk->device"]
+    out, back = [known["device->host"]], [known["host->device"]]
+    if account.disk_bytes and not has_host:
+        out.append(known.get("device->disk", known["host->disk"]))
+        back.append(known.get("disk->device", known["disk->host"]))
+    return min(out), min(back)

@@ -1,0 +1,83 @@
+"""An independent check of a plan: from the order of its operators alone.
+
+The planner plays decisions; this file takes the order it arrived at as given, binds every input to the operator that
+made it last, lets each copy live until it is read for the last time, and counts. The emitted graphs behave so.
+"""
+
+from penstock.errors import InternalError
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import RematProblem
+
+
+def verify(problem: RematProblem, plan: RematPlan) -> None:
+    """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
+    num_forward = problem.num_forward
+    if plan.slots[:num_forward] != tuple(range(num_forward)):
+        raise InternalError("forward does not run as captured")
+    if [one for one in plan.slots if one >= num_forward] != list(range(num_forward, len(problem.operators))):
+        raise InternalError("backward does not run once and in order")
+    for index in set(plan.slots[num_forward:]):
+        if index < num_forward and problem.operators[index].must_run_once:
+            raise InternalError(f"{problem.operators[index].name} runs again: {problem.operators[index].must_run_once}")
+    live = live_bytes(problem, plan)
+    peak = max(live, default=0) + problem.static_bytes
+    if peak > plan.peak_bytes:
+        raise InternalError(f"predicted peak {plan.peak_bytes}, but the order of operators implies {peak}")
+
+
+def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
+    """Bytes of the graph's storages while each slot runs, workspaces included. Raises ``InternalError``."""
+    copies: list[list[int]] = []  # first slot, last slot, bytes
+    current: dict[int, int] = {}
+    for slot, index in enumerate(plan.slots):
+        if slot == problem.num_forward:
+            _leave_forward(problem, plan, current)
+        for storage in problem.operators[index].inputs:
+            if storage not in current:
+                raise InternalError(
+                    f"{problem.operators[index].name} reads {problem.storages[storage].name}, which is gone"
+                )
+            copies[current[storage]][1] = slot
+        for storage in problem.operators[index].outputs:
+            if slot < problem.num_forward or storage not in current or plan.is_dropped(problem, storage):
+                current[storage] = len(copies)
+            copies.append([slot, slot, problem.storages[storage].size_bytes])  # else made in vain: it never left
+    end = len(plan.slots) - 1
+    for storage, copy in current.items():
+        if problem.storages[storage].is_output:
+            copies[copy][1] = end
+    changes = [0] * (len(plan.slots) + 1)
+    for first, last, size_bytes in _split_at_swaps(problem, plan, copies):
+        changes[first] += size_bytes
+        changes[last + 1] -= size_bytes
+    held, live = 0, []
+    for slot, index in enumerate(plan.slots):
+        held += changes[slot]
+        live.append(held + problem.operators[index].workspace_bytes)
+    return live
+
+
+def _leave_forward(problem: RematProblem, plan: RematPlan, current: dict[int, int]) -> None:
+    """What is to be recomputed is gone when backward begins."""
+    for storage in list(current):
+        if plan.is_dropped(problem, storage):
+            del current[storage]
+
+
+def _split_at_swaps(problem: RematProblem, plan: RematPlan, copies: list[list[int]]) -> list[list[int]]:
+    """Takes the time away from the device out of the lives of swapped storages."""
+    split = []
+    order = iter(copies)
+    for slot, index in enumerate(plan.slots):
+        for storage in problem.operators[index].outputs:
+            first, last, size_bytes = next(order)
+            if storage in plan.gone_slots and slot < problem.num_forward:
+                gone, back = plan.gone_slots[storage], plan.fetch_slots[storage]
+                if not first < gone < back <= last:
+                    raise InternalError(
+                        f"{problem.storages[storage].name} leaves at {gone} and returns at {back}, out of its life"
+                    )
+                split += [[first, gone - 1, size_bytes], [back, last, size_bytes]]
+            else:
+                split.append([first, last, size_bytes])
+    return split

@@ -1,0 +1,206 @@
+"""Plans for random steps: verified from the order of operators, beside brute force, and monotone in the budget."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import chain, problems, random_problem
+
+from penstock.errors import BudgetError, InternalError
+from penstock.remat import Decision, RematProblem, _plan, pareto, plan, smallest_budget_bytes, verify
+from penstock.remat._simulate import Graph, simulate, simulate_slowly
+from penstock.remat._verify import live_bytes
+
+many = settings(deadline=None, max_examples=100, database=None)
+
+
+@pytest.fixture(autouse=True)
+def _small_storages_may_swap(monkeypatch):
+    monkeypatch.setattr(_plan, "MIN_SWAP_BYTES", 0)
+
+
+def keep_all_bytes(problem):
+    return plan(problem, 2**62).keep_all_peak_bytes
+
+
+@given(st.integers(0, 2**32), st.integers(0, 70))
+@settings(many, max_examples=300)
+def test_the_compiled_simulation_equals_the_one_in_python(seed, gap):
+    problem = random_problem(seed)
+    if not problem.can_swap:
+        problem = replace(problem, out_bandwidth_bytes_per_s=50.0)
+    graph = Graph(problem, gap)
+    decisions = np.random.default_rng(seed).integers(0, 4, len(problem.storages)).astype(np.uint8)
+    slow, fast = simulate_slowly(graph, decisions), simulate(graph, decisions)
+    assert (slow is None) == (fast is None)
+    if slow is not None and fast is not None:
+        assert (slow.peak_bytes, slow.extra_s, slow.stall_s) == (fast.peak_bytes, fast.extra_s, fast.stall_s)
+        for name in ("slots", "live_bytes", "gone", "fetch"):
+            assert np.array_equal(getattr(slow, name), getattr(fast, name)), name
+
+
+@given(problems, st.sampled_from(["hybrid", "recompute", "swap"]), st.floats(0.3, 1.0))
+@many
+def test_every_plan_is_verified_and_within_its_budget(problem, method, share):
+    budget = problem.static_bytes + int(share * (keep_all_bytes(problem) - problem.static_bytes))
+    (made,) = pareto(problem, [budget], method=method)
+    if made is None:
+        with pytest.raises(BudgetError, match="needs at least"):
+            plan(problem, budget, method=method)
+        return
+    verify(problem, made)
+    assert made.peak_bytes <= budget
+    assert max(live_bytes(problem, made), default=0) + problem.static_bytes == made.peak_bytes
+    assert made.extra_s >= made.stall_s >= 0
+    if method == "recompute":
+        assert not made.gone_slots
+    if method == "swap":
+        assert len(made.slots) == len(problem.operators)
+
+
+@given(problems)
+@many
+def test_more_bytes_never_cost_more_time(problem):
+    budgets = [problem.static_bytes + part * keep_all_bytes(problem) // 8 for part in range(2, 10)]
+    made = pareto(problem, budgets)
+    times = [one.extra_s for one in made if one is not None]
+    assert times == sorted(times, reverse=True)
+    assert [one is None for one in made] == sorted((one is None for one in made), reverse=True)
+    assert made[-1] is not None
+    assert made[-1].extra_s == 0
+
+
+@given(problems, st.sampled_from(["hybrid", "recompute", "swap"]))
+@many
+def test_the_smallest_budget_works(problem, method):
+    smallest = smallest_budget_bytes(problem, method=method)
+    assert plan(problem, smallest, method=method).peak_bytes <= smallest
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_recomputation_is_near_the_best_of_all_decisions(seed):
+    """Brute force over keep, recompute and recompute-each-time on steps of up to seven storages."""
+    problem = random_problem(seed, num_forward=4)
+    forward = [index for index, one in enumerate(problem.storages) if one.producer < 4 and not one.is_output]
+    if len(forward) > 7:
+        pytest.skip("too many to try")
+    graph = Graph(problem)
+    free = [one for one in forward if not problem.operators[problem.storages[one].producer].must_run_once]
+    outcomes = []
+    for choice in itertools.product([0, 1, 2], repeat=len(free)):
+        decisions = np.zeros(len(problem.storages), dtype=np.uint8)
+        decisions[free] = choice
+        played = simulate(graph, decisions)
+        outcomes.append((played.peak_bytes, played.extra_s))
+    for budget in sorted({peak for peak, _ in outcomes}):
+        best_s = min(extra_s for peak, extra_s in outcomes if peak <= budget)
+        made = pareto(problem, [budget + problem.static_bytes], method="recompute")[0]
+        if made is not None:
+            assert made.extra_s <= best_s + 0.35 * graph.step_s
+    smallest = smallest_budget_bytes(problem, method="recompute") - problem.static_bytes
+    assert smallest <= 1.3 * min(peak for peak, _ in outcomes) + 1
+
+
+def test_a_chain_takes_about_the_root_of_its_layers():
+    problem = chain(36)
+    made = plan(problem, 1500, method="recompute")
+    verify(problem, made)
+    assert keep_all_bytes(problem) == 3700
+    assert made.extra_s <= 36
+    assert smallest_budget_bytes(problem, method="recompute") <= 1500
+
+
+def test_swapping_hides_where_the_lane_is_fast_enough():
+    problem = chain(20, out_bandwidth_bytes_per_s=1000.0, in_bandwidth_bytes_per_s=1000.0)
+    made = plan(problem, 800)
+    assert made.extra_s == 0
+    assert made.gone_slots
+    verify(problem, made)
+    with pytest.raises(BudgetError):
+        plan(problem, 300, method="swap")
+
+
+def test_what_the_budget_does_not_ask_for_is_not_swapped():
+    problem = chain(20, out_bandwidth_bytes_per_s=1e6, in_bandwidth_bytes_per_s=1e6)
+    swapped = [len(plan(problem, budget).gone_slots) for budget in (800, 1400, 2000, 2100)]
+    assert swapped == sorted(swapped, reverse=True)
+    assert swapped[-1] == 0
+
+
+def test_refinement_and_methods_can_be_left_out():
+    problem = chain(30, out_bandwidth_bytes_per_s=30.0, in_bandwidth_bytes_per_s=30.0)
+    times = {method: plan(problem, 1600, method=method).extra_s for method in ("hybrid", "recompute")}
+    assert times["hybrid"] <= times["recompute"]
+    assert plan(problem, 1600, refine=False).extra_s >= times["hybrid"]
+
+
+def test_a_refusal_names_the_smallest_budget_and_the_largest_storages():
+    problem = replace(chain(10), static_bytes=50)
+    with pytest.raises(BudgetError, match=r"needs at least \d+ bytes .* the largest storages are x0 ") as caught:
+        plan(problem, 200)
+    smallest = int(str(caught.value).partition("at least ")[2].partition(" ")[0])
+    assert plan(problem, smallest).peak_bytes <= smallest
+
+
+def test_nothing_to_plan():
+    empty = RematProblem(operators=(), num_forward=0, storages=())
+    made = plan(empty, 0)
+    assert made.peak_bytes == 0
+    assert made.slots == ()
+    verify(empty, made)
+
+
+def test_saved_and_loaded(tmp_path):
+    problem = random_problem(5)
+    problem.save(tmp_path / "step.json")
+    assert RematProblem.load(tmp_path / "step.json") == problem
+    (tmp_path / "other.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="not a saved problem .* problem.save"):
+        RematProblem.load(tmp_path / "other.json")
+
+
+def test_planned_for_another_device():
+    problem = chain(10, out_bandwidth_bytes_per_s=1.0, in_bandwidth_bytes_per_s=1.0)
+    other = problem.scaled(durations=0.5, out=7.0)
+    assert other.step_s == problem.step_s / 2
+    assert (other.out_bandwidth_bytes_per_s, other.in_bandwidth_bytes_per_s) == (7.0, 1.0)
+
+
+class TestVerify:
+    """A wrong plan is caught, whatever is wrong with it."""
+
+    problem = chain(8)
+
+    def made(self):
+        return plan(self.problem, 600, method="recompute")
+
+    def test_a_peak_that_is_too_low(self):
+        with pytest.raises(InternalError, match="implies"):
+            verify(self.problem, replace(self.made(), peak_bytes=self.made().peak_bytes - 1))
+
+    def test_a_storage_that_is_gone(self):
+        decisions = (Decision.RECOMPUTE,) * len(self.problem.storages)
+        with pytest.raises(InternalError, match="which is gone"):
+            verify(self.problem, replace(self.made(), decisions=decisions, slots=tuple(range(16))))
+
+    def test_an_operator_that_is_left_out(self):
+        with pytest.raises(InternalError, match="once and in order"):
+            verify(self.problem, replace(self.made(), slots=self.made().slots[:-1]))
+
+    def test_forward_in_another_order(self):
+        with pytest.raises(InternalError, match="as captured"):
+            verify(self.problem, replace(self.made(), slots=(1, 0, *self.made().slots[2:])))
+
+    def test_what_must_run_once(self):
+        operators = tuple(replace(one, must_run_once="a collective") for one in self.problem.operators)
+        with pytest.raises(InternalError, match="a collective"):
+            verify(replace(self.problem, operators=operators), self.made())
+
+    def test_a_return_before_the_departure(self):
+        made = self.made()
+        kept = next(one for one, what in enumerate(made.decisions) if what == Decision.KEEP)
+        with pytest.raises(InternalError, match="out of its life"):
+            verify(self.problem, replace(made, gone_slots={kept: 9}, fetch_slots={kept: 8}))

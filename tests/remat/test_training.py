@@ -1,0 +1,327 @@
+"""Steps planned for a budget train as plain PyTorch does, to the bit, within the bytes that were promised."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import probe, remat
+from penstock.errors import BudgetError, CaptureError
+from penstock.testing import GPT
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_of_before():
+    torch._dynamo.reset()
+
+
+class ConvNet(nn.Module):
+    """Batch norm, pooling and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            *[
+                layer
+                for before, after in [(3, 16), (16, 16), (16, 32), (32, 32)]
+                for layer in (nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.Dropout(0.2))
+            ]
+        )
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images, labels):
+        features = nn.functional.max_pool2d(self.body(images), 2).mean((2, 3))
+        return nn.functional.cross_entropy(self.head(features), labels)
+
+
+class Dropouts(nn.Module):
+    """Random masks between wide layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + nn.functional.dropout(nn.functional.gelu(layer(x)), 0.3)
+        return x.square().mean()
+
+
+class Unrolled(nn.Module):
+    """An LSTM cell, step by step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(32, 64)
+
+    def forward(self, x):
+        hidden = cell = x.new_zeros(x.shape[1], 64)
+        total = 0
+        for step in x:
+            hidden, cell = self.cell(step, (hidden, cell))
+            total = total + hidden.square().mean()
+        return total
+
+
+def gpt():
+    return GPT(num_layers=4, width=64, num_heads=4, context=64)
+
+
+def tokens():
+    return torch.randint(256, (8, 64)), torch.randint(256, (8, 64))
+
+
+CASES = {
+    "gpt": (gpt, tokens),
+    "convnet": (ConvNet, lambda: (torch.randn(8, 3, 24, 24), torch.randint(10, (8,)))),
+    "dropouts": (Dropouts, lambda: (torch.randn(256, 64),)),
+    "lstm": (Unrolled, lambda: (torch.randn(12, 32, 32),)),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    model, batch = CASES[name][0](), CASES[name][1]()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model, batch
+
+
+def run(step, model, num_steps=3):
+    """Losses, gradients and buffers of a few steps with plain gradient descent."""
+    losses = []
+    for index in range(num_steps):
+        torch.manual_seed(100 + index)
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        loss = step()
+        loss.backward()
+        losses.append(loss.detach().clone())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+        after = torch.rand(1)
+    return losses, [parameter.grad.clone() for parameter in model.parameters()], dict(model.state_dict()), after
+
+
+def assert_same(left, right):
+    for one, two in zip(left[0] + left[1], right[0] + right[1], strict=True):
+        assert torch.equal(one, two)
+    for name in left[2]:
+        assert torch.equal(left[2][name], right[2][name]), name
+    assert torch.equal(left[3], right[3]), "the generator is where it would have been"
+
+
+def peak_of(step, model):
+    def whole():
+        for parameter in model.parameters():
+            parameter.grad.zero_()
+        step().backward()
+
+    whole()
+    gc.collect()
+    return probe.peak_bytes(whole, device="cpu")
+
+
+def smallest(problem, method):
+    return remat.smallest_budget_bytes(problem, method=method)
+
+
+@pytest.mark.parametrize("method", ["recompute", "hybrid"])
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_plain_within_every_budget(tmp_path, name, method):
+    model, batch = make(name)
+    expected = run(lambda: model(*batch), model)
+    options = {"method": method, "disk": tmp_path if method == "hybrid" else None}
+    model, batch = make(name)
+    problem = remat.optimize(model, batch, None, **options).plan.problem
+    keep_all = remat.plan(problem, 2**62).keep_all_peak_bytes
+    low = smallest(problem, method)
+    assert low < 0.8 * keep_all
+    for share in (1.0, 0.5, 0.0):
+        budget = int(low + share * (keep_all - low)) + 1024
+        model, batch = make(name)
+        step = remat.optimize(model, batch, budget, **options)
+        assert step.plan.peak_bytes <= budget
+        assert_same(expected, run(lambda: step(*batch), model))  # noqa: B023  # called at once
+        report = peak_of(lambda: step(*batch), model)  # noqa: B023
+        measured = report.activation_bytes
+        predicted = step.plan.peak_bytes - step.plan.problem.static_bytes
+        slack = 16 * 1024 * (1 + len(step.plan.plan.gone_slots))  # edges of swapped storages, scalars
+        assert measured <= predicted + slack
+        assert measured >= 0.9 * predicted - slack
+
+
+def test_a_budget_below_the_smallest_is_refused_before_training_with_what_holds_it_up():
+    model, batch = make("gpt")
+    before = [parameter.clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    with pytest.raises(BudgetError, match=r"needs at least \d+ bytes .* the largest storages are"):
+        remat.optimize(model, batch, "1MiB")
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+
+
+def test_planning_does_not_train_batch_norm():
+    model, batch = make("convnet")
+    remat.optimize(model, batch, None)
+    assert all(int(value) == 0 for name, value in model.state_dict().items() if "num_batches" in name)
+
+
+def test_a_share_is_of_the_peak_without_a_plan():
+    model, batch = make("gpt")
+    step = remat.optimize(model, batch, 0.7)
+    assert step.plan.peak_bytes <= 0.7 * step.plan.plan.keep_all_peak_bytes
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        remat.optimize(model, batch, 1.5)
+
+
+def test_another_shape_is_planned_when_it_comes():
+    model, batch = make("dropouts")
+    step = remat.optimize(model, batch, 0.8)
+    assert len(step.plans) == 1
+    step(torch.randn(128, 64)).backward()
+    assert len(step.plans) == 2
+    assert step.plans[1].problem.storages[0].size_bytes < step.plans[0].problem.storages[0].size_bytes
+    step(*batch).backward()
+    assert len(step.plans) == 2
+
+
+@pytest.mark.parametrize("method", ["recompute", "swap"])
+def test_two_forwards_before_two_backwards_and_one_that_never_comes(tmp_path, method):
+    model, _ = make("dropouts")
+    batches = [torch.randn(256, 64) for _ in range(3)]
+    torch.manual_seed(7)
+    expected = []
+    losses = [model(batch) for batch in batches]
+    for loss in losses[:2]:
+        loss.backward()
+        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+    model, _ = make("dropouts")
+    problem = remat.optimize(model, batches[:1], None, disk=tmp_path).plan.problem
+    step = remat.optimize(
+        model, batches[:1], smallest(problem, method) + 4096, method=method, disk=tmp_path if method == "swap" else None
+    )
+    torch.manual_seed(7)
+    losses = [step(batch) for batch in batches]
+    for loss, gradients in zip(losses[:2], expected, strict=True):
+        loss.backward()
+        assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), gradients, strict=True))
+    del losses, loss
+    gc.collect()
+
+
+def test_retain_graph(tmp_path):
+    model, batch = make("gpt")
+    problem = remat.optimize(model, batch, None, disk=tmp_path).plan.problem
+    step = remat.optimize(model, batch, smallest(problem, "swap") + 4096, method="swap", disk=tmp_path)
+    assert step.plan.plan.gone_slots
+    loss = step(*batch)
+    loss.backward(retain_graph=True)
+    once = [parameter.grad.clone() for parameter in model.parameters()]
+    loss.backward()
+    assert all(torch.equal(one.grad, two + two) for one, two in zip(model.parameters(), once, strict=True))
+
+
+def test_without_gradients_it_behaves_as_plain():
+    model, batch = make("gpt")
+    step = remat.optimize(model, batch, None)
+    with torch.no_grad():
+        assert torch.equal(step(*batch), model(*batch))
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    frozen = remat.optimize(model, batch, "1MiB")
+    assert torch.equal(frozen(*batch), model(*batch))
+    with pytest.raises(ValueError, match="nothing is planned"):
+        _ = frozen.plan
+
+
+def test_a_module_whose_loss_is_outside():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    batch = torch.randn(512, 64)
+    model(batch).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    step = remat.optimize(model, [batch], 0.8)
+    step(batch).square().mean().backward()
+    assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_graph_break_is_refused_with_the_line():
+    model, batch = make("dropouts")
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return model(x)
+
+    with pytest.raises(Exception, match="graph_break"):
+        remat.optimize(broken, batch, None)
+
+
+def test_as_a_backend_of_torch_compile():
+    model, batch = make("gpt")
+    expected = run(lambda: model(*batch), model)
+    model, batch = make("gpt")
+    compiled = torch.compile(model, backend="penstock", options={"budget": 0.7})
+    assert_same(expected, run(lambda: compiled(*batch), model))
+    with pytest.raises(Exception, match="options=.'budget': '6GiB'"):
+        torch.compile(model, backend="penstock")(*batch)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"unknown options \['bugdet'\]"):
+        torch.compile(model, backend="penstock", options={"budget": 0.7, "bugdet": 1})(*batch)
+
+
+def test_a_graph_break_in_a_compiled_model_is_refused():
+    model, batch = make("dropouts")
+
+    def broken(x):
+        x = x * 2
+        torch._dynamo.graph_break()
+        return model(x)
+
+    with pytest.raises(Exception, match="several graphs, which cannot share one budget") as caught:
+        torch.compile(broken, backend="penstock", options={"budget": 0.7})(*batch)
+    assert isinstance(caught.value, CaptureError) or "CaptureError" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "per_element"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), 0),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), 4),
+        (lambda parameters: torch.optim.AdamW(parameters, lr=0.1), 8),
+        (lambda parameters: torch.optim.RMSprop(parameters, lr=0.1), 4),
+    ],
+)
+def test_the_optimizers_state_counts_before_its_first_step(make_optimizer, per_element):
+    model, batch = make("dropouts")
+    plain = remat.optimize(model, batch, None).plan.problem.static_bytes
+    optimizer = make_optimizer(model.parameters())
+    with_optimizer = remat.optimize(model, batch, None, optimizer=optimizer).plan.problem.static_bytes
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert with_optimizer - plain == per_element * elements
+    optimizer.step()
+    assert remat.optimize(model, batch, None, optimizer=optimizer).plan.problem.static_bytes == with_optimizer
+
+
+def test_reserve_and_gradients_count():
+    model, batch = make("dropouts")
+    plain = remat.optimize(model, batch, None).plan.problem.static_bytes
+    assert remat.optimize(model, batch, None, reserve="1MiB").plan.problem.static_bytes == plain + MIB
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert remat.optimize(model, batch, None, accumulates=False).plan.problem.static_bytes == plain - gradients
+
+
+def test_explain_names_decisions_and_reasons(tmp_path):
+    model, batch = make("gpt")
+    text = remat.optimize(model, batch, 0.5, disk=tmp_path).plan.explain(most=None)
+    assert "without a plan" in text
+    assert "swapped: " in text
+    assert "kept: " in text
+    text = remat.optimize(model, batch, 0.6).plan.explain()
+    assert "recomputed: " in text
+    assert "smaller ones" in text
