@@ -37,3 +37,59 @@ def test_an_unknown_directory_is_one_paragraph_and_exit_1(tmp_path):
     assert result.exit_code == 1
     assert "does not exist" in result.output
     assert "Traceback" not in result.output
+
+
+STEP = """
+import torch
+from torch import nn
+
+def make_step(batch=64):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())])
+    return (lambda x: model(x).square().mean()), [torch.randn(batch, 64)]
+
+def make_fixed():
+    return make_step()
+"""
+
+
+def test_plan_prints_budgets_and_draws_them(tmp_path):
+    (tmp_path / "train.py").write_text(STEP)
+    result = run("plan", f"{tmp_path}/train.py:make_step", "--budget", "300KiB", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for words in ("budget", "refused", "again", "The smallest budget that works is"):
+        assert words in result.output
+    for name in ("pareto.png", "memory.png"):
+        assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
+    assert penstock.remat.RematProblem.load(tmp_path / "out" / "problem.json").operators
+
+
+def test_plan_prints_json_with_the_largest_batch(tmp_path):
+    (tmp_path / "train.py").write_text(STEP)
+    result = run("plan", f"{tmp_path}/train.py:make_step", "--budget", "400KiB", "--json", "--method", "recompute")
+    report = json.loads(result.output)
+    rows = {row["budget_bytes"]: row for row in report["plans"]}
+    asked = rows[400 * 1024]
+    assert asked["peak_bytes"] <= 400 * 1024
+    assert asked["max_batch"] > 64
+    assert asked["swapped_bytes"] == 0
+    times = [row["extra_s"] for row in report["plans"] if not row["is_refused"]]
+    assert times == sorted(times, reverse=True)
+    assert report["smallest_bytes"] <= min(row["peak_bytes"] for row in report["plans"] if not row["is_refused"])
+
+
+def test_plan_says_what_is_wrong_with_a_target(tmp_path):
+    (tmp_path / "train.py").write_text(STEP)
+    for target, words in [
+        ("train", "does not say which function"),
+        (f"{tmp_path}/none.py:make", "there is no file"),
+        ("no_such_module:make", "there is no module"),
+        (f"{tmp_path}/train.py:other", "has no function other"),
+    ]:
+        result = run("plan", target)
+        assert result.exit_code == 1
+        assert words in " ".join(result.output.split())
+        assert "Traceback" not in result.output
+    result = run("plan", f"{tmp_path}/train.py:make_fixed", "--method", "magic")
+    assert result.exit_code == 1
+    assert "hybrid, recompute or swap" in result.output

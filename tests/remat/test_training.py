@@ -325,3 +325,30 @@ def test_explain_names_decisions_and_reasons(tmp_path):
     text = remat.optimize(model, batch, 0.6).plan.explain()
     assert "recomputed: " in text
     assert "smaller ones" in text
+
+
+def test_the_largest_batch_for_a_budget():
+    def make_of(batch):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        return model, [torch.randn(batch, 32)]
+
+    peaks = {}
+    for batch in (64, 65):
+        step, inputs = make_of(batch)
+        peaks[batch] = remat.smallest_budget_bytes(remat.optimize(step, inputs, None).plan.problem, method="recompute")
+    assert peaks[64] < peaks[65]
+    assert remat.max_batch(make_of, peaks[64], method="recompute") == 64
+    assert remat.max_batch(make_of, 1000) == 0
+
+
+def test_a_profile_is_used_instead_of_measuring(monkeypatch, tmp_path):
+    model, batch = make("dropouts")
+    problem = remat.optimize(model, batch, None).plan.problem
+    problem.save(tmp_path / "step.json")
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.remat._run.measure", lambda _: pytest.fail("it was to be taken from the profile"))
+        again = remat.optimize(model, batch, 0.8, profile=remat.RematProblem.load(tmp_path / "step.json"))
+    assert again.plan.problem == problem
+    other, batch = make("gpt")
+    assert remat.optimize(other, batch, None, profile=problem).plan.problem != problem

@@ -1,9 +1,10 @@
 """The commands and their options; each does its work in a file of its own."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -29,6 +30,7 @@ def _main(
     ] = False,
 ) -> None:
     """Train what does not fit."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which measures peaks, chats on standard error
 
 
 @app.command()
@@ -74,7 +76,43 @@ def demo(
         _fail(error)
 
 
-def _fail(error: Exception) -> None:
+@app.command()
+def plan(
+    target: Annotated[
+        str, typer.Argument(help="FILE.py:FACTORY or MODULE:FACTORY; it returns (step, example_inputs).")
+    ],
+    budget: Annotated[list[str] | None, typer.Option(help="Also this budget, such as 6GiB; may be repeated.")] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Directory on an SSD to swap to; without it, recompute only.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="hybrid, recompute or swap.")] = "hybrid",
+    out: Annotated[Path | None, typer.Option(help="Folder for problem.json, pareto.png and memory.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what byte budgets cost a training step, before it is trained.
+
+    Example: penstock plan train.py:make_step --budget 6GiB --disk /nvme --out plans. A factory with a parameter
+    `batch` is also asked for the largest batch that each given budget takes.
+    """
+    from penstock.cli import _plan
+
+    if method not in ("hybrid", "recompute", "swap"):
+        _fail(ValueError(f"the method is hybrid, recompute or swap, not {method!r}"))
+    try:
+        found = _plan.make(target, budget or [], disk, method)  # type: ignore[arg-type]
+        files = _plan.write(found, out) if out is not None else []
+    except (PenstockError, OSError, ValueError) as error:
+        _fail(error)
+    if as_json:
+        typer.echo(_plan.as_json(found))
+        return
+    console = Console()
+    _plan.show(found, console)
+    for file in files:
+        console.print(f"  {file}", highlight=False)
+
+
+def _fail(error: Exception) -> NoReturn:
     """One paragraph on standard error, no traceback."""
     Console(stderr=True).print(f"[bold red]penstock:[/] {error}", highlight=False, soft_wrap=True)
     raise typer.Exit(1) from None

@@ -1,10 +1,11 @@
 """One budget in bytes: a plan that keeps, recomputes or swaps every storage of a training step (Libra).
 
 - `optimize`: a step planned for a budget; it returns an `OptimizedStep`, whose `.plan` is a `Planned`.
+- `max_batch`: the largest batch that a budget takes.
 - `RematProblem`, `Operator`, `Storage`: a step as the planner sees it, saved to and loaded from a file.
 - `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s; `Method` says
   what it may use.
-- `verify`: an independent check of a plan.
+- `verify`, `live_bytes`: an independent check of a plan, and what is held while each operator runs.
 - `compile_backend`: what ``torch.compile(backend="penstock")`` calls.
 """
 
@@ -20,5 +21,7 @@ from penstock.remat._problem import RematProblem as RematProblem
 from penstock.remat._problem import Storage as Storage
 from penstock.remat._run import OptimizedStep as OptimizedStep
 from penstock.remat._run import compile_backend as compile_backend
+from penstock.remat._run import max_batch as max_batch
 from penstock.remat._run import optimize as optimize
+from penstock.remat._verify import live_bytes as live_bytes
 from penstock.remat._verify import verify as verify

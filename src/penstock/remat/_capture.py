@@ -151,6 +151,13 @@ def problem_of(
     return RematProblem(operators=operators, num_forward=captured.num_forward, storages=storages, **lanes)
 
 
+def costs_of(captured: Captured, profile: RematProblem) -> tuple[list[float], list[int]] | None:
+    """Times and workspaces from a problem of the same operators; ``None`` if they are others."""
+    if [_target(call) for call in captured.calls] != [one.target for one in profile.operators]:
+        return None
+    return [one.duration_s for one in profile.operators], [one.workspace_bytes for one in profile.operators]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` only looks at a storage that one of its inputs has."""
     tensors = tensors_of(node)

@@ -31,7 +31,7 @@ Method = Literal["hybrid", "recompute", "swap"]
 MIN_SWAP_BYTES = 64 * 1024
 """Smaller storages are not worth a request."""
 _NUM_CAPS = 28
-_MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 3, 32, 20_000
+_MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
 _MAX_REPAIRS = 200
 _Decisions = NDArray[np.uint8]
@@ -132,7 +132,7 @@ class _Planner:
 
     def solve(self, budget_bytes: int, refine: bool) -> _Candidate | None:
         """The fastest candidate found that fits, static bytes already taken off."""
-        fitting = [one for one in self.seeds + self.found[-_MIN_STARTS:] if one.peak_bytes <= budget_bytes]
+        fitting = [one for one in self.seeds + self.found[-1:] if one.peak_bytes <= budget_bytes]
         if not fitting:
             for start in sorted(self.seeds, key=lambda one: (one.peak_bytes, one.extra_s))[:_MIN_STARTS]:
                 repaired = self._repaired(start, budget_bytes)
@@ -155,6 +155,8 @@ class _Planner:
         fitting = list({(one.peak_bytes, one.extra_s): one for one in fitting}.values())
         fitting.sort(key=lambda one: one.peak_bytes * (self.graph.step_s + one.extra_s))
         starts = fitting[:num_starts]
+        if self.found and num_starts == _MIN_STARTS:
+            starts = [self.found[-1]]  # the plan for the budget below is mostly done
         refined = [self._given_back(start, budget_bytes) for start in starts]
         best = min([*fitting, *refined], key=lambda one: one.extra_s)
         if num_starts > _MIN_STARTS:

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock import tiers
-from penstock.errors import CaptureError
+from penstock.errors import BudgetError, CaptureError
 from penstock.probe import bandwidths
 from penstock.remat import _capture, _swap
 from penstock.remat._debug import checked
@@ -48,6 +48,8 @@ class Settings:
     """Whether gradients exist when backward makes new ones; ``False`` with ``zero_grad(set_to_none=True)``."""
     method: Method = "hybrid"
     """What a plan may use."""
+    profile: RematProblem | None = None
+    """A problem of the same step, whose times and workspaces are taken instead of measuring."""
     verify: bool = False
     """Compare the storages that are resident with the plan's after every operator (slow)."""
 
@@ -99,8 +101,9 @@ class Compiler:
         return emit(captured, problem, made, joint)
 
     def _problem(self, captured: _capture.Captured) -> RematProblem:
-        durations_s, workspaces = measure(captured)
         settings = self.settings
+        known = None if settings.profile is None else _capture.costs_of(captured, settings.profile)
+        durations_s, workspaces = known or measure(captured)
         static_bytes = captured.static_inputs_bytes + captured.changed_bytes + captured.generator_state_bytes
         static_bytes += parse_bytes(settings.reserve)
         if settings.accumulates:
@@ -207,6 +210,7 @@ def optimize(
     host: Size | None = None,
     accumulates: bool = True,
     method: Method = "hybrid",
+    profile: RematProblem | None = None,
     verify: bool = False,
 ) -> OptimizedStep:
     """``step``, planned so that the device's true peak stays within ``budget``; the plan is made before it first runs.
@@ -227,6 +231,8 @@ def optimize(
         accumulates: whether gradients exist when backward makes new ones, as with gradient accumulation or
             ``zero_grad(set_to_none=False)``.
         method: ``"recompute"`` or ``"swap"`` leave the other out.
+        profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``; its times are taken instead
+            of measuring. A step with other operators is measured.
         verify: compare the storages that are resident with the plan's after every operator (slow).
 
     Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``CaptureError`` or
@@ -241,6 +247,7 @@ def optimize(
             host=host,
             accumulates=accumulates,
             method=method,
+            profile=profile,
             verify=verify,
         )
     )
@@ -248,6 +255,39 @@ def optimize(
     with compiler.rehearsal():
         optimized(*example_inputs)
     return optimized
+
+
+def max_batch(
+    make: Callable[[int], tuple[nn.Module | Callable[..., Any], Sequence[Any]]],
+    budget: Size | tiers.Budget,
+    *,
+    start: int = 1,
+    **options: Any,
+) -> int:
+    """The largest batch whose plan fits ``budget``; 0 if not even ``start`` does.
+
+    ``make(batch)`` returns a step and its example inputs for a batch of that size, as ``optimize`` takes them;
+    ``options`` are those of ``optimize``. Nothing is trained: sizes are doubled from ``start``, then bisected, each one
+    captured and planned. Raises what ``optimize`` raises, but for ``BudgetError``.
+    """
+
+    def fits(batch: int) -> bool:
+        step, inputs = make(batch)
+        try:
+            optimize(step, inputs, budget, **options)
+        except BudgetError:
+            return False
+        return True
+
+    if not fits(start):
+        return 0
+    low, high = start, 2 * start
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def compile_backend(module: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:

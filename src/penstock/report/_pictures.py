@@ -85,6 +85,27 @@ def throughput_curve(
     _save(figure, path)
 
 
+def pareto_curve(
+    path: str | Path, curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str = "Extra time over the peak"
+) -> None:
+    """Draws what bytes cost: ``curves`` maps a method to ``(peak in bytes, extra time as a share of the step)``."""
+    figure, axes = _axes("peak (MiB)", "extra operator time (% of the step)", title)
+    for (name, points), colour in zip(curves.items(), _COLOURS * len(curves), strict=False):
+        ordered = sorted(points)
+        axes.plot(
+            [peak / _MIB for peak, _ in ordered],
+            [100 * share for _, share in ordered],
+            marker="o",
+            label=name,
+            color=colour,
+            linewidth=1.3,
+        )
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper right")
+    _save(figure, path)
+
+
 def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: matplotlib is optional and untyped here
     try:
         figures = importlib.import_module("matplotlib.figure")

@@ -1,0 +1,289 @@
+"""Plans for byte budgets against eager training, a checkpoint per block and PyTorch's own activation_memory_budget.
+
+For each model: peaks measured and predicted at budgets from 90% to 20% of eager's measured peak, gradients compared bit
+for bit, the time of steps at the peak of a checkpoint per block, the smallest budget of each method, and the maximum
+batch at eager's peak. Losses and gradients come from the node-by-node runner.
+"""
+
+import copy
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import nn
+
+from benchmarks.common import Row, interleaved, paired_ratio, parser, show, write
+from benchmarks.models import WORKLOADS, Workload, checkpointed, make
+from penstock import probe, remat
+from penstock.errors import BudgetError
+from penstock.units import format_bytes
+
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+RATIOS = (0.5, 0.25, 0.1, 0.0)
+"""Values of activation_memory_budget."""
+
+
+@dataclass(slots=True)
+class Trainer:
+    """A model with gradients, and a step of it."""
+
+    module: nn.Module
+    batch: tuple[torch.Tensor, ...]
+    step: Callable[..., torch.Tensor]
+
+    def __call__(self) -> torch.Tensor:
+        """Forward and backward with gradients zeroed in place and the generator set, for equal random numbers."""
+        torch.manual_seed(1)
+        for parameter in self.module.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        loss = self.step(*self.batch)
+        loss.backward()
+        return loss.detach()
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def peak(self) -> probe.PeakReport:
+        self()
+        gc.collect()
+        return probe.peak_bytes(self, device=self.batch[0].device)
+
+
+def trainer(workload: Workload, device: str, step_of: Callable[[nn.Module], Callable[..., Any]], batch: int) -> Trainer:
+    module, tensors = make(workload.name, batch)
+    module = module.to(device)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return Trainer(module, tuple(one.to(device) for one in tensors), step_of(module))
+
+
+class Bench:
+    """One model, measured."""
+
+    def __init__(self, workload: Workload, device: str, disk: Path, quick: bool):
+        self.workload, self.device, self.disk, self.quick = workload, device, disk, quick
+        self.batch = max(2, workload.batch // 4) if quick else workload.batch
+        self.rows: list[Row] = []
+        self.eager = trainer(workload, device, lambda module: module, self.batch)
+        self.loss = self.eager()
+        self.expected = [one.clone() for one in self.eager.gradients()]
+        self.eager_peak = self.eager.peak()
+        start_s = time.perf_counter()
+        module, batch = copy.deepcopy(self.eager.module), self.eager.batch
+        self.problem = remat.optimize(module, batch, None, disk=disk).plan.problem
+        self.note("capture and profile", time.perf_counter() - start_s, "s")
+        self.note("operators", len(self.problem.operators), "")
+        self.note("activation peak", self.eager_peak.activation_bytes, "bytes", method="eager")
+
+    def note(
+        self, metric: str, value: float, unit: str, *, method: str = "Penstock", ratio: float | None = None
+    ) -> None:
+        self.rows.append(
+            Row(
+                name=f"{self.workload.name}, {method}", metric=metric, value=value, unit=unit, peer="eager", ratio=ratio
+            )
+        )
+
+    def planned(self, budget_bytes: int, method: str) -> tuple[Trainer, remat.OptimizedStep]:
+        steps: list[remat.OptimizedStep] = []
+
+        def optimized(module: nn.Module) -> remat.OptimizedStep:
+            disk = self.disk if method != "recompute" else None
+            steps.append(
+                remat.optimize(module, self.eager.batch, budget_bytes, method=method, disk=disk, profile=self.problem)
+            )
+            return steps[0]
+
+        made = trainer(self.workload, self.device, optimized, self.batch)
+        return made, steps[0]
+
+    def budgets(self, method: str) -> list[tuple[float, int, int, bool]]:
+        """Share, predicted and measured peak, and whether gradients are equal, for each budget that is accepted."""
+        total = self.problem.static_bytes + self.eager_peak.activation_bytes
+        outcomes = []
+        for share in SHARES if not self.quick else SHARES[::3]:
+            budget = int(share * total)
+            try:
+                made, step = self.planned(budget, method)
+            except BudgetError:
+                self.note(f"refused at {share:.0%}", budget, "bytes", method=method)
+                continue
+            report = made.peak()
+            measured = report.activation_bytes + self.problem.static_bytes
+            is_equal = all(torch.equal(one, two) for one, two in zip(made.gradients(), self.expected, strict=True))
+            is_equal = is_equal and torch.equal(report.result, self.loss)
+            outcomes.append((share, step.plan.peak_bytes, measured, is_equal))
+            self.note(f"measured over budget at {share:.0%}", measured / budget, "", method=method)
+            self.note(f"measured over predicted at {share:.0%}", measured / step.plan.peak_bytes, "", method=method)
+            extra = step.plan.plan.extra_s / step.plan.plan.step_s
+            self.note(f"planned extra operator time at {share:.0%}", extra, "of the step", method=method)
+            self.note(f"gradients and loss equal at {share:.0%}", is_equal, "", method=method)
+            del made, step
+            gc.collect()
+        return outcomes
+
+    def at_checkpoint(self, rounds: int) -> None:
+        """Beside a checkpoint per block, at its measured peak: time and planned extra operator seconds."""
+        wrapped = trainer(self.workload, self.device, lambda module: checkpointed(self.workload, module), self.batch)
+        report = wrapped.peak()
+        self.note("activation peak", report.activation_bytes, "bytes", method="checkpoint per block")
+        budget = report.activation_bytes + self.problem.static_bytes
+        steps: dict[str, Callable[[], Any]] = {"eager": self.eager, "checkpoint per block": wrapped}
+        for method in ("recompute", "hybrid"):
+            smallest = remat.smallest_budget_bytes(self.problem, method=method) - self.problem.static_bytes
+            self.note("smallest activation peak", smallest, "bytes", method=method)
+            try:
+                made, step = self.planned(budget, method)
+            except BudgetError:
+                continue
+            steps[method] = made
+            extra = step.plan.plan.extra_s / step.plan.plan.step_s
+            self.note("planned extra operator time at checkpoint's peak", extra, "of the step", method=method)
+            made()
+        seconds = interleaved(steps, rounds=rounds, device=self.device)
+        for method in list(steps)[1:]:
+            ratio, low, high = paired_ratio(seconds[method], seconds["eager"])
+            self.note("step time over eager's at checkpoint's peak", ratio, "", method=method)
+            self.note("the same, 95% low", low, "", method=method)
+            self.note("the same, 95% high", high, "", method=method)
+
+    def pytorch(self) -> None:
+        """PyTorch's own knob, with boxed runners as ours, and our planned time at the peak that it reaches."""
+        for ratio in RATIOS:
+            torch._dynamo.reset()
+            with torch._functorch.config.patch(activation_memory_budget=ratio):
+                made = trainer(self.workload, self.device, _min_cut, self.batch)
+                peak_bytes = made.peak().activation_bytes
+            self.note(f"activation peak at {ratio}", peak_bytes, "bytes", method="activation_memory_budget")
+            del made
+            gc.collect()
+
+    def max_batch(self) -> None:
+        """The largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
+        budget = self.problem.static_bytes + self.eager_peak.activation_bytes
+        for method in ("recompute", "hybrid"):
+            largest = self.batch
+            step = self.batch
+            while step >= max(1, self.batch // 4):
+                module, batch = make(self.workload.name, largest + step)
+                try:
+                    remat.optimize(
+                        module.to(self.device),
+                        batch,
+                        budget,
+                        method=method,
+                        disk=self.disk if method != "recompute" else None,
+                    )
+                except BudgetError:
+                    step //= 2
+                    continue
+                largest += step
+            self.note("largest batch at eager's peak", largest, "", method=method, ratio=largest / self.batch)
+
+
+def _min_cut(module: nn.Module) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from penstock.remat._capture import boxed
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: boxed(graph),
+        bw_compiler=lambda graph, _: boxed(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    return torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    options = parser(__doc__ or "")
+    options.add_argument("--model", action="append", choices=list(WORKLOADS), help="only this one; may be repeated")
+    options.add_argument("--part", action="append", choices=["budgets", "checkpoint", "pytorch", "batch"])
+    options.add_argument("--rounds", type=int, default=9)
+    given = options.parse_args(arguments)
+    parts = given.part or ["budgets", "checkpoint", "pytorch", "batch"]
+    rows: list[Row] = []
+    lines = []
+    for name in given.model or WORKLOADS:
+        torch._dynamo.reset()
+        bench = Bench(WORKLOADS[name], given.device, given.disk, given.quick)
+        outcomes = []
+        if "budgets" in parts:
+            for method in ("recompute", "hybrid"):
+                outcomes += bench.budgets(method)
+        if "checkpoint" in parts:
+            bench.at_checkpoint(3 if given.quick else given.rounds)
+        if "pytorch" in parts:
+            bench.pytorch()
+        if "batch" in parts:
+            bench.max_batch()
+        rows += bench.rows
+        lines.append(_line(bench, outcomes))
+        print(lines[-1], flush=True)
+        write(given.json, {"device": given.device, "quick": given.quick, "parts": parts}, rows)
+    _summary(lines, rows)
+    return rows
+
+
+def _line(bench: Bench, outcomes: list[tuple[float, int, int, bool]]) -> list[str]:
+    found = {(row.name.partition(", ")[2], row.metric): row.value for row in bench.rows}
+
+    def shown(method: str, metric: str, form: str = "{:.3f}") -> str:
+        value = found.get((method, metric))
+        return "-" if value is None else format_bytes(int(value)) if form == "bytes" else form.format(value)
+
+    off = max((abs(measured / predicted - 1) for _, predicted, measured, _ in outcomes), default=0.0)
+    lowest = min(
+        (value for (method, _), value in found.items() if method == "activation_memory_budget"), default=float("nan")
+    )
+    extra, ratio = "planned extra operator time at checkpoint's peak", "step time over eager's at checkpoint's peak"
+    return [
+        bench.workload.name,
+        format_bytes(bench.eager_peak.activation_bytes),
+        f"{len(outcomes)}, {off:.2%}",
+        "all" if all(equal for *_, equal in outcomes) else "NOT ALL",
+        shown("checkpoint per block", "activation peak", "bytes"),
+        "-" if math.isnan(lowest) else format_bytes(int(lowest)),
+        shown("recompute", "smallest activation peak", "bytes"),
+        shown("hybrid", "smallest activation peak", "bytes"),
+        f"{shown('recompute', extra, '{:.1%}')} / {shown('hybrid', extra, '{:.1%}')}",
+        f"{shown('checkpoint per block', ratio)} / {shown('recompute', ratio)} / {shown('hybrid', ratio)}",
+    ]
+
+
+def _summary(lines: list[list[str]], rows: list[Row]) -> None:
+    header = [
+        "model",
+        "eager",
+        "budgets kept, worst off",
+        "equal",
+        "checkpoint",
+        "PyTorch's lowest",
+        "least, recompute",
+        "least, hybrid",
+        "extra at checkpoint's",
+        "time at checkpoint's: checkpoint / recompute / hybrid",
+    ]
+    show("activation peaks; predicted against measured; planned extra operator time", header, lines)
+    for method in ("recompute", "hybrid"):
+        ratios = [
+            row.ratio
+            for row in rows
+            if row.ratio is not None and row.metric.startswith("largest batch") and row.name.endswith(method)
+        ]
+        if ratios:
+            print(
+                f"largest batch at eager's peak, {method}: {geometric_mean(ratios):.2f} times eager's (geometric mean)"
+            )
+
+
+if __name__ == "__main__":
+    main()

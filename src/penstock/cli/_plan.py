@@ -1,0 +1,161 @@
+"""`penstock plan`: what budgets cost a step, before it is trained."""
+
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock import remat
+from penstock.errors import PenstockError
+from penstock.report import memory_timeline, pareto_curve
+from penstock.units import format_bytes, format_duration, parse_bytes
+
+_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTable:
+    """The curve of time over bytes for one step."""
+
+    problem: remat.RematProblem
+    """The step."""
+    budgets_bytes: tuple[int, ...]
+    """Ascending."""
+    plans: tuple[remat.RematPlan | None, ...]
+    """One per budget; ``None`` where none fits."""
+    smallest_bytes: int
+    """The smallest budget that works."""
+    max_batches: dict[int, int]
+    """The largest batch per budget that was asked for, where the factory takes a batch."""
+
+
+def make(target: str, budgets: list[str], disk: Path | None, method: remat.Method) -> PlanTable:
+    """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
+    factory = _factory(target)
+    step, inputs = factory()
+    options: dict[str, Any] = {"disk": disk, "method": method}
+    problem = remat.optimize(step, inputs, None, **options).plan.problem
+    keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
+    asked = [parse_bytes(one) for one in budgets]
+    every = sorted({int(share * keep_all_bytes) for share in _SHARES} | set(asked))
+    max_batches = {}
+    if _takes_a_batch(factory):
+        max_batches = {one: remat.max_batch(factory, one, **options) for one in asked}
+    return PlanTable(
+        problem=problem,
+        budgets_bytes=tuple(every),
+        plans=tuple(remat.pareto(problem, every, method=method)),
+        smallest_bytes=remat.smallest_budget_bytes(problem, method=method),
+        max_batches=max_batches,
+    )
+
+
+def show(found: PlanTable, console: Console) -> None:
+    """Prints the table."""
+    table = Table("budget", "peak", "extra time", "share", "swapped", "again", "batch")
+    for budget, plan in zip(found.budgets_bytes, found.plans, strict=True):
+        batch = str(found.max_batches.get(budget, ""))
+        if plan is None:
+            table.add_row(format_bytes(budget), "[red]refused[/]", "", "", "", "", batch)
+            continue
+        swapped = sum(found.problem.storages[one].size_bytes for one in plan.gone_slots)
+        num_again = len(plan.slots) - len(found.problem.operators)
+        share = f"{plan.extra_s / max(plan.step_s, 1e-12):.1%}"
+        table.add_row(
+            format_bytes(budget),
+            format_bytes(plan.peak_bytes),
+            format_duration(plan.extra_s),
+            share,
+            format_bytes(swapped),
+            str(num_again),
+            batch,
+        )
+    console.print(table)
+    console.print(
+        f"The smallest budget that works is {found.smallest_bytes} bytes ({format_bytes(found.smallest_bytes)})."
+    )
+
+
+def write(found: PlanTable, out: Path) -> list[Path]:
+    """Writes the problem, the curve and the memory of the tightest plan over the step; returns the files."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = [out / "problem.json", out / "pareto.png", out / "memory.png"]
+    found.problem.save(files[0])
+    made = [(plan.peak_bytes, plan.extra_s / max(plan.step_s, 1e-12)) for plan in found.plans if plan is not None]
+    pareto_curve(files[1], {"plans": made}, title="Extra operator time over the peak")
+    tightest, free = next(one for one in found.plans if one is not None), found.plans[-1]
+    assert free is not None
+    memory_timeline(
+        files[2],
+        {"without a plan": _timeline(found.problem, free), "the tightest plan": _timeline(found.problem, tightest)},
+        limit_bytes=tightest.peak_bytes,
+        limit_label="its peak",
+        title="Memory held over the operators of one step",
+    )
+    return files
+
+
+def as_json(found: PlanTable) -> str:
+    """The table as JSON."""
+    rows = [
+        {"budget_bytes": budget, "is_refused": True}
+        if plan is None
+        else {
+            "budget_bytes": budget,
+            "is_refused": False,
+            "peak_bytes": plan.peak_bytes,
+            "extra_s": plan.extra_s,
+            "step_s": plan.step_s,
+            "swapped_bytes": sum(found.problem.storages[one].size_bytes for one in plan.gone_slots),
+            "num_recomputed": len(plan.slots) - len(found.problem.operators),
+            "max_batch": found.max_batches.get(budget),
+        }
+        for budget, plan in zip(found.budgets_bytes, found.plans, strict=True)
+    ]
+    return json.dumps({"smallest_bytes": found.smallest_bytes, "plans": rows}, indent=2)
+
+
+def _timeline(problem: remat.RematProblem, plan: remat.RematPlan) -> list[tuple[float, int]]:
+    """Seconds of operators, and bytes held."""
+    now_s, timeline = 0.0, []
+    for index, held in zip(plan.slots, remat.live_bytes(problem, plan), strict=True):
+        timeline.append((now_s, held + problem.static_bytes))
+        now_s += problem.operators[index].duration_s
+    return timeline
+
+
+def _takes_a_batch(factory: Callable[..., Any]) -> bool:
+    return any(one.name == "batch" for one in inspect.signature(factory).parameters.values())
+
+
+def _factory(target: str) -> Callable[..., Any]:
+    where, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise PenstockError(
+            f"{target!r} does not say which function makes the step: give FILE.py:FACTORY or MODULE:FACTORY, where "
+            "FACTORY() returns (step, example_inputs)"
+        )
+    if where.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        if spec is None or spec.loader is None or not Path(where).exists():
+            raise PenstockError(f"there is no file {where}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise PenstockError(f"there is no module {where} ({error})") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise PenstockError(f"{where} has no function {name}")
+    return factory  # type: ignore[no-any-return]
