@@ -24,6 +24,7 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(RUN) -m benchmarks.offload --json benchmarks/results/offload.json
+	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
 
 # A long campaign, outside CI: 10,000 put/get cycles under random faults.
 soak: .venv/ready
@@ -34,4 +35,5 @@ GPU_OUT ?= gpu-results
 gpu:
 	mkdir -p $(GPU_OUT)
 	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/gpu -q 2>&1 | tee $(GPU_OUT)/tests.txt
-	PYTHONPATH=src timeout 230 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
+	PYTHONPATH=src timeout 120 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
+	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json

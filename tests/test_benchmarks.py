@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import offload, soak_tiers
+from benchmarks import offload, remat, soak_tiers
 
 
 def test_offload_benchmark(tmp_path):
@@ -22,3 +22,14 @@ def test_soak_campaign(tmp_path):
     figures = soak_tiers.main(["--cycles", "60", "--disk", str(tmp_path)])
     assert figures["num_cycles"] >= 60
     assert figures["num_wrong"] == 0
+
+
+def test_remat_benchmark(tmp_path):
+    file = tmp_path / "remat.json"
+    rows = remat.main(["--quick", "--model", "GPT-2", "--part", "budgets", "--disk", str(tmp_path), "--json", str(file)])
+    equal = [row for row in rows if row.metric.startswith("gradients and loss equal")]
+    assert equal
+    assert all(row.value for row in equal)
+    kept = [row.value for row in rows if row.metric.startswith("measured over budget")]
+    assert all(0 < one <= 1.01 for one in kept)
+    assert json.loads(file.read_text())["rows"]

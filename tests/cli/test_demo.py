@@ -13,11 +13,17 @@ def test_demo_shows_what_it_promises(tmp_path, monkeypatch):
     console = Console(record=True, width=120)
     _demo.run(tmp_path / "out", tmp_path, 3, console)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["largest_loss_difference"] == 0
     assert "can't allocate memory" in summary["plain_failure"]
-    assert summary["activation_share"] < 0.35
-    assert summary["penstock"]["activation_bytes"] < summary["cap_bytes"] < summary["plain"]["activation_bytes"]
-    assert summary["steps"][-1]["parked_bytes"] > 0.5 * summary["steps"][-1]["saved_bytes"]
+    assert set(summary["methods"]) == {"checkpoint", "offload", "remat"}
+    for name in ("offload", "remat"):
+        method = summary["methods"][name]
+        assert method["largest_loss_difference"] == 0
+        assert method["activation_share"] < 0.35
+        assert method["activation_bytes"] < summary["cap_bytes"] < summary["plain"]["activation_bytes"]
+        assert method["peak_bytes"] <= summary["budget_bytes"]
+    offloaded = summary["methods"]["offload"]["steps"][-1]
+    assert offloaded["parked_bytes"] > 0.5 * offloaded["saved_bytes"]
+    assert summary["best"] in summary["methods"]
     assert len(summary["losses"]) == 3
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert {"park", "fetch"} <= {row.get("cat") for row in trace["traceEvents"]}

@@ -25,7 +25,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  # its callback does the work
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
@@ -62,7 +62,7 @@ def demo(
     disk: Annotated[
         Path | None, typer.Option(help="Directory in which to spill; by default the results folder.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Training steps to compare.")] = 8,
+    steps: Annotated[int, typer.Option(min=3, help="Training steps to compare.")] = 6,
 ) -> None:
     """Train a transformer under a hard memory cap that kills the same script without Penstock.
 

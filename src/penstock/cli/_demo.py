@@ -1,4 +1,4 @@
-"""The demo: the same training in child processes, plain and with Penstock, under a cap that the kernel enforces."""
+"""The demo: the same training in child processes, by four methods, under a cap that the kernel enforces."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -28,36 +28,56 @@ _BUDGET_SHARE = 0.8
 """Share of the cap that Penstock is given as its budget: the cap also counts stacks, libraries and malloc's gaps."""
 
 
+_CAPPED = {
+    "checkpoint": "checkpoint per block",
+    "offload": "Penstock: offload",
+    "remat": "Penstock: remat plan",
+}
+"""Methods that run under the cap, and what the table calls them."""
+
+
+@dataclass(slots=True)
+class _Method:
+    """What was measured of one method under the cap."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    peak: dict[str, Any] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Outcome:
     """Everything measured, as it goes into summary.json."""
 
     plain: dict[str, Any] = field(default_factory=dict)
-    penstock: dict[str, Any] = field(default_factory=dict)
+    plain_steps: list[dict[str, Any]] = field(default_factory=list)
     failure: str = ""
     cap_bytes: int = 0
     budget_bytes: int = 0
-    plain_steps: list[dict[str, Any]] = field(default_factory=list)
-    penstock_steps: list[dict[str, Any]] = field(default_factory=list)
-    tiers: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, _Method] = field(default_factory=lambda: {name: _Method() for name in _CAPPED})
 
-    @property
-    def largest_loss_difference(self) -> float:
-        pairs = zip(self.plain_steps, self.penstock_steps, strict=True)
+    def largest_loss_difference(self, name: str) -> float:
+        """Of a method's losses from plain training's."""
+        pairs = zip(self.plain_steps, self.methods[name].steps, strict=True)
         return max(abs(float.fromhex(one["loss"]) - float.fromhex(two["loss"])) for one, two in pairs)
 
-    @property
-    def step_time_ratio(self) -> float:
-        """Median over pairs of steps run in turn; the first two, recorded and cold, are left out."""
-        pairs = list(zip(self.plain_steps, self.penstock_steps, strict=True))[2:]
+    def step_time_ratio(self, name: str) -> float:
+        """Median over steps run in turn; the first two, recorded and cold, are left out."""
+        pairs = list(zip(self.plain_steps, self.methods[name].steps, strict=True))[2:]
         return float(median(two["step_s"] / one["step_s"] for one, two in pairs))
+
+    @property
+    def best(self) -> str:
+        """The fastest method under the cap."""
+        return min(self.methods, key=self.step_time_ratio)
 
 
 def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
     """Runs the demo and writes its files into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     outcome = _Outcome()
-    with _child() as plain:
+    with ExitStack() as stack:
+        plain = stack.enter_context(_child())
         hello = plain.hello
         console.print(
             f"A GPT of {hello['num_parameters'] / 1e6:.1f}M parameters (8 layers, width 256) trains on Python's own "
@@ -75,14 +95,17 @@ def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
         outcome.failure = _fail_plainly(outcome.cap_bytes)
         console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{outcome.failure}[/]", highlight=False)
         outcome.budget_bytes = outcome.plain["start_bytes"] + int(_BUDGET_SHARE * outcome.cap_bytes)
-        files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
-        limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
-        with _child(*files, *limits) as capped:
-            capped.ask("measure")  # takes the batch that the plain run took, and records the first step
-            _train_in_turn(plain, capped, num_steps, outcome, console)
-            outcome.penstock = capped.ask("measure")
-            plain.ask("measure")
-            outcome.tiers = capped.ask("finish")["tiers"]
+        capped = {}
+        for name, label in _CAPPED.items():
+            with console.status(f"starting {label}"):
+                limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
+                files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
+                capped[name] = stack.enter_context(_child("--method", name, *limits, *files))
+                capped[name].ask("measure")  # takes the batch that the plain run took
+        _train_in_turn(plain, capped, num_steps, outcome, console)
+        for name, child in capped.items():
+            outcome.methods[name].peak = child.ask("measure")
+            outcome.methods[name].last = child.ask("finish")
     _report(outcome, out, disk, console)
 
 
@@ -95,10 +118,12 @@ def _fail_plainly(cap_bytes: int) -> str:
     return str(answer["error"])
 
 
-def _train_in_turn(plain: "_Child", capped: "_Child", num_steps: int, outcome: _Outcome, console: Console) -> None:
-    """One step here, one step there, so that whatever else the machine does meets both."""
+def _train_in_turn(
+    plain: "_Child", capped: "dict[str, _Child]", num_steps: int, outcome: _Outcome, console: Console
+) -> None:
+    """One step of each, so that whatever else the machine does meets all of them."""
     columns = (
-        TextColumn("training in turn, plain and capped"),
+        TextColumn("training in turn, plain and under the cap"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -107,62 +132,85 @@ def _train_in_turn(plain: "_Child", capped: "_Child", num_steps: int, outcome: _
         task = progress.add_task("", total=num_steps)
         for _ in range(num_steps):
             outcome.plain_steps.append(plain.ask("step"))
-            outcome.penstock_steps.append(capped.ask("step"))
+            for name, child in capped.items():
+                outcome.methods[name].steps.append(child.ask("step"))
             progress.advance(task)
 
 
 def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> None:
-    last = outcome.penstock_steps[-1]["offload"]
     picture, summary = out / "memory.png", out / "summary.json"
+    timelines = {"plain, no cap": outcome.plain["timeline"]}
+    timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
     memory_timeline(
         picture,
-        {"plain, no cap": outcome.plain["timeline"], "Penstock, under the cap": outcome.penstock["timeline"]},
+        timelines,
         limit_bytes=outcome.plain["start_bytes"] + outcome.cap_bytes,
         limit_label="cap",
         title="One training step, memory held",
     )
     summary.write_text(json.dumps(_summary(outcome, disk), indent=2))
-    table = Table("", "plain", "Penstock, capped", title_justify="left")
-    table.add_row("under the cap", "[red]fails[/]", "[green]trains[/]")
-    for label, key in (("memory peak", "peak_bytes"), ("of it activations", "activation_bytes")):
-        table.add_row(label, format_bytes(outcome.plain[key]), format_bytes(outcome.penstock[key]))
-    table.add_row("budget for Penstock", "", format_bytes(outcome.budget_bytes))
-    table.add_row("step time", "1", f"{outcome.step_time_ratio:.2f} (median of paired ratios)")
-    table.add_row("moved out / back, a step", "", f"{_size(last, 'parked_bytes')} / {_size(last, 'fetched_bytes')}")
-    table.add_row("waited for copies, a step", "", format_duration(last["stall_s"]))
-    first, final = (float.fromhex(outcome.plain_steps[at]["loss"]) for at in (0, -1))
-    table.add_row("loss, first and last step", f"{first:.4f}, {final:.4f}", "the same")
-    table.add_row("largest difference of losses", "", f"{outcome.largest_loss_difference:g}")
+    table = Table("", "under the cap", "activations", "step time", "moved out", "loss off by", title_justify="left")
+    table.add_row("plain", "[red]fails[/]", format_bytes(outcome.plain["activation_bytes"]), "1", "", "")
+    for name, label in _CAPPED.items():
+        method = outcome.methods[name]
+        table.add_row(
+            f"[bold]{label}[/]" if name == outcome.best else label,
+            "[green]trains[/]",
+            format_bytes(method.peak["activation_bytes"]),
+            f"{outcome.step_time_ratio(name):.2f}",
+            format_bytes(_moved_bytes(method)),
+            f"{outcome.largest_loss_difference(name):g}",
+        )
     console.print(table)
+    first, final = (float.fromhex(outcome.plain_steps[at]["loss"]) for at in (0, -1))
+    console.print(
+        f"Step times are medians of ratios to plain's. The fastest under the cap: {_CAPPED[outcome.best]}. The loss "
+        f"went from {first:.4f} to {final:.4f}. Penstock's budget was {format_bytes(outcome.budget_bytes)}; offload "
+        f"waited {format_duration(outcome.methods['offload'].steps[-1]['offload']['stall_s'])} a step for copies.",
+        highlight=False,
+    )
     for path in (summary, picture, out / "trace.json"):
         console.print(f"  {path}", highlight=False)
-    if outcome.largest_loss_difference:
+    if any(outcome.largest_loss_difference(name) for name in ("offload", "remat")):
         raise PenstockError("the losses differ: this is a bug in Penstock, please report it with summary.json")
 
 
+def _moved_bytes(method: _Method) -> int:
+    """What left the device in the last step."""
+    offloaded = method.steps[-1].get("offload")
+    return int(offloaded["parked_bytes"] if offloaded else method.last.get("swapped_bytes", 0))
+
+
 def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
-    steps = [step["offload"] for step in outcome.penstock_steps]
-    written = steps[-1]["written_to_disk_bytes"]
+    offloaded = outcome.methods["offload"]
+    written = offloaded.steps[-1]["offload"]["written_to_disk_bytes"]
     capacity_bytes = machine(disk).places[-1].capacity_bytes
-    step_s = median(step["step_s"] for step in outcome.penstock_steps)
+    step_s = median(step["step_s"] for step in offloaded.steps)
     return {
         "cap_bytes": outcome.cap_bytes,
         "budget_bytes": outcome.budget_bytes,
         "plain_failure": outcome.failure,
-        "plain": {key: value for key, value in outcome.plain.items() if key != "timeline"},
-        "penstock": {key: value for key, value in outcome.penstock.items() if key != "timeline"},
-        "activation_share": outcome.penstock["activation_bytes"] / outcome.plain["activation_bytes"],
-        "step_time_ratio": outcome.step_time_ratio,
-        "losses": [float.fromhex(step["loss"]) for step in outcome.penstock_steps],
-        "largest_loss_difference": outcome.largest_loss_difference,
-        "steps": steps,
-        "tiers": outcome.tiers,
+        "plain": _without_timeline(outcome.plain),
+        "losses": [float.fromhex(step["loss"]) for step in outcome.plain_steps],
+        "methods": {
+            name: {
+                **_without_timeline(method.peak),
+                **method.last,
+                "activation_share": method.peak["activation_bytes"] / outcome.plain["activation_bytes"],
+                "step_time_ratio": outcome.step_time_ratio(name),
+                "largest_loss_difference": outcome.largest_loss_difference(name),
+                "moved_bytes": _moved_bytes(method),
+                "steps": [step.get("offload", {}) for step in method.steps],
+            }
+            for name, method in outcome.methods.items()
+        },
+        "best": outcome.best,
         "ssd_life_s": ssd_life_s(capacity_bytes=capacity_bytes, written_bytes=written, duration_s=step_s),
     }
 
 
-def _size(statistics: dict[str, Any], name: str) -> str:
-    return format_bytes(statistics[name])
+def _without_timeline(measured: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in measured.items() if key != "timeline"}
 
 
 class _Child:
@@ -205,7 +253,7 @@ def _child(*arguments: str) -> Iterator[_Child]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20)},
+            env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "KINETO_LOG_LEVEL": "6"},
         )
         try:
             yield _Child(process, errors)

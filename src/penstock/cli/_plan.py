@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class PlanTable:
     """One per budget; ``None`` where none fits."""
     smallest_bytes: int
     """The smallest budget that works."""
+    method: remat.Method
+    """What the plans may use."""
     max_batches: dict[int, int]
     """The largest batch per budget that was asked for, where the factory takes a batch."""
 
@@ -45,7 +47,8 @@ def make(target: str, budgets: list[str], disk: Path | None, method: remat.Metho
     problem = remat.optimize(step, inputs, None, **options).plan.problem
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
     asked = [parse_bytes(one) for one in budgets]
-    every = sorted({int(share * keep_all_bytes) for share in _SHARES} | set(asked))
+    smallest_bytes = remat.smallest_budget_bytes(problem, method=method)
+    every = sorted({int(share * keep_all_bytes) for share in _SHARES} | {smallest_bytes} | set(asked))
     max_batches = {}
     if _takes_a_batch(factory):
         max_batches = {one: remat.max_batch(factory, one, **options) for one in asked}
@@ -53,7 +56,8 @@ def make(target: str, budgets: list[str], disk: Path | None, method: remat.Metho
         problem=problem,
         budgets_bytes=tuple(every),
         plans=tuple(remat.pareto(problem, every, method=method)),
-        smallest_bytes=remat.smallest_budget_bytes(problem, method=method),
+        smallest_bytes=smallest_bytes,
+        method=method,
         max_batches=max_batches,
     )
 
@@ -89,8 +93,10 @@ def write(found: PlanTable, out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     files = [out / "problem.json", out / "pareto.png", out / "memory.png"]
     found.problem.save(files[0])
-    made = [(plan.peak_bytes, plan.extra_s / max(plan.step_s, 1e-12)) for plan in found.plans if plan is not None]
-    pareto_curve(files[1], {"plans": made}, title="Extra operator time over the peak")
+    curves = {"these plans": _points(found.plans)}
+    if found.method != "recompute":
+        curves["recompute only"] = _points(remat.pareto(found.problem, found.budgets_bytes, method="recompute"))
+    pareto_curve(files[1], curves, title="Extra operator time over the peak")
     tightest, free = next(one for one in found.plans if one is not None), found.plans[-1]
     assert free is not None
     memory_timeline(
@@ -121,6 +127,10 @@ def as_json(found: PlanTable) -> str:
         for budget, plan in zip(found.budgets_bytes, found.plans, strict=True)
     ]
     return json.dumps({"smallest_bytes": found.smallest_bytes, "plans": rows}, indent=2)
+
+
+def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
+    return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
 
 
 def _timeline(problem: remat.RematProblem, plan: remat.RematPlan) -> list[tuple[float, int]]:

@@ -100,7 +100,8 @@ def pareto_curve(
             color=colour,
             linewidth=1.3,
         )
-    axes.set_ylim(bottom=0)
+    most = max((share for points in curves.values() for _, share in points), default=0.0)
+    axes.set_ylim(0, max(1.0, 110 * most))
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="upper right")
     _save(figure, path)
