@@ -75,7 +75,14 @@ class _Trainer:
         """Plans the whole step, where that is the method."""
         if self.method == "remat":
             state = self._generator.get_state()
-            self.planned = optimize(self.model, self.batch(), self.budget, optimizer=self.optimizer, disk=self.disk)
+            self.planned = optimize(
+                self.model,
+                self.batch(),
+                self.budget,
+                optimizer=self.optimizer,
+                disk=self.disk,
+                reserve=self._text.nbytes,
+            )
             self._generator.set_state(state)
 
     def batch(self, size: int = BATCH, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
