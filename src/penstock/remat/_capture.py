@@ -68,8 +68,13 @@ class Captured:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that backward returns."""
-        return sum(tensor.nbytes for node in self.gradients if isinstance(node, fx.Node) for tensor in tensors_of(node))
+        """Bytes of the gradients that backward makes; of what they are added to, where it does that itself."""
+        made = [node.all_input_nodes[0] if node.target is accumulate else node for node in self._gradient_nodes]
+        return sum(tensor.nbytes for node in made for tensor in tensors_of(node))
+
+    @property
+    def _gradient_nodes(self) -> list[fx.Node]:
+        return [node for node in self.gradients if isinstance(node, fx.Node)]
 
 
 def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
@@ -107,6 +112,42 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
             if _key(tensor) in owners:
                 captured.storage_of[node] = owners[_key(tensor)]
     return captured
+
+
+def accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Stands in a joint graph for adding a gradient to what its leaf has; costs as much, and is never run as it is."""
+    leaf.add_(gradient)
+
+
+def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence[Any]) -> None:
+    """Lets a joint graph add gradients to their leaves where they are made, instead of returning them at the end.
+
+    ``inputs`` are what the graph was compiled for. Gradients of what is no leaf, or has hooks, are returned as ever.
+    """
+    output = _output_of(graph)
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    descriptions = output.meta.get("desc") or [None] * len(results)
+    primals = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
+    for index in range(num_forward_outputs, len(results)):
+        of = getattr(descriptions[index], "grad_of", None)
+        number = getattr(of, "idx", None)
+        if of not in primals or number is None or not isinstance(results[index], fx.Node):
+            continue
+        if _is_plain_leaf(inputs[number]):
+            with graph.inserting_after(_last_of_group(results[index])):
+                results[index] = graph.call_function(accumulate, (primals[of], results[index]))
+            results[index].meta["partitioner_tag"] = "is_backward"
+    output.args = (tuple(results),)
+
+
+def accumulates_now(leaf: torch.Tensor) -> bool:
+    """Inside a backward: whether this run of autograd is to add a gradient to that of ``leaf``, and nothing else."""
+    if not _is_plain_leaf(leaf):
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined]
+    except RuntimeError:  # torch.autograd.grad wants it returned
+        return False
 
 
 def problem_of(
@@ -182,6 +223,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
 
 
+def device_of(call: fx.Node) -> torch.device:
+    """Where an operator's results are."""
+    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+
+
 def module_of(node: fx.Node) -> str:
     """The innermost module that the node comes from, or the user's line."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -189,6 +235,25 @@ def module_of(node: fx.Node) -> str:
         return str(list(stack.values())[-1][0]).removeprefix("L['self'].").removeprefix("L__self___")
     trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
     return trace[-1].strip() if trace else ""
+
+
+def _is_plain_leaf(tensor: Any) -> bool:
+    """Whether a gradient of ``tensor`` is for nobody but its ``grad``: no hooks, and no other process waits for it."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.is_leaf
+        and tensor.requires_grad
+        and not tensor._backward_hooks
+        and not getattr(tensor, "_post_accumulate_grad_hooks", None)
+        and not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    )
+
+
+def _last_of_group(node: fx.Node) -> fx.Node:
+    """The node after which ``node`` may be used: getitem nodes of one call stay together."""
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
 
 
 def _place_input(captured: Captured, node: fx.Node) -> None:
@@ -238,7 +303,9 @@ def _size_bytes(value: fx.Node) -> int:
 
 
 def _target(call: fx.Node) -> str:
-    return "tangent" if call.op == "placeholder" else str(call.target)
+    if call.op == "placeholder":
+        return "tangent"
+    return "accumulate" if call.target is accumulate else str(call.target)
 
 
 def _must_run_once(call: fx.Node) -> str:

@@ -13,26 +13,24 @@ import torch
 from torch import fx
 
 from penstock.errors import InternalError
-from penstock.remat import _swap
-from penstock.remat._capture import Captured, is_random, is_view, tensors_of
+from penstock.remat import _accumulate, _swap
+from penstock.remat._capture import Captured, accumulate, device_of, is_random, is_view, tensors_of
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
-
-_SEED = "penstock_state_of_"
-
+from penstock.remat._ticket import TICKET_BYTES
 
 SLOTS = "penstock_slots"
 """In the ``meta`` of an emitted module: per node that stands for an operator, its slot in the plan."""
 
 
 def emit(
-    captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module
+    captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward, as AOTAutograd wants them: forward also returns what backward takes first.
 
-    ``owner`` has what ``get_attr`` nodes refer to.
+    ``owner`` has what ``get_attr`` nodes refer to; ``tiers`` is the number of the tiers that swaps go to, if any.
     """
-    return _Emitter(captured, problem, plan, owner).emit()
+    return _Emitter(captured, problem, plan, owner, tiers).emit()
 
 
 class _Side:
@@ -45,8 +43,10 @@ class _Side:
 
 
 class _Emitter:
-    def __init__(self, captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module):
-        self.captured, self.problem, self.plan, self.owner = captured, problem, plan, owner
+    def __init__(
+        self, captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
+    ):
+        self.captured, self.problem, self.plan, self.owner, self.tiers = captured, problem, plan, owner, tiers
         self.forward, self.backward = _Side(), _Side()
         self.saved: list[fx.Node] = []
         """What forward hands over to backward: forward's nodes, in order."""
@@ -58,6 +58,8 @@ class _Emitter:
         """The same in backward."""
         self.states: dict[fx.Node, fx.Node] = {}
         """Per random operator that runs again, forward's node of the generator's state."""
+        self.leaves = [node for node in captured.primals if any(one.target is accumulate for one in node.users)]
+        """Primals whose gradients backward adds itself, one to each."""
         self.values_on: dict[int, list[fx.Node]] = {}
         for node, storage in captured.storage_of.items():
             self.values_on.setdefault(storage, []).append(node)
@@ -72,6 +74,10 @@ class _Emitter:
             self.forward.bound[node] = _placeholder(self.forward.graph, node)
         for node in self.captured.tangents:
             self.backward.bound[node] = _placeholder(self.backward.graph, node)
+        if self.leaves:
+            leaves = tuple(self.forward.bound[node] for node in self.leaves)
+            self.of_leaves = self.forward.graph.call_function(_accumulate.leaves, leaves)
+            self.of_leaves.meta["val"] = _ticket_value()
         for slot, index in enumerate(self.plan.slots[:num_forward]):
             for storage in ends.get(slot, ()):
                 self.forward.graph.call_function(_swap.finish, (self.parked[storage],))
@@ -79,8 +85,8 @@ class _Emitter:
             for storage in self.problem.operators[index].outputs:
                 if storage in self.plan.gone_slots:
                     value = self._value(self.forward, self.captured.values[storage])
-                    self.parked[storage] = self.forward.graph.call_function(_swap.park, (value,))
-                    self.parked[storage].meta["val"] = torch.empty(_swap.TICKET_BYTES, dtype=torch.uint8, device="meta")
+                    self.parked[storage] = self.forward.graph.call_function(_swap.park, (value, self.tiers))
+                    self.parked[storage].meta["val"] = _ticket_value()
         for slot, index in enumerate(self.plan.slots[num_forward:], num_forward):
             for storage in ends.get(slot, ()):
                 self.backward.graph.call_function(_swap.finish, (self._ticket(storage),))
@@ -110,14 +116,20 @@ class _Emitter:
             return  # a tangent, which backward was given
         is_again = side is self.backward and index < self.problem.num_forward
         if is_random(call) and not is_again and call in self.runs_again:
-            state = side.graph.call_function(_swap.generator_state, (str(_device_of(call)),))
+            state = side.graph.call_function(_swap.generator_state, (str(device_of(call)),))
             state.meta["val"] = torch.empty(0, dtype=torch.uint8, device="meta")
             self.states[call] = state
         if is_random(call) and is_again:
             arguments = fx.node.map_arg(call.args, lambda one: self._value(side, one))
             keywords = fx.node.map_arg(call.kwargs, lambda one: self._value(side, one))
             state = self._saved(self.states[call])
-            made = side.graph.call_function(_swap.replaying(_callable(call)), (state, *arguments), keywords)
+            made = side.graph.call_function(
+                _swap.replaying(_callable(call), str(device_of(call))), (state, *arguments), keywords
+            )
+        elif call.target is accumulate:
+            leaf, gradient = call.all_input_nodes
+            arguments = (self._saved(self.of_leaves), self.leaves.index(leaf), self._value(side, gradient))
+            made = side.graph.call_function(_accumulate.deliver, arguments)
         else:
             made = side.graph.node_copy(call, lambda one: self._value(side, one))
         made.meta = dict(call.meta)
@@ -186,6 +198,10 @@ class _Emitter:
         return {self.backward.bound[node] for node in self.captured.tangents}
 
 
+def _ticket_value() -> torch.Tensor:
+    return torch.empty(TICKET_BYTES, dtype=torch.uint8, device="meta")
+
+
 def _placeholder(graph: fx.Graph, node: fx.Node) -> fx.Node:
     made = graph.placeholder(node.name)
     made.meta = dict(node.meta)
@@ -197,10 +213,6 @@ def _by_slot(slots: dict[int, int]) -> dict[int, list[int]]:
     for storage, slot in sorted(slots.items()):
         found.setdefault(slot, []).append(storage)
     return found
-
-
-def _device_of(call: fx.Node) -> torch.device:
-    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
 
 
 def _callable(call: fx.Node) -> Callable[..., Any]:

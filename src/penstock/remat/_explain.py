@@ -73,6 +73,4 @@ class Planned:
             return f"recomputed: {size} for {format_duration(times * operator.duration_s)}" + (
                 f" ({times} times)" if times > 1 else ""
             )
-        if storage.must_stay:
-            return f"kept: {size}, {storage.must_stay}"
         return f"kept: {size}, the budget has room"

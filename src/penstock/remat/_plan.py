@@ -112,7 +112,7 @@ class _Planner:
         self.allows_swap = method != "recompute" and problem.can_swap
         forward = graph.producers < problem.num_forward
         needed = np.array([bool(one) for one in graph.needs], dtype=bool)
-        stays = np.array([bool(one.must_stay) or one.is_output for one in problem.storages], dtype=bool)
+        stays = graph.is_output.astype(bool)
         once = np.array([bool(problem.operators[one.producer].must_run_once) for one in problem.storages], dtype=bool)
         self.may_recompute = forward & ~stays & ~once & self.allows_recompute
         self.may_swap = forward & ~stays & (graph.sizes >= MIN_SWAP_BYTES) & self.allows_swap
@@ -121,10 +121,13 @@ class _Planner:
         self.found: list[_Candidate] = []
 
     def lowest(self) -> _Candidate:
-        """The seed with the lowest peak, repaired as far as it goes."""
+        """The seed with the lowest peak, repaired as far as it goes, whatever the time.
+
+        Without swaps only sizes decide, so that the smallest budget is the same however fast operators were measured.
+        """
         best = min(self.seeds, key=lambda one: one.peak_bytes)
         for target in np.linspace(best.peak_bytes, best.peak_bytes * 0.5, 6)[1:]:
-            repaired = self._repaired(best, int(target))
+            repaired = self._repaired(best, int(target), weighs_time=False)
             if repaired.peak_bytes >= best.peak_bytes:
                 break
             best = repaired
@@ -196,8 +199,6 @@ class _Planner:
 
     def finished(self, made: _Candidate) -> RematPlan:
         """The plan of a candidate."""
-        simulation = simulate(self.graph, made.decisions)
-        assert simulation is not None
         keep_all = simulate(self.graph, np.zeros(self.graph.num_storages, dtype=np.uint8))
         assert keep_all is not None
         keep_all_peak_bytes = keep_all.peak_bytes
@@ -324,19 +325,19 @@ class _Planner:
                 found = (saved_s / held, decisions, (simulation.peak_bytes, simulation.extra_s))
         return found
 
-    def _repaired(self, start: _Candidate, budget_bytes: int) -> _Candidate:
-        """Lowers the peak step by step at its worst slot, by whatever removes most excess for its time."""
+    def _repaired(self, start: _Candidate, budget_bytes: int, weighs_time: bool = True) -> _Candidate:
+        """Lowers the peak step by step at its worst slot, by whatever removes most excess, for its time or at all."""
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         for _ in range(_MAX_REPAIRS):
             if best.peak_bytes <= budget_bytes:
                 break
-            better = self._repair(best, budget_bytes)
+            better = self._repair(best, budget_bytes, weighs_time)
             if better is None:
                 break
             best = better
         return best
 
-    def _repair(self, now: _Candidate, budget_bytes: int) -> _Candidate | None:
+    def _repair(self, now: _Candidate, budget_bytes: int, weighs_time: bool) -> _Candidate | None:
         simulation = simulate(self.graph, now.decisions)
         assert simulation is not None
         excess = _excess(simulation, budget_bytes)
@@ -348,7 +349,7 @@ class _Planner:
                 tried = simulate(self.graph, now.decisions)
                 if tried is not None:
                     drop = excess - _excess(tried, budget_bytes)
-                    cost_s = max(tried.extra_s - now.extra_s, 1e-9)
+                    cost_s = max(tried.extra_s - now.extra_s, 1e-9) if weighs_time else 1.0
                     if drop > 0 and (found is None or drop / cost_s > found[0]):
                         candidate = _Candidate(now.decisions.copy(), tried.peak_bytes, tried.extra_s)
                         found = (drop / cost_s, candidate)

@@ -60,8 +60,6 @@ class Storage:
     """The operator that makes it."""
     is_output: bool = False
     """Whether the step hands it out (the loss, a gradient): it lives to the end."""
-    must_stay: str = ""
-    """Why it can be neither dropped nor swapped; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,12 +14,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
-from penstock.remat._capture import Captured, tensors_of
+from penstock.remat._capture import Captured, device_of, tensors_of
 
 _MAX_RUNS = 5
 _ENOUGH_S = 0.2
 """An operator is not run again once its runs have taken so long together."""
+_MARK_BYTES = 1_000_003
+"""Allocations of about this size separate operators in the record of memory: its clock is not good enough for that."""
 
 
 def measure(captured: Captured) -> tuple[list[float], list[int]]:
@@ -37,34 +40,29 @@ def measure(captured: Captured) -> tuple[list[float], list[int]]:
 def _workspaces(distinct: dict[Any, fx.Node]) -> dict[Any, int]:
     """Bytes that each operator takes at its peak beside its results; 0 where a profiler of somebody else runs."""
     found: dict[Any, int] = dict.fromkeys(distinct, 0)
-    marks: list[tuple[Any, float, float]] = []
     on_cpu: list[Any] = []
     for key, call in distinct.items():
-        if _device_of(call).type == "cuda":
+        if device_of(call).type == "cuda":
             run, device = _runnable(call)
             found[key] = max(0, peak_bytes(run, device=device).activation_bytes - _made_bytes(call))
         else:
             on_cpu.append(key)
     if not on_cpu or not can_record("cpu"):
         return found
+    mark_bytes = _MARK_BYTES + max(map(_made_bytes, distinct.values()))  # no operator makes a storage of that size
     with record_memory("cpu") as recording:
         for key in on_cpu:
             run, _ = _runnable(distinct[key])
-            start_s = time.time()
+            torch.empty(mark_bytes, dtype=torch.uint8)
             run()
-            marks.append((key, start_s, time.time()))
-    timeline = recording.report.timeline
-    at, held = 0, recording.report.start_bytes
-    for key, start_s, end_s in marks:
-        while at < len(timeline) and timeline[at][0] < start_s:
-            held = timeline[at][1]
-            at += 1
-        before = peak = held
-        while at < len(timeline) and timeline[at][0] <= end_s:
-            held = timeline[at][1]
-            peak = max(peak, held)
-            at += 1
-        found[key] = max(0, peak - before - _made_bytes(distinct[key]))
+            torch.empty(mark_bytes, dtype=torch.uint8)
+    held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
+    marks = [at for at in range(1, len(held)) if held[at] - held[at - 1] == mark_bytes]
+    if len(marks) != 2 * len(on_cpu):
+        raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
+    for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
+        taken = held[begin + 1 : end]  # the mark itself is gone again
+        found[key] = max(0, max(taken) - taken[0] - _made_bytes(distinct[key]))
     return found
 
 
@@ -73,15 +71,11 @@ def _made_bytes(call: fx.Node) -> int:
     return sum(made.values())
 
 
-def _device_of(call: fx.Node) -> torch.device:
-    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
-
-
 def _runnable(call: fx.Node) -> tuple[Callable[[], Any], torch.device]:
     """The operator on tensors made for it."""
     arguments, keywords = pytree.tree_map(_real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
     assert callable(call.target)
-    return functools.partial(call.target, *arguments, **keywords), _device_of(call)
+    return functools.partial(call.target, *arguments, **keywords), device_of(call)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

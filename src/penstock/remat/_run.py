@@ -70,6 +70,8 @@ class Compiler:
     settings: Settings
     planned: list[Planned] = field(default_factory=list)
     """One per shape of the arguments, in the order in which they were met."""
+    tiers: _swap.Tiers | None = None
+    """Where swaps go, once a plan has some."""
     is_rehearsing: bool = False
     """Whether forward stops before its first operator: only the plan is wanted."""
 
@@ -87,20 +89,24 @@ class Compiler:
                 "sizes of the arguments are symbolic, and bytes cannot be planned for. Compile with dynamic=False: "
                 "torch.compile(model, backend='penstock', dynamic=False, options={'budget': '6GiB'})"
             )
-        return _capture.backend(self.split, self._forward, self._runner)(module, inputs)  # type: ignore[no-any-return]
+        split = functools.partial(self.split, inputs)
+        return _capture.backend(split, self._forward, self._runner)(module, inputs)  # type: ignore[no-any-return]
 
-    def split(self, joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Profiles and plans a joint graph, and emits what is planned."""
+    def split(
+        self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Profiles and plans the joint graph of a step on ``inputs``, and emits what is planned."""
+        if self.settings.accumulates:
+            _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
         captured = _capture.read(joint.graph, num_forward_outputs)
         problem = self._problem(captured)
         budget_bytes = self._budget_bytes(problem)
         made = plan(problem, budget_bytes, method=self.settings.method)
         verify(problem, made)
-        account = self.settings.account()
-        if made.gone_slots:
-            _swap.use_tiers(_device_of(captured), account)
+        if made.gone_slots and self.tiers is None:
+            self.tiers = _swap.Tiers(_device_of(captured), self.settings.account())
         self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
-        return emit(captured, problem, made, joint)
+        return emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
 
     def _problem(self, captured: _capture.Captured) -> RematProblem:
         settings = self.settings

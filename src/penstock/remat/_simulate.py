@@ -67,11 +67,9 @@ class Graph:
         self.input_starts, self.input_ids = _rows(self.inputs)
         self.output_starts, self.output_ids = _rows(self.outputs)
         self.last_forward = self.producers.copy()
-        self.last_use = self.producers.copy()
         self.needs: list[list[int]] = [[] for _ in storages]
         for index, inputs in enumerate(self.inputs):
             for storage in inputs:
-                self.last_use[storage] = index
                 if index < self.num_forward:
                     self.last_forward[storage] = index
                 elif self.producers[storage] < self.num_forward:

@@ -1,47 +1,40 @@
 """What the emitted graphs call: parking and fetching through `tiers`, and random operators that run again.
 
-A swapped storage travels through autograd as a ticket: a tensor of a few bytes whose memory belongs to a Python object
-that holds the handle. When autograd drops the last reference, wherever that is, the object dies and the handle is
-released: a forward whose backward never comes leaks nothing, and two forwards before two backwards never meet.
+A swapped storage travels through autograd as a ticket (`_ticket.py`), with whose end its handle is released.
 """
 
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from penstock.remat import _ticket
 from penstock.tiers import Budget, Handle, ViewLayout, Waterfall, waterfall_for
 
-TICKET_BYTES = 8
-_waterfalls: dict[torch.device, Waterfall] = {}
-_tickets: "weakref.WeakValueDictionary[int, _Ticket]" = weakref.WeakValueDictionary()
+_waterfalls: "weakref.WeakValueDictionary[int, Waterfall]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
-class _Ticket(bytearray):
-    """The memory of a ticket, and what it stands for."""
-
+class _Parked(NamedTuple):
     handle: Handle
     layout: ViewLayout
 
 
-def use_tiers(device: torch.device, budget: Budget) -> None:
-    """Swaps of ``device`` go to the tiers of ``budget`` from now on."""
-    if device not in _waterfalls:
-        _waterfalls[device] = waterfall_for(device, budget)
+class Tiers:
+    """Where the swaps of one planned step go; graphs name it by ``number``, which is theirs as long as this lives."""
+
+    def __init__(self, device: torch.device, budget: Budget):
+        self.number = next(_numbers)
+        self._waterfall = _waterfalls[self.number] = waterfall_for(device, budget)
 
 
-def park(value: torch.Tensor) -> torch.Tensor:
-    """Begins to copy the storage of ``value`` out; returns its ticket."""
-    number = next(_numbers)
-    ticket = _Ticket(number.to_bytes(TICKET_BYTES, "little"))
-    ticket.layout = ViewLayout.of(value)
-    ticket.handle = _waterfalls[value.device].park(value.untyped_storage(), label=str(number))
-    _tickets[number] = ticket
-    return torch.frombuffer(ticket, dtype=torch.uint8)
+def park(value: torch.Tensor, tiers: int) -> torch.Tensor:
+    """Begins to copy the storage of ``value`` out to the tiers of that number; returns its ticket."""
+    handle = _waterfalls[tiers].park(value.untyped_storage(), label=f"swap {next(_numbers)}")
+    return _ticket.issue(_Parked(handle, ViewLayout.of(value)))
 
 
 def finish(ticket: torch.Tensor) -> None:
@@ -65,13 +58,14 @@ def generator_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
+def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A function that runs ``target`` once more from a generator's state, and leaves the generator as it was."""
 
+    def put(state: torch.Tensor) -> None:
+        torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
+
     def replay(state: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        is_cpu = state.numel() > 64  # the Mersenne twister's state; CUDA's is a seed and an offset
-        before = torch.get_rng_state() if is_cpu else torch.cuda.get_rng_state()
-        put: Callable[[torch.Tensor], None] = torch.set_rng_state if is_cpu else torch.cuda.set_rng_state
+        before = generator_state(device)
         put(state)
         try:
             return target(*arguments, **keywords)
@@ -82,8 +76,9 @@ def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
     return replay
 
 
-def _of(ticket: torch.Tensor) -> _Ticket:
-    return _tickets[int.from_bytes(ticket.numpy().tobytes(), "little")]
+def _of(ticket: torch.Tensor) -> _Parked:
+    found: _Parked = _ticket.thing_of(ticket)
+    return found
 
 
 for _function in (park, finish, prefetch, generator_state):
