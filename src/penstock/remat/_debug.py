@@ -13,9 +13,6 @@ from penstock.remat._problem import RematProblem
 from penstock.remat._swap import generator_state
 from penstock.remat._verify import live_bytes
 
-_SWAP_SLACK_BYTES = 3 * 4096
-"""What a swapped storage may take beside its size: its unaligned edges, and its place in a page."""
-
 
 def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem, plan: RematPlan) -> Runner:
     """A boxed runner of ``module`` that raises ``InternalError`` at the first node that holds other bytes than planned.
@@ -68,17 +65,14 @@ class _Checker(fx.Interpreter):
             held |= _storages(value)
         actual = sum(size for key, size in held.items() if key not in self._static)
         expected = self._expected[slot] - self._problem.operators[self._plan.slots[slot]].workspace_bytes
-        if not expected - self._unseen_bytes(slot) <= actual <= expected + self._swap_slack_bytes:
+        if not expected - self._unseen_bytes(slot) <= actual <= expected:
             raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")
-
-    @property
-    def _swap_slack_bytes(self) -> int:
-        return _SWAP_SLACK_BYTES * len(self._plan.gone_slots)
 
     def _unseen_bytes(self, slot: int) -> int:
         """What the plan counts, and handles or the caller may hold instead of the graph."""
         storages = self._problem.storages
-        unseen = self._swap_slack_bytes + sum(storages[one].size_bytes for one in self._plan.gone_slots)
+        edge_bytes = self._problem.swap_edge_bytes
+        unseen = sum(storages[one].size_bytes + edge_bytes for one in self._plan.gone_slots)
         if slot >= self._problem.num_forward:
             forward = [one for one in storages if one.producer < self._problem.num_forward]
             unseen += sum(one.size_bytes for one in forward if one.is_output)

@@ -78,6 +78,9 @@ class RematProblem:
     """What the lane out of the device carries; 0 where there is no tier to swap to."""
     in_bandwidth_bytes_per_s: float = 0.0
     """What the lane back carries."""
+    swap_edge_bytes: int = 0
+    """Device bytes that a swapped storage takes besides, from when it leaves to its last use: on a CPU its edges stay
+    in memory, since direct I/O wants aligned blocks."""
 
     @property
     def step_s(self) -> float:

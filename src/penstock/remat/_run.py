@@ -28,6 +28,8 @@ from penstock.units import parse_bytes
 Size = int | str
 _BESIDE_COMPUTING = 0.5
 """Share of the probe's rate that a CPU's lanes reach beside a step that uses all its cores; 0.45 to 0.65 measured."""
+_EDGE_BYTES = 3 * 4096
+"""What a storage swapped from main memory takes beside its size at most: two edges and its place in a page."""
 _numbers = itertools.count()
 _known_breaks = _capture.graph_breaks()  # those of before are no business of ours
 
@@ -118,7 +120,8 @@ class Compiler:
             static_bytes += captured.gradient_bytes
         if settings.optimizer is not None:
             static_bytes += optimizer_state_bytes(settings.optimizer)
-        out, back = _lane_rates(_device_of(captured), settings.account())
+        device = _device_of(captured)
+        out, back = _lane_rates(device, settings.account())
         return _capture.problem_of(
             captured,
             durations_s,
@@ -126,6 +129,7 @@ class Compiler:
             static_bytes=static_bytes,
             out_bandwidth_bytes_per_s=out,
             in_bandwidth_bytes_per_s=back,
+            swap_edge_bytes=_EDGE_BYTES if device.type == "cpu" else 0,
         )
 
     def _budget_bytes(self, problem: RematProblem) -> int:

@@ -78,6 +78,7 @@ def _split_at_swaps(problem: RematProblem, plan: RematPlan, copies: list[list[in
                         f"{problem.storages[storage].name} leaves at {gone} and returns at {back}, out of its life"
                     )
                 split += [[first, gone - 1, size_bytes], [back, last, size_bytes]]
+                split.append([gone, last, problem.swap_edge_bytes])
             else:
                 split.append([first, last, size_bytes])
     return split
