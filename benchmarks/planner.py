@@ -1,16 +1,20 @@
-"""What the planner makes of a GPT of 8 x 256 at several budgets, by method and without refinement; and a large graph.
+"""What the planner makes of a GPT of 8 x 256 at several budgets, by method and without refinement; of small steps,
+beside the optimum that a solver finds; and of a large graph.
 
 Planned figures only: operator times are a roofline of 60 GFLOP/s and 5 GB/s, the same on every machine,
 and the lanes carry 100 MB/s. Times of the planner itself are the clock's.
 """
 
+import random
 import time
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from benchmarks.common import Row, parser, show, write
+from benchmarks.optimal import fastest
 from penstock import remat
 from penstock.errors import BudgetError
 from penstock.testing import GPT
@@ -19,6 +23,8 @@ MIB = 2**20
 FLOPS, BYTES_PER_S, LANE_BYTES_PER_S = 60e9, 5e9, 100e6
 WIDTH, BATCH, LENGTH = 256, 8, 256
 TOKENS = BATCH * LENGTH
+SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
+"""Budgets of small steps, from the smallest that the planner finds to all kept."""
 BUDGETS_MIB = (240.0, 160.0, 100.0, 64.4, 58.0, 51.5)
 
 
@@ -54,12 +60,61 @@ def _roofline_s(operator: remat.Operator, sizes: list[int]) -> float:
     return max(flops / FLOPS, 3 * made / BYTES_PER_S)
 
 
+def network(seed: int, num_forward: int) -> remat.RematProblem:
+    """A step of a random network: a chain with skips that join it again, cheap and dear operators, backward of each."""
+    choose = random.Random(seed)
+    inputs: list[tuple[int, ...]] = []
+    for index in range(num_forward):
+        skips = {choose.randrange(max(0, index - 5), index)} if index > 1 and choose.random() < 0.35 else set()
+        inputs.append(tuple({index - 1} | skips) if index else ())
+    sizes = [choose.choice((8, 16, 32, 64)) * MIB for _ in range(num_forward - 1)] + [4]
+    operators = [
+        remat.Operator(
+            name=f"forward {index}",
+            target="any",
+            inputs=inputs[index],
+            outputs=(index,),
+            duration_s=choose.choice((0.001, 0.002, 0.01, 0.05)),
+            workspace_bytes=choose.choice((0, 0, 8 * MIB)),
+        )
+        for index in range(num_forward)
+    ]
+    storages = [
+        remat.Storage(name=f"s{index}", size_bytes=size, producer=index, is_output=index == num_forward - 1)
+        for index, size in enumerate(sizes)
+    ]
+    gradients: dict[int, int] = {}
+    for index in reversed(range(1, num_forward)):
+        read = (index,) if choose.random() < 0.3 else inputs[index]  # as tanh reads its output, and a product its input
+        own = (gradients[index],) if index in gradients else ()
+        made, read = [], read + own
+        for one in inputs[index]:
+            if one in gradients:
+                read += (gradients[one],)  # the new gradient is added to what is there
+            gradients[one] = len(storages)
+            made.append(len(storages))
+            storages.append(remat.Storage(name=f"g{one}", size_bytes=sizes[one], producer=len(operators)))
+        operators.append(
+            remat.Operator(
+                name=f"backward {index}",
+                target="any",
+                inputs=read,
+                outputs=tuple(made),
+                duration_s=2 * operators[index].duration_s,
+                workspace_bytes=0,
+            )
+        )
+    return remat.RematProblem(operators=tuple(operators), num_forward=num_forward, storages=tuple(storages))
+
+
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--layers", type=int, default=300, help="of the large graph")
+    options.add_argument("--limit-s", type=float, default=300.0, help="of the solver, for each budget")
     given = options.parse_args(arguments)
     rows: list[Row] = []
     _curve(captured(2 if given.quick else 8), rows)
+    _beside_optimum([8] if given.quick else [8, 12, 16, 20], 1 if given.quick else 5, given.limit_s, rows)
     _large(captured(4 if given.quick else given.layers), rows)
     write(given.json, {"flops": FLOPS, "bytes_per_s": BYTES_PER_S, "lane_bytes_per_s": LANE_BYTES_PER_S}, rows)
     return rows
@@ -94,6 +149,47 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
         rows.append(Row(name=name, metric="smallest budget", value=smallest, unit="bytes"))
         print(f"smallest budget, {name}: {smallest / MIB:.1f} MiB")
     show("extra operator time by budget in MiB", ["budget", *ways], lines)
+
+
+def _beside_optimum(lengths: list[int], num_each: int, limit_s: float, rows: list[Row]) -> None:
+    """Recomputation alone, on networks of up to 39 operators: time of the step over the least that the solver finds."""
+    lines, all_steps, all_extras, num_unproven = [], [], [], 0
+    for num_forward in lengths:
+        over_step, over_extra, gaps = [], [], []
+        for seed in range(num_each):
+            problem = network(seed, num_forward)
+            low = remat.smallest_budget_bytes(problem, method="recompute")
+            high = remat.plan(problem, 2**62).keep_all_peak_bytes
+            for share in SHARES:
+                budget = int(low + share * (high - low))
+                best = fastest(problem, budget, limit_s)
+                made = remat.plan(problem, budget, method="recompute")
+                assert best is not None, "the solver found no plan where the planner did"
+                over_step.append((made.step_s + made.extra_s) / (made.step_s + best.extra_s))
+                if best.extra_s > 0:
+                    over_extra.append(made.extra_s / best.extra_s)
+                gaps.append((best.extra_s - best.bound_s) / (made.step_s + best.extra_s))
+        unproven = sum(gap > 1e-3 for gap in gaps)
+        num_unproven += unproven
+        all_steps += over_step
+        all_extras += over_extra
+        lines.append(
+            [
+                str(len(problem.operators)),
+                str(len(over_step)),
+                f"{fmean(over_step):.3f}",
+                f"{max(over_step):.3f}",
+                f"{fmean(over_extra):.3f}",
+                f"{unproven}, {max(gaps):.1%}",
+            ]
+        )
+        print(f"{len(problem.operators)} operators: step over optimum {fmean(over_step):.3f}", flush=True)
+    rows.append(Row(name="recompute", metric="step over the optimum's, mean", value=fmean(all_steps), unit=""))
+    rows.append(Row(name="recompute", metric="step over the optimum's, worst", value=max(all_steps), unit=""))
+    rows.append(Row(name="recompute", metric="extra time over the optimum's, mean", value=fmean(all_extras), unit=""))
+    rows.append(Row(name="optimum", metric="budgets not proven optimal", value=num_unproven, unit=""))
+    header = ["operators", "budgets", "step, mean", "step, worst", "extra, mean", "unproven, largest gap"]
+    show("recomputation over the optimum", header, lines)
 
 
 def _large(problem: remat.RematProblem, rows: list[Row]) -> None:

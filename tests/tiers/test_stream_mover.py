@@ -161,6 +161,11 @@ def test_device_and_disk_talk_directly(tmp_path, host, seed):
     device = Device(streams)
     for _ in range(3):
         run_step(waterfall, device, random.Random(seed))
+    handles = [waterfall.park(device.produce(value)) for value in range(1, 9)]
+    waterfall.drain()  # all have left, so that some must come back from the disk
+    for value, handle in enumerate(handles, 1):
+        device.consume(handle.get(), value)
+        handle.release()
     waterfall.drain()
     streams.finish()
     statistics = waterfall.statistics()

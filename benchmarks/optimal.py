@@ -1,0 +1,184 @@
+"""The fastest recomputation under a byte budget, as a mixed-integer linear program solved by HiGHS.
+
+The yardstick for the planner on small steps. After Checkmate (Jain et al., MLSys 2020): one stage per backward operator;
+which forward operators run again in it, which storages are held when it begins, and which are freed after which
+operator. Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward
+operator makes one storage at most: with several, the program would need to know of copies made in vain.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from penstock import remat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimum:
+    """What the solver found for one budget."""
+
+    extra_s: float
+    """Seconds recomputed by the best plan found."""
+    bound_s: float
+    """No plan recomputes less."""
+
+
+def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0) -> Optimum | None:
+    """The optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or none was found in time."""
+    return _Program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
+
+
+class _Program:
+    def __init__(self, problem: remat.RematProblem, budget_bytes: int):
+        self.problem = problem
+        self.num_forward = problem.num_forward
+        self.stages = range(problem.num_forward, len(problem.operators))
+        self.storages = [index for index, one in enumerate(problem.storages) if one.producer < self.num_forward]
+        for one in problem.operators[: self.num_forward]:
+            if len(one.outputs) > 1:
+                raise ValueError(f"{one.name} makes {len(one.outputs)} storages; this program knows operators of one")
+        self.unit = max([one.size_bytes for one in problem.storages] + [1])
+        self.budget = budget_bytes / self.unit
+        self.users: dict[int, list[int]] = {storage: [] for storage in range(len(problem.storages))}
+        for index, operator in enumerate(problem.operators):
+            for storage in set(operator.inputs):
+                self.users[storage].append(index)
+        self.columns: dict[tuple[str, int, int, int], int] = {}
+        self.costs: list[float] = []
+        self.upper: list[float] = []
+        self.is_whole: list[int] = []
+        self.rows: list[tuple[dict[int, float], float]] = []
+        """Sums of columns that are at most a number."""
+
+    def solve(self, limit_s: float) -> Optimum | None:
+        self._variables()
+        self._what_is_there()
+        self._forward_memory()
+        for stage in self.stages:
+            self._backward_memory(stage)
+        outcome = milp(
+            c=np.array(self.costs),
+            integrality=np.array(self.is_whole),
+            bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),
+            constraints=LinearConstraint(self._matrix(), ub=np.array([limit for _, limit in self.rows])),
+            options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
+        )
+        if outcome.x is None:
+            return None
+        return Optimum(extra_s=float(outcome.fun), bound_s=float(outcome.mip_dual_bound))
+
+    def _matrix(self) -> csr_matrix:
+        entries = [(at, column, value) for at, (row, _) in enumerate(self.rows) for column, value in row.items()]
+        lines, columns, values = zip(*entries, strict=True)
+        return csr_matrix((values, (lines, columns)), shape=(len(self.rows), len(self.costs)))
+
+    def _add(self, key: tuple[str, int, int, int], cost: float, upper: float, is_whole: bool) -> None:
+        self.columns[key] = len(self.costs)
+        self.costs.append(cost)
+        self.upper.append(upper)
+        self.is_whole.append(int(is_whole))
+
+    def _variables(self) -> None:
+        """``run``: an operator runs again in a stage; ``held``: a storage is there when it begins; ``freed``: by whom."""
+        for stage in self.stages:
+            for index, operator in enumerate(self.problem.operators[: self.num_forward]):
+                may_run = 0.0 if operator.must_run_once else 1.0
+                self._add(("run", stage, index, 0), operator.duration_s, may_run, True)
+            for storage in self.storages:
+                self._add(("held", stage, storage, 0), 0.0, 1.0, True)
+                for user in self._possible_users(storage, stage):
+                    self._add(("freed", stage, storage, user), 0.0, 1.0, False)
+
+    def _possible_users(self, storage: int, stage: int) -> list[int]:
+        """After whom it may go in a stage: its producer, forward operators that read it, and the stage's own."""
+        users = [one for one in self.users[storage] if one < self.num_forward or one == stage]
+        return [self.problem.storages[storage].producer, *users]
+
+    def _is_run(self, stage: int, operator: int) -> tuple[dict[int, float], float]:
+        """Columns and a constant whose sum is 1 if ``operator`` runs in ``stage``."""
+        if operator == stage:
+            return {}, 1.0
+        return {self.columns["run", stage, operator, 0]: 1.0}, 0.0
+
+    def _at_most(self, row: dict[int, float], limit: float) -> None:
+        self.rows.append((row, limit))
+
+    def _what_is_there(self) -> None:
+        for stage in self.stages:
+            for storage in self.storages:
+                held = self.columns["held", stage, storage, 0]
+                producer = self.problem.storages[storage].producer
+                if self.problem.storages[storage].is_output:
+                    self._at_most({held: -1.0}, -1.0)
+                if stage > self.num_forward:
+                    before = self.columns["held", stage - 1, storage, 0]
+                    made = self.columns["run", stage - 1, producer, 0]
+                    self._at_most({held: 1.0, before: -1.0, made: -1.0}, 0.0)
+                for user in self._possible_users(storage, stage)[1:]:
+                    run, constant = self._is_run(stage, user)
+                    made = self.columns["run", stage, producer, 0]
+                    self._at_most({**run, held: -1.0, made: -1.0}, -constant)
+
+    def _forward_memory(self) -> None:
+        """While forward runs: what is held for backward, and what forward itself still reads."""
+        first = self.num_forward
+        for index, operator in enumerate(self.problem.operators[:first]):
+            row, used = {}, operator.workspace_bytes / self.unit
+            for storage in self.storages:
+                one = self.problem.storages[storage]
+                last = max([user for user in self.users[storage] if user < first], default=one.producer)
+                if one.producer <= index <= last:
+                    used += one.size_bytes / self.unit
+                elif one.producer <= index and self.stages:
+                    row[self.columns["held", first, storage, 0]] = one.size_bytes / self.unit
+            self._at_most(row, self.budget - used)
+
+    def _backward_memory(self, stage: int) -> None:
+        """While a stage runs: what it begins with, plus what it makes, less what it has freed."""
+        problem, unit = self.problem, self.unit
+        now: dict[int, float] = {self.columns["held", stage, one, 0]: self._size(one) for one in self.storages}
+        others = sum(self._size(one) for one in self._backward_storages(stage))
+        for operator in (*range(self.num_forward), stage):
+            run, constant = self._is_run(stage, operator)
+            workspace = problem.operators[operator].workspace_bytes / unit
+            made = 0.0
+            if operator != stage:
+                made = sum(self._size(one) for one in problem.operators[operator].outputs)
+            for column in run:
+                now[column] = now.get(column, 0.0) + made
+            peak = dict(now)
+            for column in run:
+                peak[column] += workspace
+            own = sum(self._size(one) for one in problem.operators[stage].outputs) if operator == stage else 0.0
+            self._at_most(peak, self.budget - others - constant * workspace - own)
+            for storage in self.storages:
+                if operator in self._possible_users(storage, stage):
+                    now[self._free(stage, storage, operator)] = -self._size(storage)
+
+    def _free(self, stage: int, storage: int, operator: int) -> int:
+        """The column that says that a storage goes after an operator of a stage: nobody reads it any more."""
+        freed = self.columns["freed", stage, storage, operator]
+        run, constant = self._is_run(stage, operator)
+        self._at_most({freed: 1.0, **{column: -1.0 for column in run}}, constant)
+        if stage + 1 in self.stages:
+            self._at_most({freed: 1.0, self.columns["held", stage + 1, storage, 0]: 1.0}, 1.0)
+        for user in self._possible_users(storage, stage)[1:]:
+            if user > operator:
+                run, constant = self._is_run(stage, user)
+                self._at_most({freed: 1.0, **run}, 1.0 - constant)
+        return freed
+
+    def _backward_storages(self, stage: int) -> list[int]:
+        """Storages of earlier stages that this or a later one reads, or that are handed out."""
+        found = []
+        for storage, one in enumerate(self.problem.storages):
+            is_older = self.num_forward <= one.producer < stage
+            if is_older and (one.is_output or max(self.users[storage], default=one.producer) >= stage):
+                found.append(storage)
+        return found
+
+    def _size(self, storage: int) -> float:
+        return self.problem.storages[storage].size_bytes / self.unit
+
