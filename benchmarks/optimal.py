@@ -1,8 +1,8 @@
 """The fastest recomputation under a byte budget, as a mixed-integer linear program solved by HiGHS.
 
-The yardstick for the planner on small steps. After Checkmate (Jain et al., MLSys 2020): one stage per backward operator;
-which forward operators run again in it, which storages are held when it begins, and which are freed after which
-operator. Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward
+The yardstick for the planner on small steps. After Checkmate (Jain et al., MLSys 2020): one stage per backward
+operator; which forward operators run again in it, which storages are held when it begins, and which are freed after
+which operator. Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward
 operator makes one storage at most: with several, the program would need to know of copies made in vain.
 """
 
@@ -81,7 +81,7 @@ class _Program:
         self.is_whole.append(int(is_whole))
 
     def _variables(self) -> None:
-        """``run``: an operator runs again in a stage; ``held``: a storage is there when it begins; ``freed``: by whom."""
+        """``run``: an operator runs again in a stage; ``held``: a storage is there when it begins; ``freed``: after what."""
         for stage in self.stages:
             for index, operator in enumerate(self.problem.operators[: self.num_forward]):
                 may_run = 0.0 if operator.must_run_once else 1.0
@@ -161,7 +161,7 @@ class _Program:
         """The column that says that a storage goes after an operator of a stage: nobody reads it any more."""
         freed = self.columns["freed", stage, storage, operator]
         run, constant = self._is_run(stage, operator)
-        self._at_most({freed: 1.0, **{column: -1.0 for column in run}}, constant)
+        self._at_most({freed: 1.0, **dict.fromkeys(run, -1.0)}, constant)
         if stage + 1 in self.stages:
             self._at_most({freed: 1.0, self.columns["held", stage + 1, storage, 0]: 1.0}, 1.0)
         for user in self._possible_users(storage, stage)[1:]:
@@ -181,4 +181,3 @@ class _Program:
 
     def _size(self, storage: int) -> float:
         return self.problem.storages[storage].size_bytes / self.unit
-

@@ -13,6 +13,7 @@ checks from the order of operators alone; time is monotone in the budget within 
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BudgetError
 from penstock.remat._problem import Decision, RematProblem
-from penstock.remat._simulate import Graph, Simulation, simulate
+from penstock.remat._simulate import SMALL_GRAPH, Graph, Simulation, simulate
 from penstock.units import format_bytes
 
 Method = Literal["hybrid", "recompute", "swap"]
@@ -33,6 +34,8 @@ MIN_SWAP_BYTES = 64 * 1024
 _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
+_ANNEAL_STEPS, _HEAT = 150, 0.1
+"""Per operator whose decision is free, and in times of the step at the start."""
 _MAX_REPAIRS = 200
 _Decisions = NDArray[np.uint8]
 
@@ -164,7 +167,47 @@ class _Planner:
         best = min([*fitting, *refined], key=lambda one: one.extra_s)
         if num_starts > _MIN_STARTS:
             best = self._exchanged(best, budget_bytes)
+        if self.graph.num_operators <= SMALL_GRAPH:
+            best = self._annealed(best, budget_bytes)
         return best
+
+    def _groups(self) -> list[NDArray[np.int64]]:
+        """Per forward operator, what it makes that may be recomputed or swapped and is needed in backward."""
+        free = self.is_needed & (self.may_recompute | self.may_swap)
+        return [np.flatnonzero(free & (self.graph.producers == one)) for one in np.unique(self.graph.producers[free])]
+
+    def _annealed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+        """Simulated annealing over single decisions, from the best plan so far; small graphs can afford it."""
+        groups, choose = self._groups(), np.random.default_rng(0)
+        if not groups:
+            return start
+        choices = [self._choices(one) for one in groups]
+        best, now, energy_s = start, start.decisions.copy(), start.extra_s
+        num_steps = _ANNEAL_STEPS * len(groups)
+        for step in range(num_steps):
+            heat_s = _HEAT * self.graph.step_s * (1 - step / num_steps) ** 2
+            at = int(choose.integers(len(groups)))
+            before = now[groups[at]].copy()
+            now[groups[at]] = choices[at][int(choose.integers(len(choices[at])))]
+            tried = simulate(self.graph, now)
+            if tried is not None:
+                excess = max(0, tried.peak_bytes - budget_bytes)
+                if not excess and tried.extra_s < best.extra_s * (1 - 1e-9):
+                    best = _Candidate(now.copy(), tried.peak_bytes, tried.extra_s)
+                tried_s = tried.extra_s + self.graph.step_s * excess / max(1, budget_bytes)
+                if tried_s <= energy_s or choose.random() < math.exp((energy_s - tried_s) / heat_s):
+                    energy_s = tried_s
+                    continue
+            now[groups[at]] = before
+        return best
+
+    def _choices(self, group: NDArray[np.int64]) -> list[Decision]:
+        choices = [Decision.KEEP]
+        if self.may_recompute[group].all():
+            choices += [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME]
+        if self.may_swap[group].all():
+            choices.append(Decision.SWAP)
+        return choices
 
     def _relaxed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
         """Keeps what is swapped though the budget and the clock do not ask for it: the disk need not wear."""

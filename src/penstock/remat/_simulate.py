@@ -24,6 +24,9 @@ from penstock.remat._problem import Decision, RematProblem
 
 MAX_RECOMPUTE_FACTOR = 40
 """Decisions that run more than this many times the operators of the step count as infeasible."""
+SMALL_GRAPH = 100
+"""Up to so many operators the planner can afford to look closer."""
+_GAP = 64
 _ENDLESS, _NO_MEMORY = 1, 2
 
 
@@ -50,12 +53,13 @@ class Simulation:
 class Graph:
     """A problem as flat arrays."""
 
-    def __init__(self, problem: RematProblem, gap: int = 64):
+    def __init__(self, problem: RematProblem, gap: int | None = None):
         operators, storages = problem.operators, problem.storages
         self.problem = problem
         self.num_operators, self.num_storages = len(operators), len(storages)
         self.num_forward = problem.num_forward
-        self.gap = gap
+        self.gap = gap if gap is not None else 0 if self.num_operators <= SMALL_GRAPH else _GAP
+        """What is recomputed each time stays if it is needed again within so many operators."""
         self.durations_s = np.array([one.duration_s for one in operators], dtype=np.float64)
         self.step_s = float(np.cumsum(self.durations_s)[-1]) if operators else 0.0
         self.workspaces = np.array([one.workspace_bytes for one in operators], dtype=np.int64)
