@@ -81,7 +81,7 @@ class _Program:
         self.is_whole.append(int(is_whole))
 
     def _variables(self) -> None:
-        """``run``: an operator runs again in a stage; ``held``: a storage is there when it begins; ``freed``: after what."""
+        """Whether operators run again in a stage, storages are held when it begins, and go after an operator of it."""
         for stage in self.stages:
             for index, operator in enumerate(self.problem.operators[: self.num_forward]):
                 may_run = 0.0 if operator.must_run_once else 1.0

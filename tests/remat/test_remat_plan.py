@@ -33,7 +33,7 @@ def test_the_compiled_simulation_equals_the_one_in_python(seed, gap):
     if not problem.can_swap:
         problem = replace(problem, out_bandwidth_bytes_per_s=50.0)
     graph = Graph(problem, gap)
-    decisions = np.random.default_rng(seed).integers(0, 4, len(problem.storages)).astype(np.uint8)
+    decisions = np.random.default_rng(seed).integers(0, 5, len(problem.storages)).astype(np.uint8)
     slow, fast = simulate_slowly(graph, decisions), simulate(graph, decisions)
     assert (slow is None) == (fast is None)
     if slow is not None and fast is not None:

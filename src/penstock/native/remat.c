@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { KEEP = 0, RECOMPUTE = 1, RECOMPUTE_EACH_TIME = 2, SWAP = 3 };
+enum { KEEP = 0, RECOMPUTE = 1, RECOMPUTE_EACH_TIME = 2, SWAP = 3, RECOMPUTE_EVERY_TIME = 4 };
 enum { DONE = 0, ENDLESS = 1, NO_MEMORY = 2 };
 
 typedef struct {
@@ -107,6 +107,11 @@ static int32_t advance(Play *play, int32_t storage, int32_t index) {
     return needs[play->next_need[storage]];
 }
 
+/* Within how many operators it has to be needed again to stay. */
+static int32_t gap(const Play *play, int32_t storage) {
+    return play->decisions[storage] == RECOMPUTE_EVERY_TIME ? 0 : play->graph->gap;
+}
+
 static int is_held(Play *play, int32_t storage, int32_t index) {
     const Graph *graph = play->graph;
     int32_t count = graph->need_starts[storage + 1] - graph->need_starts[storage];
@@ -114,7 +119,7 @@ static int is_held(Play *play, int32_t storage, int32_t index) {
         return 0;
     if (play->decisions[storage] == RECOMPUTE)
         return 1;
-    return advance(play, storage, index) - index <= graph->gap;
+    return advance(play, storage, index) - index <= gap(play, storage);
 }
 
 static void drop(Play *play, int32_t index, int32_t slot) {
@@ -126,7 +131,7 @@ static void drop(Play *play, int32_t index, int32_t slot) {
         if (graph->need_ids[graph->need_starts[storage + 1] - 1] > index) {
             if (play->decisions[storage] == RECOMPUTE)
                 continue;
-            if (advance(play, storage, index + 1) - index <= graph->gap)
+            if (advance(play, storage, index + 1) - index <= gap(play, storage))
                 continue;
         }
         if (play->is_here[storage]) {

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.remat._plan import RematPlan
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes, format_duration
 
 
@@ -65,7 +65,7 @@ class Planned:
         if index in self.plan.gone_slots:
             num_away = self.plan.fetch_slots[index] - self.plan.gone_slots[index]
             return f"swapped: {size}, away while {num_away} operators run"
-        if decision in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+        if decision.recomputes:
             operator = self.problem.operators[storage.producer]
             times = self.plan.slots[self.problem.num_forward :].count(storage.producer)
             if not times:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import BudgetError
 from penstock.remat._problem import Decision, RematProblem
-from penstock.remat._simulate import SMALL_GRAPH, Graph, Simulation, simulate
+from penstock.remat._simulate import Graph, Simulation, simulate
 from penstock.units import format_bytes
 
 Method = Literal["hybrid", "recompute", "swap"]
@@ -34,9 +34,11 @@ MIN_SWAP_BYTES = 64 * 1024
 _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
-_ANNEAL_STEPS, _HEAT = 150, 0.1
-"""Per operator whose decision is free, and in times of the step at the start."""
+_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 100, 150, 0.1
+"""Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
 _MAX_REPAIRS = 200
+_RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
+"""Less and less is held, more and more is computed."""
 _Decisions = NDArray[np.uint8]
 
 
@@ -65,8 +67,7 @@ class RematPlan:
 
     def is_dropped(self, problem: RematProblem, storage: int) -> bool:
         """Whether a forward storage is gone when backward begins, so that it must be computed again."""
-        dropped = self.decisions[storage] in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME)
-        return dropped and not problem.storages[storage].is_output
+        return self.decisions[storage].recomputes and not problem.storages[storage].is_output
 
 
 def plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid", refine: bool = True) -> RematPlan:
@@ -167,7 +168,7 @@ class _Planner:
         best = min([*fitting, *refined], key=lambda one: one.extra_s)
         if num_starts > _MIN_STARTS:
             best = self._exchanged(best, budget_bytes)
-        if self.graph.num_operators <= SMALL_GRAPH:
+        if self.graph.num_operators <= _SMALL_GRAPH:
             best = self._annealed(best, budget_bytes)
         return best
 
@@ -204,7 +205,7 @@ class _Planner:
     def _choices(self, group: NDArray[np.int64]) -> list[Decision]:
         choices = [Decision.KEEP]
         if self.may_recompute[group].all():
-            choices += [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME]
+            choices += _RECOMPUTE
         if self.may_swap[group].all():
             choices.append(Decision.SWAP)
         return choices
@@ -227,7 +228,7 @@ class _Planner:
         improves = True
         while improves and best.extra_s > 0:
             improves = False
-            held = np.flatnonzero(((best.decisions == 0) | (best.decisions == 3)) & self.may_recompute)
+            held = np.flatnonzero(~_recomputed(best.decisions) & self.may_recompute)
             for producer in np.unique(self.graph.producers[held]).tolist():
                 decisions = best.decisions.copy()
                 group = np.array(self.graph.outputs[producer], dtype=np.int64)
@@ -313,8 +314,8 @@ class _Planner:
         options = [Decision.KEEP]
         if self.may_swap[group].any():
             options.append(Decision.SWAP)
-        if now == Decision.RECOMPUTE_EACH_TIME:
-            options.append(Decision.RECOMPUTE)
+        if now in _RECOMPUTE:
+            options += _RECOMPUTE[: _RECOMPUTE.index(Decision(now))]
         return options
 
     def _given_back(self, start: _Candidate, budget_bytes: int) -> _Candidate:
@@ -323,7 +324,7 @@ class _Planner:
         Outputs of one operator go together: with one of them missing it would run again all the same.
         """
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
-        dropped = np.flatnonzero((best.decisions == 1) | (best.decisions == 2))
+        dropped = np.flatnonzero(_recomputed(best.decisions))
         heap: list[tuple[float, int]] = []
         for producer in np.unique(self.graph.producers[dropped]).tolist():
             gain, _, _ = self._gain(best, producer, budget_bytes)
@@ -350,7 +351,7 @@ class _Planner:
         graph = self.graph
         found: tuple[float, _Decisions, tuple[int, float] | None] = (0.0, best.decisions, None)
         group = np.array(graph.outputs[producer], dtype=np.int64)
-        group = group[(best.decisions[group] == 1) | (best.decisions[group] == 2)]
+        group = group[_recomputed(best.decisions[group])]
         if not len(group):
             return found
         for option in self._options(group, int(best.decisions[group].max())):
@@ -415,13 +416,11 @@ class _Planner:
 
     def _repairs(self, storage: int, now: int) -> list[Decision]:
         options = []
-        if self.may_recompute[storage] and now != Decision.RECOMPUTE_EACH_TIME:
-            options.append(Decision.RECOMPUTE_EACH_TIME)
-            if now != Decision.RECOMPUTE:
-                options.append(Decision.RECOMPUTE)
+        if self.may_recompute[storage]:
+            options += [one for one in reversed(_RECOMPUTE) if one != now]
         if self.may_swap[storage] and now != Decision.SWAP:
             options.append(Decision.SWAP)
-        if now in (Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME):
+        if now in _RECOMPUTE:
             options.append(Decision.KEEP)
         return options
 
@@ -441,6 +440,10 @@ def _boundaries(cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) ->
             held = float(saved[begin : index + 1].sum())
         index += 1
     return tuple(boundaries)
+
+
+def _recomputed(decisions: _Decisions) -> NDArray[np.bool_]:
+    return ~np.isin(decisions, (Decision.KEEP, Decision.SWAP))
 
 
 def _excess(simulation: Simulation, budget_bytes: int) -> float:

@@ -24,6 +24,13 @@ class Decision(IntEnum):
     """As above, but dropped again whenever the next operator that needs it is far away."""
     SWAP = 3
     """It leaves the device over a lane and is back when backward needs it."""
+    RECOMPUTE_EVERY_TIME = 4
+    """It is dropped again after each operator that needs it."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it is dropped in forward."""
+        return self not in (Decision.KEEP, Decision.SWAP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

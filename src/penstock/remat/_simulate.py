@@ -24,9 +24,6 @@ from penstock.remat._problem import Decision, RematProblem
 
 MAX_RECOMPUTE_FACTOR = 40
 """Decisions that run more than this many times the operators of the step count as infeasible."""
-SMALL_GRAPH = 100
-"""Up to so many operators the planner can afford to look closer."""
-_GAP = 64
 _ENDLESS, _NO_MEMORY = 1, 2
 
 
@@ -53,12 +50,12 @@ class Simulation:
 class Graph:
     """A problem as flat arrays."""
 
-    def __init__(self, problem: RematProblem, gap: int | None = None):
+    def __init__(self, problem: RematProblem, gap: int = 64):
         operators, storages = problem.operators, problem.storages
         self.problem = problem
         self.num_operators, self.num_storages = len(operators), len(storages)
         self.num_forward = problem.num_forward
-        self.gap = gap if gap is not None else 0 if self.num_operators <= SMALL_GRAPH else _GAP
+        self.gap = gap
         """What is recomputed each time stays if it is needed again within so many operators."""
         self.durations_s = np.array([one.duration_s for one in operators], dtype=np.float64)
         self.step_s = float(np.cumsum(self.durations_s)[-1]) if operators else 0.0
@@ -304,7 +301,11 @@ class _Player:
         if self.decisions[storage] == Decision.RECOMPUTE:
             return True
         place = self._advance(storage, index)
-        return needs[place] - index <= self.graph.gap
+        return needs[place] - index <= self._gap(storage)
+
+    def _gap(self, storage: int) -> int:
+        """Within how many operators it has to be needed again to stay."""
+        return 0 if self.decisions[storage] == Decision.RECOMPUTE_EVERY_TIME else self.graph.gap
 
     def _advance(self, storage: int, index: int) -> int:
         """Position of the first need that is not before operator ``index``."""
@@ -323,7 +324,7 @@ class _Player:
             if needs[-1] > index:
                 if self.decisions[storage] == Decision.RECOMPUTE:
                     continue
-                if needs[self._advance(storage, index + 1)] - index <= graph.gap:
+                if needs[self._advance(storage, index + 1)] - index <= self._gap(storage):
                     continue
             if self.is_here[storage]:
                 self.intervals.append((self.births[storage], slot, int(graph.sizes[storage])))
