@@ -6,6 +6,7 @@ the maximum batch at eager's peak. Losses and gradients come from the node-by-no
 """
 
 import copy
+import functools
 import gc
 import math
 import time
@@ -28,6 +29,8 @@ from penstock.units import format_bytes
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 RATIOS = (0.5, 0.25, 0.1, 0.0)
 """Values of activation_memory_budget."""
+SOLVERS = ("greedy", "ilp", "dp_knapsack_sliding_hirschberg")
+"""Further solvers of it, tried at one value."""
 
 
 @dataclass(slots=True)
@@ -155,15 +158,38 @@ class Bench:
             self.note("the same, 95% high", high, "", method=method)
 
     def pytorch(self) -> None:
-        """PyTorch's own knob, with boxed runners as ours, and our planned time at the peak that it reaches."""
-        for ratio in RATIOS:
+        """PyTorch's own knob, with boxed runners as ours; planned extra time, and that of our plans at its peak."""
+        for solver, ratio in [("dp", ratio) for ratio in RATIOS] + [(solver, 0.25) for solver in SOLVERS]:
             torch._dynamo.reset()
-            with torch._functorch.config.patch(activation_memory_budget=ratio):
-                made = trainer(self.workload, self.device, _min_cut, self.batch)
-                peak_bytes = made.peak().activation_bytes
-            self.note(f"activation peak at {ratio}", peak_bytes, "bytes", method="activation_memory_budget")
-            del made
-            gc.collect()
+            method = f"activation_memory_budget ({solver})"
+            runs_again: list[str] = []
+            setting = {"activation_memory_budget": ratio, "activation_memory_budget_solver": solver}
+            try:
+                with torch._functorch.config.patch(setting):
+                    made = trainer(
+                        self.workload, self.device, functools.partial(_min_cut, runs_again=runs_again), self.batch
+                    )
+                    peak_bytes = made.peak().activation_bytes
+            except RuntimeError as error:  # its step fails; ours must not for that
+                print(f"{self.workload.name}, {method} at {ratio}: {str(error).splitlines()[0]}", flush=True)
+                self.note(f"fails at {ratio}", 1, "", method=method)
+                continue
+            finally:
+                made = None
+                gc.collect()
+            extra = self._extra(runs_again)
+            self.note(f"activation peak at {ratio}", peak_bytes, "bytes", method=method)
+            self.note(f"extra operator time at {ratio}", extra, "of the step", method=method)
+            for ours in ("recompute", "hybrid"):
+                (plan,) = remat.pareto(self.problem, [peak_bytes + self.problem.static_bytes], method=ours)
+                if plan is not None:
+                    extra = plan.extra_s / plan.step_s
+                    self.note(f"planned extra operator time at the peak of {solver}, {ratio}", extra, "", method=ours)
+
+    def _extra(self, names: list[str]) -> float:
+        """Share of the step that forward's operators of these names take."""
+        seconds = {one.name: one.duration_s for one in self.problem.operators[: self.problem.num_forward]}
+        return sum(seconds.get(name, 0.0) for name in names) / self.problem.step_s
 
     def max_batch(self) -> None:
         """The largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
@@ -188,15 +214,20 @@ class Bench:
             self.note("largest batch at eager's peak", largest, "", method=method, ratio=largest / self.batch)
 
 
-def _min_cut(module: nn.Module) -> Callable[..., Any]:
+def _min_cut(module: nn.Module, runs_again: list[str]) -> Callable[..., Any]:
+    """Compiled with PyTorch's partitioner; ``runs_again`` gets the names of backward's nodes."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     from penstock.remat._capture import boxed
 
+    def backward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        runs_again.extend([node.name for node in graph.graph.nodes if node.op == "call_function"])
+        return boxed(graph)
+
     backend = aot_autograd(
         fw_compiler=lambda graph, _: boxed(graph),
-        bw_compiler=lambda graph, _: boxed(graph),
+        bw_compiler=backward,
         partition_fn=min_cut_rematerialization_partition,
     )
     return torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
@@ -241,7 +272,7 @@ def _line(bench: Bench, outcomes: list[tuple[float, int, int, bool]]) -> list[st
 
     off = max((abs(measured / predicted - 1) for _, predicted, measured, _ in outcomes), default=0.0)
     lowest = min(
-        (value for (method, _), value in found.items() if method == "activation_memory_budget"), default=float("nan")
+        (value for (_, metric), value in found.items() if metric.startswith("activation peak at")), default=float("nan")
     )
     extra, ratio = "planned extra operator time at checkpoint's peak", "step time over eager's at checkpoint's peak"
     return [

@@ -443,7 +443,8 @@ def _boundaries(cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) ->
 
 
 def _recomputed(decisions: _Decisions) -> NDArray[np.bool_]:
-    return ~np.isin(decisions, (Decision.KEEP, Decision.SWAP))
+    recomputed: NDArray[np.bool_] = (decisions != Decision.KEEP) & (decisions != Decision.SWAP)
+    return recomputed
 
 
 def _excess(simulation: Simulation, budget_bytes: int) -> float:
