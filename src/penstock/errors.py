@@ -9,6 +9,8 @@ from typing import Self
 
 __all__ = [
     "BudgetError",
+    "CaptureError",
+    "CompilerDeclinedWarning",
     "DoubleBackwardError",
     "ForkedProcessError",
     "InternalError",
@@ -92,6 +94,10 @@ class PenstockWarning(UserWarning):
 
 class TierDegradedWarning(PenstockWarning):
     """A tier works, but with less than was asked: no direct I/O, no pinned memory, or a failed write."""
+
+
+class CompilerDeclinedWarning(PenstockWarning):
+    """A planned step was to be compiled and runs node by node instead. The message says why."""
 
 
 class OffloadDeclinedWarning(PenstockWarning):

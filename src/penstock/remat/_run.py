@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -22,6 +22,7 @@ from penstock.remat._optimizer import optimizer_state_bytes
 from penstock.remat._plan import Method, plan
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import measure
+from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
 from penstock.units import parse_bytes
 
@@ -54,8 +55,14 @@ class Settings:
     """What a plan may use."""
     profile: RematProblem | None = None
     """A problem of the same step, whose times and workspaces are taken instead of measuring."""
+    compiler: Literal["eager", "inductor"] = "eager"
+    """What runs the planned graphs: node by node, or Inductor where that keeps within the budget."""
     verify: bool = False
     """Compare the storages that are resident with the plan's after every operator (slow)."""
+
+    def __post_init__(self) -> None:
+        if self.compiler not in ("eager", "inductor"):
+            raise ValueError(f"compiler is 'eager' or 'inductor', not {self.compiler!r}")
 
     def account(self) -> tiers.Budget:
         """The budget as one account."""
@@ -74,6 +81,8 @@ class Compiler:
     """One per shape of the arguments, in the order in which they were met."""
     tiers: _swap.Tiers | None = None
     """Where swaps go, once a plan has some."""
+    trial: Trial | None = None
+    """Of the plan that was made last, if Inductor is to compile it."""
     is_rehearsing: bool = False
     """Whether forward stops before its first operator: only the plan is wanted."""
 
@@ -92,7 +101,7 @@ class Compiler:
                 "torch.compile(model, backend='penstock', dynamic=False, options={'budget': '6GiB'})"
             )
         split = functools.partial(self.split, inputs)
-        return _capture.backend(split, self._forward, self._runner)(module, inputs)  # type: ignore[no-any-return]
+        return _capture.backend(split, self._forward, self._backward)(module, inputs)  # type: ignore[no-any-return]
 
     def split(
         self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
@@ -108,7 +117,12 @@ class Compiler:
         if made.gone_slots and self.tiers is None:
             self.tiers = _swap.Tiers(_device_of(captured), self.settings.account())
         self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
-        return emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
+        forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
+        if self.settings.compiler == "inductor":
+            in_step_bytes = captured.changed_bytes + captured.generator_state_bytes
+            allowed_bytes = budget_bytes - problem.static_bytes + in_step_bytes
+            self.trial = Trial(forward, backward, num_forward_outputs, allowed_bytes)
+        return forward, backward
 
     def _problem(self, captured: _capture.Captured) -> RematProblem:
         settings = self.settings
@@ -142,14 +156,18 @@ class Compiler:
         account = self.settings.account()
         return 2**62 if account.device_bytes is None else account.device_bytes
 
-    def _runner(self, module: fx.GraphModule) -> _capture.Runner:
+    def _backward(self, module: fx.GraphModule) -> _capture.Runner:
+        return self._runner(module, is_backward=True)
+
+    def _runner(self, module: fx.GraphModule, *, is_backward: bool) -> _capture.Runner:
         if self.settings.verify and self.planned:
             planned = self.planned[-1]
             return checked(module, module.meta[SLOTS], planned.problem, planned.plan)
-        return _capture.boxed(module)
+        plain = _capture.boxed(module)
+        return plain if self.trial is None else self.trial.runner(plain, is_backward=is_backward)
 
     def _forward(self, module: fx.GraphModule) -> _capture.Runner:
-        run = self._runner(module)
+        run = self._runner(module, is_backward=False)
 
         def runner(arguments: list[Any]) -> Any:
             if self.is_rehearsing:
@@ -223,6 +241,7 @@ def optimize(
     accumulates: bool = True,
     method: Method = "hybrid",
     profile: RematProblem | None = None,
+    compiler: Literal["eager", "inductor"] = "eager",
     verify: bool = False,
 ) -> OptimizedStep:
     """``step``, planned so that the device's true peak stays within ``budget``; the plan is made before it first runs.
@@ -245,12 +264,15 @@ def optimize(
         method: ``"recompute"`` or ``"swap"`` leave the other out.
         profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``; its times are taken instead
             of measuring. A step with other operators is measured.
+        compiler: ``"eager"`` runs the planned graphs node by node, with the results of plain PyTorch to the bit;
+            ``"inductor"`` compiles what lies between swaps and random operators. It fuses, so its results are equal
+            within rounding, and a step is tried and measured first: one that leaves the budget runs node by node.
         verify: compare the storages that are resident with the plan's after every operator (slow).
 
     Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``CaptureError`` or
     PyTorch's own error, which names the line, for a step that is not one graph. Method: Libra (Wang, NTHU 2024).
     """
-    compiler = Compiler(
+    planner = Compiler(
         Settings(
             budget=budget,
             optimizer=optimizer,
@@ -260,11 +282,12 @@ def optimize(
             accumulates=accumulates,
             method=method,
             profile=profile,
+            compiler=compiler,
             verify=verify,
         )
     )
-    optimized = OptimizedStep(step, compiler)
-    with compiler.rehearsal():
+    optimized = OptimizedStep(step, planner)
+    with planner.rehearsal():
         optimized(*example_inputs)
     return optimized
 

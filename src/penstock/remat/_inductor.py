@@ -1,0 +1,136 @@
+"""Planned graphs through Inductor, piece by piece. The only file that touches Inductor.
+
+Swaps, replays of generators, random operators and the adding of gradients stay calls of their own, in the plan's
+order; what lies between two of them is decomposed and compiled as one piece. Inductor fuses inside of a piece, so
+that its memory is no longer the plan's: a step is accepted after one was measured (`_run.py`).
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from penstock.remat._capture import Runner, is_random, is_view, make_boxed_func_flag
+
+_MIN_CALLS = 2
+"""A piece with fewer operators that compute is not worth compiling."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Consecutive nodes of a graph, run as one."""
+
+    nodes: list[fx.Node]
+    inputs: list[fx.Node]
+    outputs: list[fx.Node]
+    run: Callable[[list[Any]], Any]
+
+
+def compiled(module: fx.GraphModule) -> Runner:
+    """A boxed runner of ``module``. Raises whatever Inductor raises."""
+    pieces = [_piece(module, nodes) if len(nodes) > 1 else nodes[0] for nodes in _cuts(module.graph)]
+    dies = _last_uses(pieces)
+
+    def runner(arguments: list[Any]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        given = iter(arguments)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+        del given
+        arguments.clear()
+        result = None
+        for piece in pieces:
+            gone = dies.get(id(piece), ())
+            if isinstance(piece, _Piece):
+                taken = [values.pop(one) if one in gone else values[one] for one in piece.inputs]
+                values |= zip(piece.outputs, piece.run(taken), strict=True)
+            elif piece.op == "output":
+                result = fx.node.map_arg(piece.args[0], values.__getitem__)
+            elif piece.op == "get_attr":
+                values[piece] = _attribute(module, str(piece.target))
+            elif piece.op == "call_function":
+                given_here = fx.node.map_arg((piece.args, piece.kwargs), values.__getitem__)
+                values[piece] = piece.target(*given_here[0], **given_here[1])  # type: ignore[operator]
+                del given_here
+            for one in gone:
+                values.pop(one, None)
+        return result
+
+    return make_boxed_func_flag(runner)
+
+
+def _cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    """The nodes of ``graph`` in order: runs of those that Inductor may have, and all others alone."""
+    run: list[fx.Node] = []
+    for node in graph.nodes:
+        if _is_pure(node):
+            run.append(node)
+            continue
+        if sum(one.target is not operator.getitem and not is_view(one) for one in run) >= _MIN_CALLS:
+            yield run
+        else:
+            yield from ([one] for one in run)
+        run = []
+        yield [node]
+
+
+def _is_pure(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return _is_pure(node.all_input_nodes[0])
+    return isinstance(node.target, torch._ops.OpOverload) and not is_random(node)
+
+
+def _piece(module: fx.GraphModule, nodes: list[fx.Node]) -> _Piece:
+    inside = set(nodes)
+    inputs = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in inside))
+    outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    mode = detect_fake_mode([node.meta.get("val") for node in (*inputs, *nodes)])
+    assert mode is not None
+    run = _compile(fx.GraphModule(module, graph), [node.meta["val"] for node in inputs], mode)
+    return _Piece(nodes=nodes, inputs=inputs, outputs=outputs, run=run)
+
+
+def _compile(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Callable[[list[Any]], Any]:
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with mode:
+        decomposed = make_fx(module, decomposition_table=select_decomp_table())(*inputs)
+    result = next(iter(reversed(decomposed.graph.nodes)))
+    result.meta["user_visible_output_idxs"] = list(range(len(result.args[0])))  # their strides stay as they are
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(decomposed, inputs)  # type: ignore[no-any-return]
+
+
+def _last_uses(pieces: list[Any]) -> dict[int, list[fx.Node]]:
+    """Per piece or node, by identity, what nobody reads after it."""
+    last: dict[fx.Node, int] = {}
+    for piece in pieces:
+        own = piece.outputs if isinstance(piece, _Piece) else [piece]
+        for node in (*own, *(piece.inputs if isinstance(piece, _Piece) else piece.all_input_nodes)):
+            last[node] = id(piece)
+    dies: dict[int, list[fx.Node]] = {}
+    for node, piece in last.items():
+        dies.setdefault(piece, []).append(node)
+    return dies
+
+
+def _attribute(module: fx.GraphModule, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

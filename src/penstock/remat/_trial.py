@@ -1,0 +1,68 @@
+"""A compiled step is accepted once one was measured: Inductor may hold together what the plan keeps apart."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import fx
+
+from penstock import probe
+from penstock.errors import CompilerDeclinedWarning
+from penstock.remat import _accumulate
+from penstock.remat._capture import Runner, device_of, make_boxed_func_flag, tensors_of
+from penstock.remat._inductor import compiled
+from penstock.units import format_bytes
+
+
+class Trial:
+    """Forward and backward of one plan, compiled; they run node by node until a step has kept within the plan's bytes.
+
+    The trial is a step of its own, on the arguments of the first: its gradients are discarded and generators put back.
+    """
+
+    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_results: int, allowed_bytes: int):
+        self.is_accepted: bool | None = None
+        self._num_results = num_results
+        """How many values forward returns before those that it saves."""
+        self._allowed_bytes = allowed_bytes
+        """What a step may take beside what is there when it begins."""
+        self._inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
+        self._device = max(map(device_of, backward.graph.nodes), key=lambda one: one.type == "cuda")
+        try:
+            self._forward, self._backward = compiled(forward), compiled(backward)
+        except Exception as error:  # whatever a compiler may raise: the plan runs without it
+            self._decline(f"Inductor could not compile it ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
+
+    def runner(self, plain: Runner, *, is_backward: bool) -> Runner:
+        """Runs a half of the step compiled if that is accepted, else as ``plain`` does."""
+
+        def run(arguments: list[Any]) -> Any:
+            if self.is_accepted is None and not is_backward:
+                self._measure(arguments)
+            if not self.is_accepted:
+                return plain(arguments)
+            return self._backward(arguments) if is_backward else self._forward(arguments)
+
+        return make_boxed_func_flag(run)
+
+    def _measure(self, arguments: list[Any]) -> None:
+        if not probe.can_record(self._device):
+            return  # another profiler runs: the next step will be tried
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), _accumulate.discarding():
+            self._step(arguments)  # what libraries take once, they take here
+            taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
+        if taken > self._allowed_bytes:
+            self._decline(f"compiled by Inductor it takes {format_bytes(taken)} of {format_bytes(self._allowed_bytes)}")
+        else:
+            self.is_accepted = True
+
+    def _step(self, arguments: list[Any]) -> None:
+        tangents = [tensor for node in self._inputs if "tangents" in node.name for tensor in tensors_of(node)]
+        made = [torch.ones(one.shape, dtype=one.dtype, device=one.device) for one in tangents]
+        self._backward([*self._forward(list(arguments))[self._num_results :], *made])
+
+    def _decline(self, why: str) -> None:
+        if self.is_accepted is None:
+            warnings.warn(f"the planned step runs node by node: {why}", CompilerDeclinedWarning, stacklevel=2)
+        self.is_accepted = False

@@ -1,0 +1,135 @@
+"""Planned graphs through Inductor: the same training within rounding, and never more bytes than allowed."""
+
+import gc
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import probe, remat
+from penstock.errors import CompilerDeclinedWarning
+from penstock.testing import GPT
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler for the CPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_of_before(monkeypatch):
+    torch._dynamo.reset()
+    rates = lambda _, account: (1e12, 1e12) if account.disk_bytes else (0.0, 0.0)  # noqa: E731
+    monkeypatch.setattr("penstock.remat._run._lane_rates", rates)
+
+
+def make():
+    torch.manual_seed(0)
+    model = GPT(num_layers=3, width=64, num_heads=4, context=64)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model, (torch.randint(256, (8, 64)), torch.randint(256, (8, 64)))
+
+
+def gradients_of(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("method", ["recompute", "swap"])
+def test_a_compiled_plan_trains_as_plain_within_its_budget(tmp_path, method):
+    plain, batch = make()
+    plain(*batch).backward()
+    model, batch = make()
+    disk = tmp_path if method == "swap" else None
+    problem = remat.optimize(model, batch, None, disk=disk).plan.problem
+    low = remat.smallest_budget_bytes(problem, method=method)
+    high = remat.plan(problem, 2**62).keep_all_peak_bytes
+    budget = (low + high) // 2
+    step = remat.optimize(model, batch, budget, method=method, disk=disk, profile=problem, compiler="inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CompilerDeclinedWarning)
+        loss = step(*batch)
+    assert step._compiler.trial.is_accepted
+    loss.backward()
+    torch.testing.assert_close(loss, plain(*batch))
+    for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-6)
+    del loss
+    gc.collect()
+    measured = probe.peak_bytes(lambda: step(*batch).backward(), device="cpu").activation_bytes
+    assert measured <= budget - problem.static_bytes
+
+
+class Noisy(nn.Module):
+    """Batch norm and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.GELU(),
+            nn.Dropout(0.3),
+            nn.Conv2d(16, 8, 3),
+            nn.GELU(),
+        )
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+def make_noisy():
+    torch.manual_seed(0)
+    return Noisy(), (torch.randn(8, 3, 16, 16),)
+
+
+def test_masks_statistics_and_the_generator_are_those_of_plain():
+    plain, batch = make_noisy()
+    model, _ = make_noisy()
+    problem = remat.optimize(model, batch, None).plan.problem
+    budget = problem.static_bytes + int(0.8 * (remat.plan(problem, 2**62).keep_all_peak_bytes - problem.static_bytes))
+    step = remat.optimize(model, batch, budget, profile=problem, compiler="inductor")
+    after = []
+    for each, run in ((plain, plain), (model, step)):
+        torch.manual_seed(3)
+        run(*batch).backward()
+        run(*batch).backward()
+        after.append(torch.rand(1))
+        assert int(each.body[1].num_batches_tracked) == 2
+    assert step._compiler.trial.is_accepted
+    assert torch.equal(*after)
+    for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.body[1].running_mean, plain.body[1].running_mean)
+
+
+def trains_as_plain(step, model, batch):
+    plain, _ = make_noisy()
+    for run in (plain, step):
+        torch.manual_seed(3)
+        run(*batch).backward()
+    return all(torch.equal(one, two) for one, two in zip(gradients_of(model), gradients_of(plain), strict=True))
+
+
+def test_a_step_that_takes_more_than_allowed_runs_node_by_node():
+    model, batch = make_noisy()
+    step = remat.optimize(model, batch, None, compiler="inductor")
+    step._compiler.trial._allowed_bytes = 1000
+    with pytest.warns(CompilerDeclinedWarning, match=r"takes .* of 1000 B"):
+        assert trains_as_plain(step, model, batch)
+
+
+def test_what_inductor_cannot_compile_runs_node_by_node(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no such lowering")
+
+    monkeypatch.setattr("penstock.remat._inductor._compile", broken)
+    model, batch = make_noisy()
+    with pytest.warns(CompilerDeclinedWarning, match="could not compile it .RuntimeError: no such lowering"):
+        step = remat.optimize(model, batch, None, compiler="inductor")
+    assert trains_as_plain(step, model, batch)
+
+
+def test_another_compiler_is_refused():
+    model, batch = make_noisy()
+    with pytest.raises(ValueError, match="compiler is 'eager' or 'inductor', not 'tensorrt'"):
+        remat.optimize(model, batch, None, compiler="tensorrt")
