@@ -104,6 +104,7 @@ def write(found: PlanTable, out: Path) -> list[Path]:
         {"without a plan": _timeline(found.problem, free), "the tightest plan": _timeline(found.problem, tightest)},
         limit_bytes=tightest.peak_bytes,
         limit_label="its peak",
+        marks=_marks(found.problem, tightest),
         title="Memory held over the operators of one step",
     )
     return files
@@ -131,6 +132,18 @@ def as_json(found: PlanTable) -> str:
 
 def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
     return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
+
+
+def _marks(problem: remat.RematProblem, plan: remat.RematPlan) -> dict[str, list[float]]:
+    """When operators run again, and when swapped storages leave and come back, in seconds."""
+    times_s = [time_s for time_s, _ in _timeline(problem, plan)]
+    again = [slot for slot, index in enumerate(plan.slots) if slot >= problem.num_forward > index]
+    marks = {
+        "recomputed": again,
+        "swapped out": sorted(plan.gone_slots.values()),
+        "called back": sorted(plan.fetch_slots.values()),
+    }
+    return {name: [times_s[slot] for slot in slots] for name, slots in marks.items() if slots}
 
 
 def _timeline(problem: remat.RematProblem, plan: remat.RematPlan) -> list[tuple[float, int]]:

@@ -17,12 +17,14 @@ def memory_timeline(
     *,
     limit_bytes: int | None = None,
     limit_label: str = "limit",
+    marks: Mapping[str, Sequence[float]] | None = None,
     title: str = "Memory during one step",
 ) -> None:
-    """Draws device memory over time, one curve per run, and a line at ``limit_bytes``.
+    """Draws device memory over time, one curve per run, a line at ``limit_bytes``, and rows of ``marks`` below.
 
     ``timelines`` maps a name to ``(seconds, bytes)`` in ascending time, as in ``PeakReport.timeline``; every curve is
-    shifted to begin at 0. The format follows the ending of ``path`` (``.png``, ``.svg``, ``.pdf``).
+    shifted to begin at 0. ``marks`` maps what happened to its times in seconds from the beginning. The format follows
+    the ending of ``path`` (``.png``, ``.svg``, ``.pdf``).
     """
     figure, axes = _axes("time in the step (s)", "memory held (MiB)", title)
     for (name, timeline), colour in zip(timelines.items(), _COLOURS * len(timelines), strict=False):
@@ -48,6 +50,19 @@ def memory_timeline(
             color="#be123c",
             fontsize=9,
         )
+    for row, (name, times_s) in enumerate((marks or {}).items()):
+        axes.plot(
+            times_s,
+            [-0.03 * (row + 1)] * len(times_s),
+            transform=axes.get_xaxis_transform(),
+            linestyle="none",
+            marker="|",
+            markersize=7,
+            clip_on=False,
+            color=_COLOURS[-1 - row % len(_COLOURS)],
+            label=f"{name} ({len(times_s)})",
+        )
+    axes.tick_params(axis="x", pad=4 + 8 * len(marks or {}))
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="upper right")
