@@ -6,6 +6,7 @@ and mutation has been turned into extra outputs.
 """
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -232,7 +233,7 @@ def module_of(node: fx.Node) -> str:
     """The innermost module that the node comes from, or the user's line."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
-        return str(list(stack.values())[-1][0]).removeprefix("L['self'].").removeprefix("L__self___")
+        return re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
     return trace[-1].strip() if trace else ""
 
