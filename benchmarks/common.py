@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock import __version__
+from penstock.remat import RematProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,18 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float,
     choices = random.Random(0)
     medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(10_000))
     return median(ratios), medians[249], medians[9749]
+
+
+def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[str]:
+    """Forward operators that checkpoints of these modules run again: up to the last whose results backward reads."""
+    found: list[str] = []
+    for block in blocks:
+        own = [at for at, one in enumerate(problem.operators) if f"{one.module}.".startswith(f"{block}.")]
+        read = {one for at in own if at >= problem.num_forward for one in problem.operators[at].inputs}
+        producers = {problem.storages[one].producer for one in read}
+        last = max((at for at in own if at < problem.num_forward and at in producers), default=-1)
+        found += [problem.operators[at].name for at in own if at <= last]
+    return found
 
 
 def machine() -> dict[str, Any]:

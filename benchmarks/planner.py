@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Row, parser, show, write
+from benchmarks.common import Row, parser, rerun_by_checkpoints, show, write
 from benchmarks.optimal import fastest
 from penstock import remat
 from penstock.errors import BudgetError
@@ -144,6 +144,12 @@ def _curve(problem: remat.RematProblem, rows: list[Row]) -> None:
                 Row(name=name, metric=f"extra time at {budget_mib:g} MiB", value=made.extra_s / made.step_s, unit="")
             )
         lines.append(line)
+    again = set(rerun_by_checkpoints(problem, [f"blocks.{index}" for index in range(100)]))
+    extra = (
+        sum(one.duration_s for one in problem.operators[: problem.num_forward] if one.name in again) / problem.step_s
+    )
+    rows.append(Row(name="checkpoint per block", metric="extra time", value=extra, unit="of the step"))
+    print(f"a checkpoint per block recomputes {extra:.1%} of the step")
     for name in ("recompute", "hybrid"):
         smallest = remat.smallest_budget_bytes(problem, method=name)  # type: ignore[arg-type]
         rows.append(Row(name=name, metric="smallest budget", value=smallest, unit="bytes"))

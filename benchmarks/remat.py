@@ -20,7 +20,7 @@ import torch
 import torch._functorch.config
 from torch import nn
 
-from benchmarks.common import Row, interleaved, paired_ratio, parser, show, write
+from benchmarks.common import Row, interleaved, paired_ratio, parser, rerun_by_checkpoints, show, write
 from benchmarks.models import WORKLOADS, Workload, checkpointed, make
 from penstock import probe, remat
 from penstock.errors import BudgetError
@@ -137,7 +137,9 @@ class Bench:
         wrapped = trainer(self.workload, self.device, lambda module: checkpointed(self.workload, module), self.batch)
         report = wrapped.peak()
         self.note("activation peak", report.activation_bytes, "bytes", method="checkpoint per block")
-        extra = self._extra(self._in_blocks())
+        names = {module: name for name, module in self.eager.module.named_modules()}
+        blocks = [names[parent.get_submodule(child)] for parent, child in self.workload.blocks(self.eager.module)]
+        extra = self._extra(rerun_by_checkpoints(self.problem, blocks))
         self.note("extra operator time", extra, "of the step", method="checkpoint per block")
         budget = report.activation_bytes + self.problem.static_bytes
         steps: dict[str, Callable[[], Any]] = {"eager": self.eager, "checkpoint per block": wrapped}
@@ -187,20 +189,6 @@ class Bench:
                 if plan is not None:
                     extra = plan.extra_s / plan.step_s
                     self.note(f"planned extra operator time at the peak of {solver}, {ratio}", extra, "", method=ours)
-
-    def _in_blocks(self) -> list[str]:
-        """Forward operators that checkpoints run again: of each block, up to the last whose results backward reads."""
-        names = {module: name for name, module in self.eager.module.named_modules()}
-        operators, num_forward = self.problem.operators, self.problem.num_forward
-        found: list[str] = []
-        for parent, child in self.workload.blocks(self.eager.module):
-            block = names[parent.get_submodule(child)]
-            own = [at for at, one in enumerate(operators) if f"{one.module}.".startswith(f"{block}.")]
-            read = {storage for at in own if at >= num_forward for storage in operators[at].inputs}
-            producers = {self.problem.storages[one].producer for one in read}
-            last = max((at for at in own if at < num_forward and at in producers), default=-1)
-            found += [operators[at].name for at in own if at <= last]
-        return found
 
     def _extra(self, names: list[str]) -> float:
         """Share of the step that forward's operators of these names take."""

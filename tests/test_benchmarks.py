@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import offload, remat, soak_tiers
+from benchmarks import offload, planner, remat, soak_tiers
 
 
 def test_offload_benchmark(tmp_path):
@@ -22,6 +22,16 @@ def test_soak_campaign(tmp_path):
     figures = soak_tiers.main(["--cycles", "60", "--disk", str(tmp_path)])
     assert figures["num_cycles"] >= 60
     assert figures["num_wrong"] == 0
+
+
+def test_planner_benchmark(tmp_path):
+    file = tmp_path / "planner.json"
+    planner.main(["--quick", "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert 1 <= rows["recompute", "step over the optimum's, mean"] < 1.05
+    assert rows["optimum", "budgets not proven optimal"] == 0
+    assert 0.15 < rows["checkpoint per block", "extra time"] < 0.3
+    assert rows["hybrid, 20 budgets", "planning"] > 0
 
 
 def test_remat_benchmark(tmp_path):
