@@ -11,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -27,6 +27,9 @@ from penstock.errors import BudgetError
 from penstock.units import format_bytes
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+METHODS: tuple[remat.Method, ...] = ("recompute", "swap", "hybrid")
+LINKS = (50e6, 200e6, 800e6, 3200e6)
+"""Bytes per second out and back, for plans only."""
 RATIOS = (0.5, 0.25, 0.1, 0.0)
 """Values of activation_memory_budget."""
 SOLVERS = ("greedy", "ilp", "dp_knapsack_sliding_hirschberg")
@@ -82,6 +85,7 @@ class Bench:
         start_s = time.perf_counter()
         module, batch = copy.deepcopy(self.eager.module), self.eager.batch
         self.problem = remat.optimize(module, batch, None, disk=disk).plan.problem
+        self.problems = {self.batch: self.problem}
         self.note("capture and profile", time.perf_counter() - start_s, "s")
         self.note("operators", len(self.problem.operators), "")
         self.note("activation peak", self.eager_peak.activation_bytes, "bytes", method="eager")
@@ -198,24 +202,50 @@ class Bench:
     def max_batch(self) -> None:
         """The largest batch whose plan fits eager's peak, from the plan of each batch, over eager's batch."""
         budget = self.problem.static_bytes + self.eager_peak.activation_bytes
-        for method in ("recompute", "hybrid"):
-            largest = self.batch
-            step = self.batch
+        for method in METHODS:
+            largest = step = self.batch
             while step >= max(1, self.batch // 4):
-                module, batch = make(self.workload.name, largest + step)
-                try:
-                    remat.optimize(
-                        module.to(self.device),
-                        batch,
-                        budget,
-                        method=method,
-                        disk=self.disk if method != "recompute" else None,
-                    )
-                except BudgetError:
+                if self._fits(self._of_batch(largest + step), budget, method):
+                    largest += step
+                else:
                     step //= 2
-                    continue
-                largest += step
             self.note("largest batch at eager's peak", largest, "", method=method, ratio=largest / self.batch)
+
+    def _of_batch(self, batch: int) -> remat.RematProblem:
+        """The step on a batch of that size, captured and measured once."""
+        if batch not in self.problems:
+            module, tensors = make(self.workload.name, batch)
+            tensors = tuple(one.to(self.device) for one in tensors)
+            step = remat.optimize(module.to(self.device), tensors, None, disk=self.disk)
+            self.problems[batch] = step.plan.problem
+        return self.problems[batch]
+
+    def _fits(self, problem: remat.RematProblem, budget_bytes: int, method: str) -> bool:
+        return remat.pareto(problem, [budget_bytes], method=method, refine=False)[0] is not None
+
+    def adapt(self) -> None:
+        """Planned extra time where something changes: the link's speed, the batch, the optimizer's state."""
+        half = self.problem.static_bytes + self.eager_peak.activation_bytes // 2
+        for rate in LINKS:
+            problem = self.problem.scaled(out=rate, back=rate)
+            for method in METHODS:
+                self._planned_extra(problem, half, method, f"half the peak and a link of {rate / 1e6:.0f} MB/s")
+        budget = self.problem.static_bytes + self.eager_peak.activation_bytes
+        for batch in (self.batch * 3 // 2, self.batch * 2):
+            for method in METHODS:
+                self._planned_extra(self._of_batch(batch), budget, method, f"eager's peak and {batch} samples")
+        parameters = sum(one.nbytes for one in self.eager.module.parameters())
+        for name, copies in (("SGD with momentum", 1), ("Adam", 2)):
+            problem = replace(self.problem, static_bytes=self.problem.static_bytes + copies * parameters)
+            for method in METHODS:
+                self._planned_extra(problem, budget, method, f"eager's peak and {name}")
+
+    def _planned_extra(self, problem: remat.RematProblem, budget: int, method: str, what: str) -> None:
+        start_s = time.perf_counter()
+        (plan,) = remat.pareto(problem, [budget], method=method)
+        self.note(f"solving at {what}", time.perf_counter() - start_s, "s", method=method)
+        if plan is not None:
+            self.note(f"planned extra operator time at {what}", plan.extra_s / plan.step_s, "", method=method)
 
 
 def _min_cut(module: nn.Module, runs_again: list[str]) -> Callable[..., Any]:
@@ -240,10 +270,10 @@ def _min_cut(module: nn.Module, runs_again: list[str]) -> Callable[..., Any]:
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--model", action="append", choices=list(WORKLOADS), help="only this one; may be repeated")
-    options.add_argument("--part", action="append", choices=["budgets", "checkpoint", "pytorch", "batch"])
+    options.add_argument("--part", action="append", choices=["budgets", "checkpoint", "pytorch", "batch", "adapt"])
     options.add_argument("--rounds", type=int, default=9)
     given = options.parse_args(arguments)
-    parts = given.part or ["budgets", "checkpoint", "pytorch", "batch"]
+    parts = given.part or ["budgets", "checkpoint", "pytorch", "batch", "adapt"]
     rows: list[Row] = []
     lines = []
     for name in given.model or WORKLOADS:
@@ -259,6 +289,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             bench.pytorch()
         if "batch" in parts:
             bench.max_batch()
+        if "adapt" in parts:
+            bench.adapt()
         rows += bench.rows
         lines.append(_line(bench, outcomes))
         print(lines[-1], flush=True)
@@ -307,7 +339,7 @@ def _summary(lines: list[list[str]], rows: list[Row]) -> None:
         "time at checkpoint's: checkpoint / recompute / hybrid",
     ]
     show("activation peaks; predicted against measured; planned extra operator time", header, lines)
-    for method in ("recompute", "hybrid"):
+    for method in METHODS:
         ratios = [
             row.ratio
             for row in rows
