@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,12 @@ def collected():
     gc.collect()
     yield
     gc.collect()
+
+
+@pytest.fixture
+def one_thread():
+    """OpenMP's threads wait by spinning, which starves lane threads where cores are few and tensors tiny."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -37,16 +37,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from penstock import offload
 from penstock.errors import DoubleBackwardError, ForkedProcessError, OffloadDeclinedWarning
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 INPLACE = "modified by an inplace operation"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """OpenMP's threads wait by spinning, which starves lane threads where cores are few and tensors tiny."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

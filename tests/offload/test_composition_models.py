@@ -7,17 +7,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = 64
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """OpenMP's threads wait by spinning, which starves lane threads where cores are few and tensors tiny."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def tokens():
@@ -31,10 +24,7 @@ def gpt2(**options):
 
 def bert(**options):
     config = transformers.BertConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
+        **SMALL,
         max_position_embeddings=32,
         **TEXT,
         **options,
@@ -44,10 +34,7 @@ def bert(**options):
 
 def vit(**options):
     config = transformers.ViTConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
+        **SMALL,
         image_size=16,
         patch_size=4,
         num_labels=5,
@@ -74,11 +61,8 @@ def t5(**options):
 
 def llama(**options):
     config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL | {"num_attention_heads": 4},
         num_key_value_heads=2,
-        intermediate_size=64,
         max_position_embeddings=32,
         **TEXT,
         **options,

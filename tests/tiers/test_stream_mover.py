@@ -66,6 +66,17 @@ def run_step(waterfall, device, choices, num_storages=8):
     gc.collect()
 
 
+def finished(waterfall, device):
+    """Ends all copies and kernels; every look at a storage found its bytes, and nothing is held any more."""
+    waterfall.drain()
+    device.streams.finish()
+    statistics = waterfall.statistics()
+    assert device.failures == []
+    assert statistics.num_live_handles == 0
+    assert set(statistics.held_bytes.values()) == {0}
+    return statistics
+
+
 def make(streams, tmp_path, *, host, disk, max_in_flight=2 * SIZE, verify=True):
     budget = Budget(host=host, disk=tmp_path if disk else None)
     disks = [DiskTier(tmp_path, budget=budget)] if disk else []
@@ -84,12 +95,7 @@ def test_right_bytes_in_any_order(tmp_path, host, disk, seed):
     device = Device(streams)
     for _ in range(3):
         run_step(waterfall, device, random.Random(seed))
-    waterfall.drain()
-    streams.finish()
-    statistics = waterfall.statistics()
-    assert device.failures == []
-    assert statistics.num_live_handles == 0
-    assert set(statistics.held_bytes.values()) == {0}
+    statistics = finished(waterfall, device)
     assert statistics.parked_bytes > 0
     assert statistics.in_flight_peak_bytes <= max((1 + seed % 4) * 3 * 4096, SIZE)
     waterfall.close()
@@ -166,12 +172,7 @@ def test_device_and_disk_talk_directly(tmp_path, host, seed):
     for value, handle in enumerate(handles, 1):
         device.consume(handle.get(), value)
         handle.release()
-    waterfall.drain()
-    streams.finish()
-    statistics = waterfall.statistics()
-    assert device.failures == []
-    assert statistics.num_live_handles == 0
-    assert set(statistics.held_bytes.values()) == {0}
+    statistics = finished(waterfall, device)
     assert file.num_writes > 0
     assert file.num_reads > 0
     assert statistics.written_to_disk_bytes > 0
