@@ -21,6 +21,8 @@ from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+_ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
+"""How Dynamo's names of modules begin: the variable or the closure that holds the model."""
 
 
 @dataclass(slots=True)
@@ -233,9 +235,9 @@ def module_of(node: fx.Node) -> str:
     """The innermost module that the node comes from, or the user's line."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
-        return re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
-    trace = str(node.meta.get("stack_trace") or "").strip().splitlines()
-    return trace[-1].strip() if trace else ""
+        return _ROOT.sub("", str(list(stack.values())[-1][0]))
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
+    return next((line for line in reversed(lines) if line.strip("^~")), "")
 
 
 def _is_plain_leaf(tensor: Any) -> bool:
