@@ -1,6 +1,6 @@
-"""The fastest recomputation under a byte budget, as a mixed-integer linear program solved by HiGHS.
+"""Optima of small cases, as mixed-integer linear programs solved by HiGHS: yardsticks for what plans and schedules.
 
-The yardstick for the planner on small steps. After Checkmate (Jain et al., MLSys 2020): one stage per backward
+The fastest recomputation under a byte budget. After Checkmate (Jain et al., MLSys 2020): one stage per backward
 operator; which forward operators run again in it, which storages are held when it begins, and which are freed after
 which operator. Forward runs once and in order, backward too; outputs of backward live to their last use. Every forward
 operator makes one storage at most: with several, the program would need to know of copies made in vain.
@@ -12,7 +12,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
-from penstock import remat
+from penstock import fleet, remat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,57 @@ class Optimum:
 def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300.0) -> Optimum | None:
     """The optimum under ``budget_bytes``, static bytes included; ``None`` if none fits or none was found in time."""
     return _Program(problem, budget_bytes - problem.static_bytes).solve(limit_s)
+
+
+def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> float | None:
+    """When the last unit ends in the best schedule, on equal devices without copies; whole seconds, few units.
+
+    A variable says whether a unit begins at a time; units of a job follow each other, and no more compute at a time
+    than there are devices.
+    """
+    chains = [[round(job.unit(at).compute_s) for at in range(job.num_units)] for job in problem.jobs]
+    horizon = sum(map(sum, chains))
+    keys = [(job, at, time) for job, chain in enumerate(chains) for at in range(len(chain)) for time in range(horizon)]
+    columns = {key: column for column, key in enumerate(keys)}
+    end = len(columns)
+    rows: list[dict[int, float]] = []
+    limits: list[tuple[float, float]] = []
+
+    def add(row: dict[int, float], low: float, high: float) -> None:
+        rows.append(row)
+        limits.append((low, high))
+
+    for job, chain in enumerate(chains):
+        for at, duration in enumerate(chain):
+            add({columns[job, at, time]: 1.0 for time in range(horizon)}, 1, 1)
+            begins = {columns[job, at, time]: float(time) for time in range(horizon)}
+            if at + 1 < len(chain):
+                later = {columns[job, at + 1, time]: -float(time) for time in range(horizon)}
+                add(begins | later, -np.inf, -duration)
+            else:
+                add({**begins, end: -1.0}, -np.inf, -duration)
+    for time in range(horizon):
+        busy = [
+            columns[job, at, begin]
+            for job, chain in enumerate(chains)
+            for at, duration in enumerate(chain)
+            for begin in range(max(0, time - duration + 1), time + 1)
+        ]
+        add(dict.fromkeys(busy, 1.0), 0, len(problem.devices))
+    outcome = milp(
+        c=np.append(np.zeros(end), 1.0),
+        integrality=np.ones(end + 1),
+        bounds=Bounds(np.zeros(end + 1), np.append(np.ones(end), horizon)),
+        constraints=LinearConstraint(_sparse(rows, end + 1), *map(np.array, zip(*limits, strict=True))),
+        options={"time_limit": limit_s},
+    )
+    return float(outcome.fun) if outcome.success else None
+
+
+def _sparse(rows: list[dict[int, float]], num_columns: int) -> csr_matrix:
+    entries = [(at, column, value) for at, row in enumerate(rows) for column, value in row.items()]
+    lines, columns, values = zip(*entries, strict=True)
+    return csr_matrix((values, (lines, columns)), shape=(len(rows), num_columns))
 
 
 class _Program:
@@ -62,17 +113,14 @@ class _Program:
             c=np.array(self.costs),
             integrality=np.array(self.is_whole),
             bounds=Bounds(np.zeros(len(self.upper)), np.array(self.upper)),
-            constraints=LinearConstraint(self._matrix(), ub=np.array([limit for _, limit in self.rows])),
+            constraints=LinearConstraint(
+                _sparse([row for row, _ in self.rows], len(self.costs)), ub=np.array([limit for _, limit in self.rows])
+            ),
             options={"time_limit": limit_s, "mip_rel_gap": 1e-6},
         )
         if outcome.x is None:
             return None
         return Optimum(extra_s=float(outcome.fun), bound_s=float(outcome.mip_dual_bound))
-
-    def _matrix(self) -> csr_matrix:
-        entries = [(at, column, value) for at, (row, _) in enumerate(self.rows) for column, value in row.items()]
-        lines, columns, values = zip(*entries, strict=True)
-        return csr_matrix((values, (lines, columns)), shape=(len(self.rows), len(self.costs)))
 
     def _add(self, key: tuple[str, int, int, int], cost: float, upper: float, is_whole: bool) -> None:
         self.columns[key] = len(self.costs)

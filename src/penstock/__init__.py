@@ -4,6 +4,7 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 
 - `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
 - `penstock.remat`: one budget in bytes; a plan that keeps, recomputes or swaps every storage of a step.
+- `penstock.fleet`: many models on few devices; so far their schedule, simulated.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
 - `penstock.report`: pictures of what happened.
@@ -18,7 +19,7 @@ from types import ModuleType
 
 from penstock._version import __version__ as __version__
 
-_ROOMS = ("errors", "offload", "probe", "remat", "report", "testing", "tiers", "units")
+_ROOMS = ("errors", "fleet", "offload", "probe", "remat", "report", "testing", "tiers", "units")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,0 +1,220 @@
+"""What there is to schedule: jobs cut into shards with measured costs, and devices.
+
+A problem holds no tensor and no model: it is what pilot runs measured, or what somebody wants to know about machines
+that he does not have.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+
+class UnitKind(Enum):
+    """What one shard does on one mini-batch without leaving the device."""
+
+    FORWARD = "forward"
+    FUSED = "forward and backward"
+    """Of the last shard, whose loss is at hand."""
+    BACKWARD = "backward"
+    STEP = "step"
+    """The optimizer's, where it has to wait for the norm of all gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCost:
+    """Consecutive layers that fit a device together. Times in seconds on a device of speed 1, sizes in bytes."""
+
+    forward_s: float
+    """One mini-batch through it."""
+    backward_s: float
+    """Recomputation not included."""
+    step_s: float = 0.0
+    """The optimizer's step on this shard."""
+    parameter_bytes: int = 0
+    """Parameters; their gradients take as much."""
+    state_bytes: int = 0
+    """The optimizer's state."""
+    boundary_bytes: int = 0
+    """What the shard hands to the next; its gradient takes as much."""
+    activation_bytes: int = 0
+    """What forward saves for backward inside the shard."""
+    recomputes: bool = False
+    """Whether backward runs forward again instead of fetching what forward saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One unit of a job: what is computed, and what has to be on the device and leaves it."""
+
+    kind: UnitKind
+    """What is computed."""
+    shard: int
+    """Of which shard, from 0."""
+    compute_s: float
+    """On a device of speed 1."""
+    in_bytes: int
+    """Copied in before, if the job's last unit ran elsewhere."""
+    kept_bytes: int
+    """Part of them that is there already if the same device ran the job's last unit."""
+    out_bytes: int
+    """Copied out after."""
+    resident_bytes: int
+    """On the device while it computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCost:
+    """One model to train."""
+
+    name: str
+    """As the user calls it."""
+    shards: tuple[ShardCost, ...]
+    """In the order of forward."""
+    num_steps: int
+    """Optimizer steps."""
+    accumulate: int = 1
+    """Mini-batches of a step."""
+    clips: bool = False
+    """Whether the optimizer waits for the norm of all gradients, in units of its own."""
+    arrival_s: float = 0.0
+    """When the job may begin."""
+
+    def __post_init__(self) -> None:
+        if not self.shards or self.num_steps < 1 or self.accumulate < 1:
+            raise ValueError(
+                f"job {self.name!r} has {len(self.shards)} shards, {self.num_steps} steps and accumulates over "
+                f"{self.accumulate} mini-batches; each is at least 1"
+            )
+
+    @cached_property
+    def step_units(self) -> tuple[Unit, ...]:
+        """The units of one optimizer step, in order."""
+        return tuple(self._units())
+
+    @property
+    def num_units(self) -> int:
+        """Of the whole job."""
+        return self.num_steps * len(self.step_units)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all units on a device of speed 1, recomputation included."""
+        return self.num_steps * sum(unit.compute_s for unit in self.step_units)
+
+    @property
+    def plain_work_s(self) -> float:
+        """The same without recomputation: what a device would compute that holds the whole model."""
+        per_batch = sum(one.forward_s + one.backward_s for one in self.shards)
+        return self.num_steps * (self.accumulate * per_batch + sum(one.step_s for one in self.shards))
+
+    def unit(self, index: int) -> Unit:
+        """Unit ``index`` of the job, from 0."""
+        return self.step_units[index % len(self.step_units)]
+
+    def _units(self) -> Iterator[Unit]:
+        last = len(self.shards) - 1
+        for batch in range(self.accumulate):
+            for shard in range(last):
+                yield self._forward(shard)
+            for shard in range(last, -1, -1):
+                yield self._backward(shard, batch)
+        if self.clips:
+            for shard in range(last + 1):
+                yield self._step(shard)
+
+    def _forward(self, shard: int) -> Unit:
+        cost = self.shards[shard]
+        given = self.shards[shard - 1].boundary_bytes if shard else 0
+        return Unit(
+            kind=UnitKind.FORWARD,
+            shard=shard,
+            compute_s=cost.forward_s,
+            in_bytes=cost.parameter_bytes + given,
+            kept_bytes=given,
+            out_bytes=cost.boundary_bytes + (0 if cost.recomputes else cost.activation_bytes),
+            resident_bytes=cost.parameter_bytes + given + cost.boundary_bytes + cost.activation_bytes,
+        )
+
+    def _backward(self, shard: int, batch: int) -> Unit:
+        cost, is_last = self.shards[shard], shard == len(self.shards) - 1
+        steps = batch == self.accumulate - 1 and not self.clips
+        given = self.shards[shard - 1].boundary_bytes if shard else 0
+        gradients = cost.parameter_bytes
+        taken = cost.parameter_bytes + (gradients if batch else 0) + (cost.state_bytes if steps else 0)
+        if is_last:
+            kept, inside = given, 0
+        else:
+            kept, inside = cost.boundary_bytes, given if cost.recomputes else cost.activation_bytes
+        runs_forward = is_last or cost.recomputes
+        return Unit(
+            kind=UnitKind.FUSED if is_last else UnitKind.BACKWARD,
+            shard=shard,
+            compute_s=cost.backward_s + (cost.forward_s if runs_forward else 0.0) + (cost.step_s if steps else 0.0),
+            in_bytes=taken + kept + inside,
+            kept_bytes=kept,
+            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else gradients),
+            resident_bytes=(
+                cost.parameter_bytes + gradients + given + cost.boundary_bytes + cost.activation_bytes
+                + (cost.state_bytes if steps else 0)
+            ),
+        )  # fmt: skip
+
+    def _step(self, shard: int) -> Unit:
+        cost = self.shards[shard]
+        size = 2 * cost.parameter_bytes + cost.state_bytes
+        return Unit(
+            kind=UnitKind.STEP,
+            shard=shard,
+            compute_s=cost.step_s,
+            in_bytes=size,
+            kept_bytes=0,
+            out_bytes=cost.parameter_bytes + cost.state_bytes,
+            resident_bytes=size,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceCost:
+    """A device and its link to host memory."""
+
+    name: str
+    """Such as ``"cuda:0"``."""
+    speed: float = 1.0
+    """Units take ``compute_s / speed``."""
+    budget_bytes: int | None = None
+    """What units may take on it, both buffers together; ``None``: enough."""
+    in_bandwidth_bytes_per_s: float = float("inf")
+    """What its lane from host memory carries."""
+    out_bandwidth_bytes_per_s: float = float("inf")
+    """What its lane to host memory carries."""
+
+    def __post_init__(self) -> None:
+        if min(self.speed, self.in_bandwidth_bytes_per_s, self.out_bandwidth_bytes_per_s) <= 0:
+            raise ValueError(f"device {self.name!r}: speed and bandwidths are above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetProblem:
+    """Jobs and the devices that they share."""
+
+    jobs: tuple[JobCost, ...]
+    """In the order in which they were handed in."""
+    devices: tuple[DeviceCost, ...]
+    """At least one."""
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ValueError("a fleet needs a device: FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")
+        for job in self.jobs:
+            most = max(unit.resident_bytes for unit in job.step_units)
+            if not any(one.budget_bytes is None or most <= one.budget_bytes for one in self.devices):
+                raise ValueError(
+                    f"no device takes job {job.name!r}: one of its units needs {most} bytes, and the largest budget is "
+                    f"{max(one.budget_bytes or 0 for one in self.devices)}. Cut it into smaller shards"
+                )
+
+    def may_run(self, job: int, device: int) -> bool:
+        """Whether every unit of the job fits the device."""
+        budget = self.devices[device].budget_bytes
+        return budget is None or max(unit.resident_bytes for unit in self.jobs[job].step_units) <= budget

@@ -1,0 +1,59 @@
+"""An independent check of a schedule: from its list of units alone."""
+
+import itertools
+from collections import defaultdict
+
+from penstock.errors import InternalError
+from penstock.fleet._problem import FleetProblem
+from penstock.fleet._schedule import Schedule, ScheduledUnit
+
+_ROUNDING_S = 1e-9
+
+
+def verify(problem: FleetProblem, schedule: Schedule) -> None:
+    """Raises ``InternalError`` naming the first rule that ``schedule`` breaks."""
+    of_job: dict[int, list[ScheduledUnit]] = defaultdict(list)
+    of_device: dict[int, list[ScheduledUnit]] = defaultdict(list)
+    for unit in schedule.units:
+        of_job[unit.job].append(unit)
+        of_device[unit.device].append(unit)
+    for job in range(len(problem.jobs)):
+        _verify_job(problem, job, of_job[job])
+    for device, units in of_device.items():
+        _verify_device(problem, device, units)
+    end_s = max((unit.end_s for unit in schedule.units), default=0.0)
+    if abs(end_s - schedule.makespan_s) > _ROUNDING_S:
+        raise InternalError(f"the last unit ends at {end_s} s, and the makespan is said to be {schedule.makespan_s} s")
+
+
+def _verify_job(problem: FleetProblem, job: int, units: list[ScheduledUnit]) -> None:
+    cost = problem.jobs[job]
+    if [unit.index for unit in units] != list(range(cost.num_units)):
+        raise InternalError(f"job {cost.name!r}: its {cost.num_units} units do not run once and in order")
+    before_s = cost.arrival_s
+    for unit in units:
+        if unit.start_s < before_s - _ROUNDING_S:
+            raise InternalError(f"job {cost.name!r}: unit {unit.index} begins before unit {unit.index - 1} has ended")
+        duration_s = cost.unit(unit.index).compute_s / problem.devices[unit.device].speed
+        if abs(unit.end_s - unit.start_s - duration_s) > _ROUNDING_S * max(1.0, unit.end_s):
+            raise InternalError(f"job {cost.name!r}: unit {unit.index} takes {unit.end_s - unit.start_s} s")
+        before_s = unit.end_s
+
+
+def _verify_device(problem: FleetProblem, device: int, units: list[ScheduledUnit]) -> None:
+    cost = problem.devices[device]
+    for before, unit in itertools.pairwise(units):
+        if unit.start_s < before.end_s - _ROUNDING_S:
+            raise InternalError(f"device {cost.name!r} computes two units at {unit.start_s} s")
+        held = problem.jobs[before.job].unit(before.index).resident_bytes
+        coming = problem.jobs[unit.job].unit(unit.index).resident_bytes
+        is_same = (before.job, before.shard) == (unit.job, unit.shard)
+        is_early = unit.load_s < before.end_s - _ROUNDING_S
+        if is_early and not is_same and cost.budget_bytes is not None and held + coming > cost.budget_bytes:
+            raise InternalError(f"device {cost.name!r} holds {held + coming} of {cost.budget_bytes} bytes")
+    for unit in units:
+        needed = problem.jobs[unit.job].unit(unit.index)
+        least_s = (needed.in_bytes - needed.kept_bytes) / cost.in_bandwidth_bytes_per_s
+        is_resident = any((one.job, one.index, one.shard) == (unit.job, unit.index - 1, unit.shard) for one in units)
+        if not is_resident and unit.start_s - unit.load_s < least_s - _ROUNDING_S * max(1.0, unit.start_s):
+            raise InternalError(f"device {cost.name!r} begins unit {unit.index} of job {unit.job} before it is there")
