@@ -24,6 +24,7 @@ check: .venv/ready
 
 bench: .venv/ready
 	$(RUN) -m benchmarks.offload --json benchmarks/results/offload.json
+	$(RUN) -m benchmarks.fleet --json benchmarks/results/fleet.json
 	$(RUN) -m benchmarks.planner --json benchmarks/results/planner.json
 	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
 

@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import offload, planner, remat, soak_tiers
+from benchmarks import fleet, offload, planner, remat, soak_tiers
 
 
 def test_offload_benchmark(tmp_path):
@@ -22,6 +22,17 @@ def test_soak_campaign(tmp_path):
     figures = soak_tiers.main(["--cycles", "60", "--disk", str(tmp_path)])
     assert figures["num_cycles"] >= 60
     assert figures["num_wrong"] == 0
+
+
+def test_fleet_benchmark(tmp_path):
+    file = tmp_path / "fleet.json"
+    fleet.main(["--quick", "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    where = "a link of 8 GB/s"
+    assert rows["lower bound", f"makespan, {where}"]["ratio"] <= 1 + 1e-9
+    assert rows["model parallelism", f"makespan, {where}"]["ratio"] > 4
+    assert rows["2,000 jobs on 256 devices", "over the lower bound"]["value"] < 1.05
+    assert (tmp_path / "fleet.png").stat().st_size > 0
 
 
 def test_planner_benchmark(tmp_path):

@@ -5,7 +5,16 @@ import sys
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.report import memory_timeline, throughput_curve
+from penstock.report import gantt, memory_timeline, throughput_curve
+
+
+def test_gantt(tmp_path):
+    path = tmp_path / "units.svg"
+    gantt(
+        path, {"cuda:0": [(0.0, 1.0, "one"), (1.5, 2.0, "two")], "cuda:1": [(0.5, 2.0, "one")]}, title="Who was where"
+    )
+    drawn = path.read_text()
+    assert all(word in drawn for word in ("cuda:0", "cuda:1", "Who was where"))
 
 
 def test_memory_timeline(tmp_path):

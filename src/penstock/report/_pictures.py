@@ -122,6 +122,33 @@ def pareto_curve(
     _save(figure, path)
 
 
+def gantt(
+    path: str | Path,
+    rows: Mapping[str, Sequence[tuple[float, float, str]]],
+    *,
+    title: str = "Units per device",
+) -> None:
+    """Draws what each device did when: ``rows`` maps a device to ``(begin in s, end in s, job)`` of its units.
+
+    Every job has a colour of its own; gaps are waits.
+    """
+    figure, axes = _axes("time (s)", "", title)
+    jobs = list(dict.fromkeys(job for units in rows.values() for _, _, job in units))
+    colours = importlib.import_module("matplotlib").colormaps["tab20"]
+    for at, (_, units) in enumerate(rows.items()):
+        for job in jobs:
+            bars = [(begin, end - begin) for begin, end, one in units if one == job]
+            axes.broken_barh(bars, (at - 0.4, 0.8), color=colours(jobs.index(job) % 20), linewidth=0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlim(left=min((begin for units in rows.values() for begin, _, _ in units), default=0.0))
+    axes.grid(visible=False, axis="y")
+    for job in jobs[:20]:
+        axes.barh(0, 0, color=colours(jobs.index(job) % 20), label=job)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    _save(figure, path)
+
+
 def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: matplotlib is optional and untyped here
     try:
         figures = importlib.import_module("matplotlib.figure")
