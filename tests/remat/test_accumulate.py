@@ -1,12 +1,14 @@
 """Gradients are added where they are made, and returned wherever that is not what the caller asked for."""
 
 import gc
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from penstock import probe, remat
+from penstock.remat import _accumulate
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +119,60 @@ def test_a_leaf_may_change_between_forward_and_backward_if_backward_does_not_rea
         with torch.no_grad():
             each.layers[0].bias += 1
         loss.backward()
+    assert_equal(gradients_of(model), gradients_of(plain))
+
+
+def test_hooks_of_autograds_own_nodes_need_gradients_to_be_handed_out():
+    seen = []
+    plain, model, step, batch = pair(adds_gradients=False)
+    node = torch.autograd.graph.get_gradient_edge(model.layers[0].weight).node
+    node.register_prehook(lambda gradients: seen.append(gradients[0].clone()))
+    step(*batch).backward()
+    plain(*batch).backward()
+    assert torch.equal(seen[0] + 1, plain.layers[0].weight.grad)
+    assert step.plan.problem.static_bytes == pair()[2].plan.problem.static_bytes
+
+
+def test_gradients_of_gradients_are_refused_as_ever():
+    _, model, step, batch = pair()
+    step(*batch).backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        penalty.backward()
+
+
+def test_a_gradient_that_the_step_reads_is_not_overwritten():
+    def function(first, second, gradient):
+        return (first * gradient.sin()).sum() + (first.square() * second).sum()
+
+    def run(make):
+        torch.manual_seed(0)
+        first, second = (torch.randn(8, requires_grad=True) for _ in range(2))
+        for one in (first, second):
+            one.grad = torch.randn(8)
+        step = make([first, second, first.grad])
+        step(first, second, first.grad).backward()
+        return first.grad, second.grad
+
+    expected = run(lambda inputs: remat.optimize(function, inputs, None, accumulates=False))
+    assert_equal(run(lambda inputs: remat.optimize(function, inputs, None)), expected)
+
+
+def test_a_trial_on_one_thread_discards_nothing_of_another():
+    _, model, step, batch = pair()
+    with _accumulate.discarding():
+        thread = threading.Thread(target=lambda: step(*batch).backward())
+        thread.start()
+        thread.join()
+    assert not torch.equal(model.layers[0].weight.grad, torch.ones(256, 256))
+
+
+def test_a_saved_tensors_hook_may_replace_what_is_saved():
+    plain, model, step, batch = pair()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = step(*batch)
+    loss.backward()
+    plain(*batch).backward()
     assert_equal(gradients_of(model), gradients_of(plain))
 
 

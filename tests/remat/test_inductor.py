@@ -1,5 +1,6 @@
 """Planned graphs through Inductor: the same training within rounding, and never more bytes than allowed."""
 
+import copy
 import gc
 import shutil
 import warnings
@@ -48,7 +49,7 @@ def test_a_compiled_plan_trains_as_plain_within_its_budget(tmp_path, method):
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompilerDeclinedWarning)
         loss = step(*batch)
-    assert step._compiler.trial.is_accepted
+    assert step._compiler.trials[0].is_accepted
     loss.backward()
     torch.testing.assert_close(loss, plain(*batch))
     for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
@@ -95,7 +96,7 @@ def test_masks_statistics_and_the_generator_are_those_of_plain():
         run(*batch).backward()
         after.append(torch.rand(1))
         assert int(each.body[1].num_batches_tracked) == 2
-    assert step._compiler.trial.is_accepted
+    assert step._compiler.trials[0].is_accepted
     assert torch.equal(*after)
     for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -113,7 +114,7 @@ def trains_as_plain(step, model, batch):
 def test_a_step_that_takes_more_than_allowed_runs_node_by_node():
     model, batch = make_noisy()
     step = remat.optimize(model, batch, None, compiler="inductor")
-    step._compiler.trial._allowed_bytes = 1000
+    step._compiler.trials[0]._allowed_bytes = 1000
     with pytest.warns(CompilerDeclinedWarning, match=r"takes .* of 1000 B"):
         assert trains_as_plain(step, model, batch)
 
@@ -127,6 +128,59 @@ def test_what_inductor_cannot_compile_runs_node_by_node(monkeypatch):
     with pytest.warns(CompilerDeclinedWarning, match="could not compile it .RuntimeError: no such lowering"):
         step = remat.optimize(model, batch, None, compiler="inductor")
     assert trains_as_plain(step, model, batch)
+
+
+def test_each_plan_runs_its_own_compiled_backward():
+    """Autograd compiles a backward when it is first needed, and by then another plan may have been made."""
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def function(x, scale):
+        return (torch.tanh(x @ weight) * scale).sum()
+
+    x = torch.randn(4, 8)
+    step = remat.optimize(function, [x, 1.0], None, compiler="inductor", accumulates=False)
+    found = []
+    for scale in (3.0, 1.0):
+        step(x, scale).backward()
+        found.append(weight.grad)
+        weight.grad = None
+    torch.testing.assert_close(found[0], 3 * found[1])
+
+
+def test_results_of_any_layout():
+    plain = nn.Linear(8, 16)
+    model = copy.deepcopy(plain)
+    x = torch.randn(4, 8)
+    step = remat.optimize(lambda x: torch.tanh(model(x)).t(), [x], None, compiler="inductor")
+    (step(x) * torch.arange(4)).sum().backward()
+    (torch.tanh(plain(x)).t() * torch.arange(4)).sum().backward()
+    assert step._compiler.trials[0].is_accepted
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+def test_what_must_run_once_is_not_tried():
+    @torch.library.custom_op("penstock_tests::count", mutates_args=("counter",))
+    def count(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        counter += 1
+        return x.clone()
+
+    count.register_fake(lambda x, counter: torch.empty_like(x))
+    counter = torch.zeros(1)
+    weight = torch.randn(8, requires_grad=True)
+
+    def function(x):
+        return (count(x, counter) * weight).sin().sum()
+
+    with pytest.warns(CompilerDeclinedWarning, match="a trial would run"):
+        step = remat.optimize(function, [torch.randn(8)], None, compiler="inductor")
+    step(torch.randn(8)).backward()
+    assert int(counter) == 1
+
+
+def test_what_looks_at_operators_needs_them():
+    model, batch = make_noisy()
+    with pytest.raises(ValueError, match="needs compiler='eager'"):
+        remat.optimize(model, batch, None, compiler="inductor", verify=True)
 
 
 def test_another_compiler_is_refused():

@@ -1,13 +1,15 @@
 """Steps planned for a budget train as plain PyTorch does, to the bit, within the bytes that were promised."""
 
 import gc
+import os
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 from penstock import probe, remat
-from penstock.errors import BudgetError, CaptureError
+from penstock.errors import BudgetError, CaptureError, InternalError
 from penstock.testing import GPT
 
 MIB = 2**20
@@ -363,6 +365,57 @@ def test_a_profile_is_used_instead_of_measuring(monkeypatch, tmp_path):
     assert remat.optimize(other, batch, None, profile=problem).plan.problem != problem
 
 
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("method", ["recompute", "hybrid"])
+@pytest.mark.parametrize("name", CASES)
+def test_after_every_operator_the_planned_bytes_are_held(tmp_path, name, method, has_gradients):
+    model, batch = make(name)
+    options = {"method": method, "disk": tmp_path if method == "hybrid" else None}
+    problem = remat.optimize(model, batch, None, **options).plan.problem
+    low, high = smallest(problem, method), remat.plan(problem, 2**62).keep_all_peak_bytes
+    for budget in ((low + high) // 2, low + 4096):
+        step = remat.optimize(model, batch, budget, profile=problem, verify=True, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if has_gradients else None
+        step(*batch).backward()
+
+
+def test_debug_mode_finds_a_storage_too_many(monkeypatch):
+    model, batch = make("gpt")
+    problem = remat.optimize(model, batch, None).plan.problem
+    step = remat.optimize(model, batch, smallest(problem, "recompute") + 4096, profile=problem, verify=True)
+    step(*batch).backward()
+    lives = remat._debug.live_bytes
+    monkeypatch.setattr("penstock.remat._debug.live_bytes", lambda *plan: [one - 4096 for one in lives(*plan)])
+    torch._dynamo.reset()
+    step = remat.optimize(model, batch, smallest(problem, "recompute") + 4096, profile=problem, verify=True)
+    with pytest.raises(InternalError, match="bytes are held, and"):
+        step(*batch).backward()
+
+
+def test_a_step_that_is_only_planned_opens_nothing(tmp_path):
+    model, batch = make("dropouts")
+    problem = remat.optimize(model, batch, None, disk=tmp_path).plan.problem
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        step = remat.optimize(
+            model, batch, smallest(problem, "swap") + 4096, method="swap", disk=tmp_path, profile=problem
+        )
+        assert step.plan.plan.gone_slots
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_hook_that_replaces_the_receipts_of_swaps_is_named(tmp_path):
+    model, batch = make("dropouts")
+    problem = remat.optimize(model, batch, None, disk=tmp_path).plan.problem
+    low = smallest(problem, "swap") + 4096
+    step = remat.optimize(model, batch, low, method="swap", disk=tmp_path, profile=problem)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = step(*batch)
+    with pytest.raises(CaptureError, match="Run the step outside of saved_tensors_hooks"):
+        loss.backward()
+
+
 def test_each_step_swaps_to_its_own_disk(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -371,6 +424,6 @@ def test_each_step_swaps_to_its_own_disk(tmp_path):
         low = smallest(problem, "swap") + 4096
         step = remat.optimize(model, batch, low, method="swap", disk=tmp_path / name, profile=problem)
         step(*batch).backward()
-        (tier,) = step._compiler.tiers._waterfall.tiers
+        (tier,) = step._compiler.tiers.waterfall.tiers
         assert tier._files[0].spill.directory == tmp_path / name
-        assert step._compiler.tiers._waterfall.statistics().parked_bytes > 0
+        assert step._compiler.tiers.waterfall.statistics().parked_bytes > 0

@@ -3,12 +3,14 @@
 AOTAutograd's backward is one function, so all its gradients live until it returns, beside those they are then added to.
 Eager training adds each one where it is made and frees it. A planned backward does the same: it adds a finished
 gradient to its leaf and returns nothing in its place. Where that would not be what the caller asked for, as in
-``torch.autograd.grad`` or with hooks on the leaf, the gradient is returned and autograd does the rest.
+``torch.autograd.grad``, with hooks on the leaf or on a stream of the caller's own, the gradient is returned and
+autograd does the rest.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -16,34 +18,53 @@ from torch import fx
 from penstock.remat import _ticket
 from penstock.remat._capture import accumulates_now
 
-_discards: list[bool] = []
-"""Not empty while a step is only tried."""
+_adding = threading.Lock()
+"""Backwards of several threads may share a leaf."""
 
 
-def leaves(*found: torch.Tensor) -> torch.Tensor:
-    """In forward: a ticket for the leaves that backward will have gradients of."""
-    return _ticket.issue(found)
+class _Here(threading.local):
+    discards = False
+
+
+_here = _Here()
+
+
+class _Leaves(NamedTuple):
+    leaves: tuple[torch.Tensor, ...]
+    others: frozenset[int]
+    """Storages of what else forward was given: a gradient among them is not to change before backward has read it."""
+
+
+def leaves(num_leaves: int, *inputs: torch.Tensor) -> torch.Tensor:
+    """In forward: a ticket for the leaves, which are given first, that backward will have gradients of."""
+    others = [one for one in inputs[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
+    storages = frozenset(one.untyped_storage()._cdata for one in others)
+    return _ticket.issue(_Leaves(inputs[:num_leaves], storages))
 
 
 def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
     """In backward: adds ``gradient`` to that of a leaf, or returns it where autograd has to."""
-    if _discards:
+    if _here.discards:
         return None
-    leaf: Any = _ticket.thing_of(ticket)[index]
-    if leaf.grad is None or not accumulates_now(leaf):
+    found: _Leaves | None = _ticket.thing_of(ticket)
+    if found is None or not accumulates_now(found.leaves[index]):
         return gradient
-    leaf.grad.add_(gradient)
+    held = found.leaves[index].grad
+    if held is None or held.untyped_storage()._cdata in found.others:
+        return gradient
+    with _adding:
+        held.add_(gradient)
     return None
 
 
 @contextmanager
 def discarding() -> Iterator[None]:
-    """Gradients made inside are for nobody: a trial of a step."""
-    _discards.append(True)
+    """Gradients made inside, on this thread, are for nobody: a trial of a step."""
+    _here.discards = True
     try:
         yield
     finally:
-        _discards.pop()
+        _here.discards = False
 
 
 for _function in (leaves, deliver):

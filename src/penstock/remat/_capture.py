@@ -144,8 +144,16 @@ def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence
 
 
 def accumulates_now(leaf: torch.Tensor) -> bool:
-    """Inside a backward: whether this run of autograd is to add a gradient to that of ``leaf``, and nothing else."""
-    if not _is_plain_leaf(leaf):
+    """Inside a backward: whether this run of autograd is to add a gradient to that of ``leaf``, and nothing else.
+
+    Not where the graph is kept, since ``create_graph`` wants gradients of gradients, and not on a stream of the
+    caller's own, which autograd would let the add wait for.
+    """
+    if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        return False
+    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        return False
+    if leaf.is_cuda and torch.cuda.current_stream(leaf.device) != torch.cuda.default_stream(leaf.device):
         return False
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined]
@@ -227,8 +235,9 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def device_of(call: fx.Node) -> torch.device:
-    """Where an operator's results are."""
-    return next((tensor.device for tensor in tensors_of(call)), torch.device("cpu"))
+    """Where an operator's results are, or its inputs if it has none."""
+    nodes = (call, *call.all_input_nodes)
+    return next((tensor.device for node in nodes for tensor in tensors_of(node)), torch.device("cpu"))
 
 
 def module_of(node: fx.Node) -> str:
@@ -375,9 +384,10 @@ def make_boxed_func_flag(runner: Runner) -> Runner:
     return runner
 
 
-def graph_breaks() -> dict[str, int]:
-    """Dynamo's count of graph breaks in this process, by reason."""
-    return dict(torch._dynamo.utils.counters["graph_break"])
+def break_after(module: fx.GraphModule) -> str:
+    """Why Dynamo ended this graph before the function ended; empty if it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return str(reason.reason) if reason is not None and reason.graph_break else ""
 
 
 def cause_of(error: BaseException) -> BaseException:

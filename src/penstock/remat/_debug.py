@@ -7,10 +7,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from penstock.errors import InternalError
+from penstock.remat._accumulate import deliver
 from penstock.remat._capture import Runner, make_boxed_func_flag
+from penstock.remat._emit import IS_STATIC
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
-from penstock.remat._swap import generator_state
 from penstock.remat._verify import live_bytes
 
 
@@ -24,11 +25,11 @@ def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem
 
     def runner(arguments: list[Any]) -> Any:
         inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-        static: dict[int, int] = {}
+        static: dict[int, torch.UntypedStorage] = {}
         for node, value in zip(inputs, arguments, strict=True):
-            if "primals" in node.name or "generator_state" in node.name:
+            if "primals" in node.name or IS_STATIC in node.meta:
                 static |= _storages(value)
-        return _Checker(module, slots, problem, plan, expected, set(static)).boxed_run(arguments)
+        return _Checker(module, slots, problem, plan, expected, static).boxed_run(arguments)
 
     return make_boxed_func_flag(runner)
 
@@ -43,27 +44,29 @@ class _Checker(fx.Interpreter):
         problem: RematProblem,
         plan: RematPlan,
         expected: list[int],
-        static: set[int],
+        static: dict[int, torch.UntypedStorage],
     ):
         super().__init__(module)
         self._slots, self._problem, self._plan, self._expected = slots, problem, plan, expected
-        self._static = static
+        self._static = static  # themselves, since an identity is used again
 
     def run_node(self, node: fx.Node) -> Any:
         """Runs a node, and checks what is held while the inputs that die with it still are."""
         result = super().run_node(node)
-        if node.op == "get_attr" or node.target is generator_state:
-            self._static |= set(_storages(result))
+        if node.op == "get_attr" or IS_STATIC in node.meta:
+            self._static |= _storages(result)
         slot = self._slots.get(node.name)
         if slot is not None:
             self._check(node, slot, result)
+        if node.target is deliver:  # a gradient that was not added is one that exists from here on
+            self._static |= _storages(result)
         return result
 
     def _check(self, node: fx.Node, slot: int, result: Any) -> None:
-        held: dict[int, int] = {}
+        held: dict[int, torch.UntypedStorage] = {}
         for value in (*self.env.values(), result):
             held |= _storages(value)
-        actual = sum(size for key, size in held.items() if key not in self._static)
+        actual = sum(storage.nbytes() for key, storage in held.items() if key not in self._static)
         expected = self._expected[slot] - self._problem.operators[self._plan.slots[slot]].workspace_bytes
         if not expected - self._unseen_bytes(slot) <= actual <= expected:
             raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")
@@ -79,7 +82,7 @@ class _Checker(fx.Interpreter):
         return unseen
 
 
-def _storages(value: Any) -> dict[int, int]:
-    """Bytes of the storages under all tensors in ``value``, by identity."""
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages under all tensors in ``value``, by identity."""
+    storages = [one.untyped_storage() for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return {one._cdata: one for one in storages}

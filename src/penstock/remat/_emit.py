@@ -19,6 +19,8 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
 
+IS_STATIC = "penstock_is_static"
+"""In the ``meta`` of an emitted node: its value counts among the plan's static bytes, or is a ticket."""
 SLOTS = "penstock_slots"
 """In the ``meta`` of an emitted module: per node that stands for an operator, its slot in the plan."""
 
@@ -75,9 +77,10 @@ class _Emitter:
         for node in self.captured.tangents:
             self.backward.bound[node] = _placeholder(self.backward.graph, node)
         if self.leaves:
-            leaves = tuple(self.forward.bound[node] for node in self.leaves)
-            self.of_leaves = self.forward.graph.call_function(_accumulate.leaves, leaves)
-            self.of_leaves.meta["val"] = _ticket_value()
+            others = [node for node in self.captured.primals if node not in self.leaves and tensors_of(node)]
+            given = [self.forward.bound[node] for node in (*self.leaves, *others)]
+            self.of_leaves = self.forward.graph.call_function(_accumulate.leaves, (len(self.leaves), *given))
+            self.of_leaves.meta |= {"val": _ticket_value(), IS_STATIC: True}
         for slot, index in enumerate(self.plan.slots[:num_forward]):
             for storage in ends.get(slot, ()):
                 self.forward.graph.call_function(_swap.finish, (self.parked[storage],))
@@ -86,7 +89,7 @@ class _Emitter:
                 if storage in self.plan.gone_slots:
                     value = self._value(self.forward, self.captured.values[storage])
                     self.parked[storage] = self.forward.graph.call_function(_swap.park, (value, self.tiers))
-                    self.parked[storage].meta["val"] = _ticket_value()
+                    self.parked[storage].meta |= {"val": _ticket_value(), IS_STATIC: True}
         for slot, index in enumerate(self.plan.slots[num_forward:], num_forward):
             for storage in ends.get(slot, ()):
                 self.backward.graph.call_function(_swap.finish, (self._ticket(storage),))
@@ -117,7 +120,7 @@ class _Emitter:
         is_again = side is self.backward and index < self.problem.num_forward
         if is_random(call) and not is_again and call in self.runs_again:
             state = side.graph.call_function(_swap.generator_state, (str(device_of(call)),))
-            state.meta["val"] = torch.empty(0, dtype=torch.uint8, device="meta")
+            state.meta |= {"val": torch.empty(0, dtype=torch.uint8, device="meta"), IS_STATIC: True}
             self.states[call] = state
         if is_random(call) and is_again:
             arguments = fx.node.map_arg(call.args, lambda one: self._value(side, one))
@@ -165,7 +168,7 @@ class _Emitter:
             return side.graph.node_copy(node, lambda one: self._value(side, one))
         if node in self.captured.changed:  # the caller overwrites it before backward
             copied = self.forward.graph.call_function(torch.ops.aten.clone.default, (self.forward.bound[node],))
-            copied.meta = {"val": node.meta["val"]}
+            copied.meta = {"val": node.meta["val"], IS_STATIC: True}
             return self._saved(copied)
         storage = self.captured.storage_of.get(node)
         if side is self.forward or (storage is not None and self.plan.is_dropped(self.problem, storage)):

@@ -2,7 +2,7 @@
 
 Swaps, replays of generators, random operators and the adding of gradients stay calls of their own, in the plan's
 order; what lies between two of them is decomposed and compiled as one piece. Inductor fuses inside of a piece, so
-that its memory is no longer the plan's: a step is accepted after one was measured (`_run.py`).
+that its memory is no longer the plan's: a step is accepted after one was measured (`_trial.py`).
 """
 
 import operator

@@ -173,8 +173,8 @@ class _Planner:
         return best
 
     def _groups(self) -> list[NDArray[np.int64]]:
-        """Per forward operator, what it makes that may be recomputed or swapped and is needed in backward."""
-        free = self.is_needed & (self.may_recompute | self.may_swap)
+        """Per forward operator, what it makes that may be recomputed, or swapped where backward needs it."""
+        free = self.may_recompute | (self.may_swap & self.is_needed)
         return [np.flatnonzero(free & (self.graph.producers == one)) for one in np.unique(self.graph.producers[free])]
 
     def _annealed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
@@ -206,7 +206,7 @@ class _Planner:
         choices = [Decision.KEEP]
         if self.may_recompute[group].all():
             choices += _RECOMPUTE
-        if self.may_swap[group].all():
+        if (self.may_swap & self.is_needed)[group].all():
             choices.append(Decision.SWAP)
         return choices
 

@@ -32,7 +32,8 @@ _BESIDE_COMPUTING = 0.5
 _EDGE_BYTES = 3 * 4096
 """What a storage swapped from main memory takes beside its size at most: two edges and its place in a page."""
 _numbers = itertools.count()
-_known_breaks = _capture.graph_breaks()  # those of before are no business of ours
+_PLAN = "penstock_plan"
+"""In the ``meta`` of an emitted module: the number of its plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,8 @@ class Settings:
     """Bytes of pinned host memory to swap to (CUDA)."""
     accumulates: bool = True
     """Whether gradients exist when backward makes new ones; ``False`` with ``zero_grad(set_to_none=True)``."""
+    adds_gradients: bool = True
+    """Whether backward adds each gradient to the one that exists where it is made; else it returns all at its end."""
     method: Method = "hybrid"
     """What a plan may use."""
     profile: RematProblem | None = None
@@ -63,6 +66,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.compiler not in ("eager", "inductor"):
             raise ValueError(f"compiler is 'eager' or 'inductor', not {self.compiler!r}")
+        if self.verify and self.compiler != "eager":
+            raise ValueError("verify=True looks at one operator after the other, which needs compiler='eager'")
 
     def account(self) -> tiers.Budget:
         """The budget as one account."""
@@ -81,19 +86,18 @@ class Compiler:
     """One per shape of the arguments, in the order in which they were met."""
     tiers: _swap.Tiers | None = None
     """Where swaps go, once a plan has some."""
-    trial: Trial | None = None
-    """Of the plan that was made last, if Inductor is to compile it."""
+    trials: dict[int, Trial] = field(default_factory=dict)
+    """Per plan, where Inductor is to compile it."""
     is_rehearsing: bool = False
     """Whether forward stops before its first operator: only the plan is wanted."""
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The backend's call for one graph."""
-        new = [reason for reason, count in _capture.graph_breaks().items() if count > _known_breaks.get(reason, 0)]
-        _known_breaks.update(_capture.graph_breaks())
-        if new:
+        reason = _capture.break_after(module).strip()
+        if reason:
             raise CaptureError(
                 "the step breaks into several graphs, which cannot share one budget: "
-                f"{new[0].strip()} Compile a function without the break, or find it with torch.compile(fullgraph=True)."
+                f"{reason} Compile a function without the break, or find it with torch.compile(fullgraph=True)."
             )
         if any(isinstance(one, torch.SymInt) for one in inputs):
             raise CaptureError(
@@ -107,7 +111,7 @@ class Compiler:
         self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Profiles and plans the joint graph of a step on ``inputs``, and emits what is planned."""
-        if self.settings.accumulates:
+        if self.settings.accumulates and self.settings.adds_gradients:
             _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
         captured = _capture.read(joint.graph, num_forward_outputs)
         problem = self._problem(captured)
@@ -116,12 +120,14 @@ class Compiler:
         verify(problem, made)
         if made.gone_slots and self.tiers is None:
             self.tiers = _swap.Tiers(_device_of(captured), self.settings.account())
-        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
         forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
+        number = len(self.planned)
+        forward.meta[_PLAN] = backward.meta[_PLAN] = number  # autograd compiles backward when it is first needed
+        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
         if self.settings.compiler == "inductor":
             in_step_bytes = captured.changed_bytes + captured.generator_state_bytes
             allowed_bytes = budget_bytes - problem.static_bytes + in_step_bytes
-            self.trial = Trial(forward, backward, num_forward_outputs, allowed_bytes)
+            self.trials[number] = Trial(forward, backward, num_forward_outputs, allowed_bytes, problem)
         return forward, backward
 
     def _problem(self, captured: _capture.Captured) -> RematProblem:
@@ -160,11 +166,13 @@ class Compiler:
         return self._runner(module, is_backward=True)
 
     def _runner(self, module: fx.GraphModule, *, is_backward: bool) -> _capture.Runner:
-        if self.settings.verify and self.planned:
-            planned = self.planned[-1]
+        number = module.meta[_PLAN]
+        if self.settings.verify:
+            planned = self.planned[number]
             return checked(module, module.meta[SLOTS], planned.problem, planned.plan)
         plain = _capture.boxed(module)
-        return plain if self.trial is None else self.trial.runner(plain, is_backward=is_backward)
+        trial = self.trials.get(number)
+        return plain if trial is None else trial.runner(plain, is_backward=is_backward)
 
     def _forward(self, module: fx.GraphModule) -> _capture.Runner:
         run = self._runner(module, is_backward=False)
@@ -239,6 +247,7 @@ def optimize(
     disk: tiers.DiskSpec = None,
     host: Size | None = None,
     accumulates: bool = True,
+    adds_gradients: bool = True,
     method: Method = "hybrid",
     profile: RematProblem | None = None,
     compiler: Literal["eager", "inductor"] = "eager",
@@ -261,6 +270,8 @@ def optimize(
         host: bytes of pinned host memory to swap to (CUDA).
         accumulates: whether gradients exist when backward makes new ones, as with gradient accumulation or
             ``zero_grad(set_to_none=False)``.
+        adds_gradients: ``False`` returns new gradients together at the end of backward, beside those that exist. Needed
+            only for hooks on ``AccumulateGrad`` nodes, which cannot be seen; hooks on tensors, and process groups, are.
         method: ``"recompute"`` or ``"swap"`` leave the other out.
         profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``; its times are taken instead
             of measuring. A step with other operators is measured.
@@ -280,6 +291,7 @@ def optimize(
             disk=disk,
             host=host,
             accumulates=accumulates,
+            adds_gradients=adds_gradients,
             method=method,
             profile=profile,
             compiler=compiler,

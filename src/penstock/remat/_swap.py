@@ -3,6 +3,7 @@
 A swapped storage travels through autograd as a ticket (`_ticket.py`), with whose end its handle is released.
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from penstock.errors import CaptureError
 from penstock.remat import _ticket
 from penstock.tiers import Budget, Handle, ViewLayout, Waterfall, waterfall_for
 
-_waterfalls: "weakref.WeakValueDictionary[int, Waterfall]" = weakref.WeakValueDictionary()
+_tiers: "weakref.WeakValueDictionary[int, Tiers]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -28,12 +30,18 @@ class Tiers:
 
     def __init__(self, device: torch.device, budget: Budget):
         self.number = next(_numbers)
-        self._waterfall = _waterfalls[self.number] = waterfall_for(device, budget)
+        self._device, self._budget = device, budget
+        _tiers[self.number] = self
+
+    @functools.cached_property
+    def waterfall(self) -> Waterfall:
+        """Made when something is swapped: a step that is only planned opens no file and starts no lane."""
+        return waterfall_for(self._device, self._budget)
 
 
 def park(value: torch.Tensor, tiers: int) -> torch.Tensor:
     """Begins to copy the storage of ``value`` out to the tiers of that number; returns its ticket."""
-    handle = _waterfalls[tiers].park(value.untyped_storage(), label=f"swap {next(_numbers)}")
+    handle = _tiers[tiers].waterfall.park(value.untyped_storage(), label=f"swap {next(_numbers)}")
     return _ticket.issue(_Parked(handle, ViewLayout.of(value)))
 
 
@@ -77,7 +85,12 @@ def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
 
 
 def _of(ticket: torch.Tensor) -> _Parked:
-    found: _Parked = _ticket.thing_of(ticket)
+    found: _Parked | None = _ticket.thing_of(ticket)
+    if found is None:
+        raise CaptureError(
+            "a saved-tensors hook replaced what a planned step hands from forward to backward, and with it the receipt "
+            "of a swapped storage. Run the step outside of saved_tensors_hooks and save_on_cpu: it swaps by itself"
+        )
     return found
 
 

@@ -31,6 +31,7 @@ def issue(thing: Any) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def thing_of(ticket: torch.Tensor) -> Any:
-    """What ``ticket`` stands for."""
-    return _tickets[int.from_bytes(ticket.numpy().tobytes(), "little")].thing
+def thing_of(ticket: torch.Tensor) -> Any | None:
+    """What ``ticket`` stands for; ``None`` if a saved-tensors hook of the user put another tensor in its place."""
+    found = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
+    return None if found is None else found.thing

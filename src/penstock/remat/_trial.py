@@ -11,6 +11,7 @@ from penstock.errors import CompilerDeclinedWarning
 from penstock.remat import _accumulate
 from penstock.remat._capture import Runner, device_of, make_boxed_func_flag, tensors_of
 from penstock.remat._inductor import compiled
+from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes
 
 
@@ -20,7 +21,14 @@ class Trial:
     The trial is a step of its own, on the arguments of the first: its gradients are discarded and generators put back.
     """
 
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, num_results: int, allowed_bytes: int):
+    def __init__(
+        self,
+        forward: fx.GraphModule,
+        backward: fx.GraphModule,
+        num_results: int,
+        allowed_bytes: int,
+        problem: RematProblem,
+    ):
         self.is_accepted: bool | None = None
         self._num_results = num_results
         """How many values forward returns before those that it saves."""
@@ -28,6 +36,10 @@ class Trial:
         """What a step may take beside what is there when it begins."""
         self._inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
         self._device = max(map(device_of, backward.graph.nodes), key=lambda one: one.type == "cuda")
+        once = [one for one in problem.operators if one.must_run_once and one.target != "tangent"]
+        if once:
+            self._decline(f"a trial would run {once[0].name} once more ({once[0].must_run_once})")
+            return
         try:
             self._forward, self._backward = compiled(forward), compiled(backward)
         except Exception as error:  # whatever a compiler may raise: the plan runs without it
@@ -49,9 +61,13 @@ class Trial:
         if not probe.can_record(self._device):
             return  # another profiler runs: the next step will be tried
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), _accumulate.discarding():
-            self._step(arguments)  # what libraries take once, they take here
-            taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
+        try:
+            with torch.random.fork_rng(devices), _accumulate.discarding():
+                self._step(arguments)  # what libraries take once, they take here
+                taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
+        except Exception as error:  # as when compiling
+            self._decline(f"its trial failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
+            return
         if taken > self._allowed_bytes:
             self._decline(f"compiled by Inductor it takes {format_bytes(taken)} of {format_bytes(self._allowed_bytes)}")
         else:
@@ -59,8 +75,16 @@ class Trial:
 
     def _step(self, arguments: list[Any]) -> None:
         tangents = [tensor for node in self._inputs if "tangents" in node.name for tensor in tensors_of(node)]
-        made = [torch.ones(one.shape, dtype=one.dtype, device=one.device) for one in tangents]
-        self._backward([*self._forward(list(arguments))[self._num_results :], *made])
+        made = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).fill_(1)
+            for one in tangents
+        ]
+        results = self._forward(list(arguments))  # the caller holds them until backward has ended
+        saved = list(results[self._num_results :])
+        results = results[: self._num_results]
+        saved += made
+        del made
+        self._backward(saved)
 
     def _decline(self, why: str) -> None:
         if self.is_accepted is None:
