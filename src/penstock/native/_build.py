@@ -18,7 +18,7 @@ _FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", 
 
 def load(name: str) -> ctypes.CDLL | None:
     """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler."""
-    return _loaded((Path(__file__).parent / f"{name}.c").read_text(), name)
+    return _loaded(_source(name), name)
 
 
 def compile_source(source: str, name: str) -> ctypes.CDLL | None:
@@ -27,6 +27,11 @@ def compile_source(source: str, name: str) -> ctypes.CDLL | None:
     Raises ``InternalError`` with the compiler's message where the source is refused.
     """
     return _loaded(source, name)
+
+
+@functools.cache
+def _source(name: str) -> str:
+    return (Path(__file__).parent / f"{name}.c").read_text()
 
 
 @functools.lru_cache(maxsize=256)

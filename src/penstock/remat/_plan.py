@@ -36,6 +36,8 @@ _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
 _SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 100, 150, 0.1
 """Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
+_EXCHANGE_OPERATORS = 20_000_000
+"""Exchanges end when simulations have played so many operators."""
 _MAX_REPAIRS = 200
 _RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
 """Less and less is held, more and more is computed."""
@@ -114,6 +116,8 @@ class _Planner:
         self.graph = graph = Graph(problem)
         self.allows_recompute = method != "swap"
         self.allows_swap = method != "recompute" and problem.can_swap
+        self.num_played = 0
+        """Simulations so far."""
         forward = graph.producers < problem.num_forward
         needed = np.array([bool(one) for one in graph.needs], dtype=bool)
         stays = graph.is_output.astype(bool)
@@ -225,11 +229,13 @@ class _Planner:
 
     def _exchanged(self, best: _Candidate, budget_bytes: int) -> _Candidate:
         """Recomputes one operator that is kept or swapped and gives back again, as long as that is faster."""
-        improves = True
+        improves, most = True, self.num_played + _EXCHANGE_OPERATORS // max(1, self.graph.num_operators)
         while improves and best.extra_s > 0:
             improves = False
             held = np.flatnonzero(~_recomputed(best.decisions) & self.may_recompute)
             for producer in np.unique(self.graph.producers[held]).tolist():
+                if self.num_played > most:
+                    return best
                 decisions = best.decisions.copy()
                 group = np.array(self.graph.outputs[producer], dtype=np.int64)
                 decisions[group[self.may_recompute[group]]] = Decision.RECOMPUTE
@@ -263,6 +269,7 @@ class _Planner:
 
     def _evaluated(self, decisions: _Decisions) -> _Candidate | None:
         simulation = simulate(self.graph, decisions)
+        self.num_played += 1
         if simulation is None:
             return None
         return _Candidate(decisions, simulation.peak_bytes, simulation.extra_s)
@@ -360,6 +367,7 @@ class _Planner:
             if option == Decision.SWAP:
                 decisions[group[~self.may_swap[group]]] = Decision.KEEP
             simulation = simulate(graph, decisions)
+            self.num_played += 1
             if simulation is None or simulation.peak_bytes > budget_bytes:
                 continue
             saved_s = best.extra_s - simulation.extra_s

@@ -145,14 +145,8 @@ def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np
     buffers = graph.buffers
     if buffers is None:
         buffers = graph.buffers = _Buffers(graph, capacity)
-    decisions = np.ascontiguousarray(decisions, dtype=np.uint8)
-    outcome = library.penstock_simulate(
-        ctypes.byref(buffers.graph),
-        decisions.ctypes.data_as(ctypes.c_void_p),
-        ctypes.c_int32(capacity),
-        *(one.ctypes.data_as(ctypes.c_void_p) for one in (buffers.slots, buffers.live, buffers.gone, buffers.fetch)),
-        ctypes.byref(buffers.result),
-    )
+    buffers.decisions[:] = decisions
+    outcome = library.penstock_simulate(*buffers.arguments)
     if outcome == _NO_MEMORY:
         raise MemoryError("no memory for the planner's simulation")
     if outcome == _ENDLESS:
@@ -175,6 +169,7 @@ class _Buffers:
     def __init__(self, graph: Graph, capacity: int):
         self.slots = np.empty(capacity + graph.num_operators + 1, dtype=np.int32)
         self.live = np.empty(capacity + graph.num_operators + 2, dtype=np.int64)
+        self.decisions = np.empty(graph.num_storages, dtype=np.uint8)
         self.gone = np.empty(graph.num_storages + 1, dtype=np.int32)
         self.fetch = np.empty(graph.num_storages + 1, dtype=np.int32)
         self.result = _CResult()
@@ -186,6 +181,9 @@ class _Buffers:
                 value = getattr(graph, name)
                 values.append(value.ctypes.data if kind is ctypes.c_void_p else value)
         self.graph = _CGraph(*values)
+        written = [ctypes.c_void_p(one.ctypes.data) for one in (self.slots, self.live, self.gone, self.fetch)]
+        given = ctypes.byref(self.graph), ctypes.c_void_p(self.decisions.ctypes.data), ctypes.c_int32(capacity)
+        self.arguments = (*given, *written, ctypes.byref(self.result))
 
 
 class _Player:
