@@ -73,6 +73,12 @@ def test_more_bytes_never_cost_more_time(problem):
     assert made[-1].extra_s == 0
 
 
+@given(problems)
+@many
+def test_swaps_never_raise_the_smallest_budget(problem):
+    assert smallest_budget_bytes(problem) <= smallest_budget_bytes(problem, method="recompute")
+
+
 @given(problems, st.sampled_from(["hybrid", "recompute", "swap"]))
 @many
 def test_the_smallest_budget_works(problem, method):

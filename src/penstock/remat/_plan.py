@@ -133,7 +133,16 @@ class _Planner:
 
         Without swaps only sizes decide, so that the smallest budget is the same however fast operators were measured.
         """
-        best = min(self.seeds, key=lambda one: one.peak_bytes)
+        best = self._lowest_of(self.seeds)
+        if self.allows_swap and self.allows_recompute:  # more choices lead a greedy elsewhere, which may be worse
+            may_swap, self.may_swap = self.may_swap, np.zeros_like(self.may_swap)
+            without = self._lowest_of([one for one in self.seeds if not (one.decisions == Decision.SWAP).any()])
+            self.may_swap = may_swap
+            best = min(best, without, key=lambda one: one.peak_bytes)
+        return best
+
+    def _lowest_of(self, seeds: list[_Candidate]) -> _Candidate:
+        best = min(seeds, key=lambda one: one.peak_bytes)
         for target in np.linspace(best.peak_bytes, best.peak_bytes * 0.5, 6)[1:]:
             repaired = self._repaired(best, int(target), weighs_time=False)
             if repaired.peak_bytes >= best.peak_bytes:
