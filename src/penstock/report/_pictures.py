@@ -39,18 +39,31 @@ def memory_timeline(
             linewidth=1.3,
         )
     if limit_bytes is not None:
-        axes.axhline(limit_bytes / _MIB, color="#be123c", linestyle="--", linewidth=1)
-        axes.annotate(
-            f"{limit_label}: {limit_bytes / _MIB:,.0f} MiB",
-            (1, limit_bytes / _MIB),
-            xycoords=("axes fraction", "data"),
-            xytext=(-4, 3),
-            textcoords="offset points",
-            ha="right",
-            color="#be123c",
-            fontsize=9,
-        )
-    for row, (name, times_s) in enumerate((marks or {}).items()):
+        _draw_limit(axes, limit_bytes, limit_label)
+    _draw_marks(axes, marks or {})
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper right")
+    _save(figure, path)
+
+
+def _draw_limit(axes: Any, limit_bytes: int, label: str) -> None:  # any: as below
+    axes.axhline(limit_bytes / _MIB, color="#be123c", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"{label}: {limit_bytes / _MIB:,.0f} MiB",
+        (1, limit_bytes / _MIB),
+        xycoords=("axes fraction", "data"),
+        xytext=(-4, 3),
+        textcoords="offset points",
+        ha="right",
+        color="#be123c",
+        fontsize=9,
+    )
+
+
+def _draw_marks(axes: Any, marks: Mapping[str, Sequence[float]]) -> None:  # any: as below
+    """Rows of ticks below the axis."""
+    for row, (name, times_s) in enumerate(marks.items()):
         axes.plot(
             times_s,
             [-0.03 * (row + 1)] * len(times_s),
@@ -62,11 +75,7 @@ def memory_timeline(
             color=_COLOURS[-1 - row % len(_COLOURS)],
             label=f"{name} ({len(times_s)})",
         )
-    axes.tick_params(axis="x", pad=4 + 8 * len(marks or {}))
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False, loc="upper right")
-    _save(figure, path)
+    axes.tick_params(axis="x", pad=4 + 8 * len(marks))
 
 
 def throughput_curve(
