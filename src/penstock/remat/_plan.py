@@ -34,10 +34,10 @@ MIN_SWAP_BYTES = 64 * 1024
 _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
-_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 100, 150, 0.1
+_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 1000, 300, 0.02
 """Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
-_EXCHANGE_OPERATORS = 20_000_000
-"""Exchanges end when simulations have played so many operators."""
+_SEARCH_OPERATORS = 20_000_000
+"""Exchanges and annealing end, each, when their simulations have played so many operators."""
 _MAX_REPAIRS = 200
 _RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
 """Less and less is held, more and more is computed."""
@@ -197,7 +197,7 @@ class _Planner:
             return start
         choices = [self._choices(one) for one in groups]
         best, now, energy_s = start, start.decisions.copy(), start.extra_s
-        num_steps = _ANNEAL_STEPS * len(groups)
+        num_steps = min(_ANNEAL_STEPS * len(groups), _SEARCH_OPERATORS // self.graph.num_operators)
         for step in range(num_steps):
             heat_s = _HEAT * self.graph.step_s * (1 - step / num_steps) ** 2
             at = int(choose.integers(len(groups)))
@@ -238,7 +238,7 @@ class _Planner:
 
     def _exchanged(self, best: _Candidate, budget_bytes: int) -> _Candidate:
         """Recomputes one operator that is kept or swapped and gives back again, as long as that is faster."""
-        improves, most = True, self.num_played + _EXCHANGE_OPERATORS // max(1, self.graph.num_operators)
+        improves, most = True, self.num_played + _SEARCH_OPERATORS // max(1, self.graph.num_operators)
         while improves and best.extra_s > 0:
             improves = False
             held = np.flatnonzero(~_recomputed(best.decisions) & self.may_recompute)
