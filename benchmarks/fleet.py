@@ -134,38 +134,36 @@ def problem_of(costs: dict[int, tuple[fleet.ShardCost, ...]], given: Any, link: 
     return fleet.FleetProblem(jobs=jobs, devices=devices)
 
 
+def recomputing(problem: fleet.FleetProblem) -> fleet.FleetProblem:
+    """The same with every shard run again in backward."""
+    jobs = [replace(job, shards=tuple(replace(one, recomputes=True) for one in job.shards)) for job in problem.jobs]
+    return replace(problem, jobs=tuple(jobs))
+
+
 def cheapest(problem: fleet.FleetProblem) -> fleet.FleetProblem:
     """Parks or recomputes inside of shards, whichever ends the fleet sooner."""
-    again = tuple(
-        replace(job, shards=tuple(replace(one, recomputes=True) for one in job.shards)) for job in problem.jobs
-    )
-    other = replace(problem, jobs=again)
+    other = recomputing(problem)
     ends = [fleet.simulate(one, records=False).makespan_s for one in (problem, other)]
     return problem if ends[0] <= ends[1] else other
 
 
-def contenders(problem: fleet.FleetProblem) -> dict[str, float]:
-    """When each ends, in seconds."""
-    ours = cheapest(problem)
-    recomputing = tuple(
-        replace(job, shards=tuple(replace(one, recomputes=True) for one in job.shards)) for job in problem.jobs
-    )
-    found = {"Penstock": fleet.simulate(ours).makespan_s}
+def contenders(problem: fleet.FleetProblem, ours: fleet.FleetProblem) -> dict[str, float]:
+    """When each ends, in seconds; ``ours`` is the problem with activations parked or recomputed as is cheapest."""
+    found = {"Penstock": fleet.simulate(ours, records=False).makespan_s}
     for name in ("fifo", "shortest-first", "random"):
         found[f"scheduler {name}"] = fleet.simulate(ours, name, records=False).makespan_s  # type: ignore[arg-type]
     found["no double buffer"] = fleet.simulate(ours, double_buffer=False, records=False).makespan_s
     found["no SHARP"] = fleet.simulate(ours, sharp=False, records=False).makespan_s
-    found["always recompute (Hydra)"] = fleet.simulate(replace(problem, jobs=recomputing), records=False).makespan_s
+    found["always recompute (Hydra)"] = fleet.simulate(recomputing(problem), records=False).makespan_s
     found["pipeline, 4 micro-batches"] = fleet.pipeline_s(problem, 4)
     found["model parallelism"] = fleet.model_parallel_s(problem)
     found["lower bound"] = fleet.lower_bound_s(ours)
     return found
 
 
-def draw(path: Path, problem: fleet.FleetProblem) -> None:
+def draw(path: Path, problem: fleet.FleetProblem, schedule: fleet.Schedule) -> None:
     """The last twentieth of our schedule, where it has to come out even."""
     rows: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    schedule = fleet.simulate(problem)
     for unit in schedule.units:
         if unit.end_s > 0.95 * schedule.makespan_s:
             rows[problem.devices[unit.device].name].append((unit.start_s, unit.end_s, problem.jobs[unit.job].name))
@@ -190,11 +188,12 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     rows: list[Row] = []
     for link in LINKS_BYTES_PER_S:
         problem = problem_of(costs, given, link)
-        ends = contenders(problem)
+        chosen = cheapest(problem)
+        ends = contenders(problem, chosen)
         ours = ends["Penstock"]
         where = f"a link of {link / 1e9:g} GB/s"
-        schedule = fleet.simulate(cheapest(problem))
-        fleet.verify(cheapest(problem), schedule)
+        schedule = fleet.simulate(chosen)
+        fleet.verify(chosen, schedule)
         show(
             f"12 jobs on {given.devices} devices, {where}: devices compute {schedule.busy_share:.1%} of the time",
             ["", "ends after", "over ours"],
@@ -207,7 +206,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         rows.append(Row(name="Penstock", metric=f"busy, {where}", value=schedule.busy_share, unit=""))
         if given.json and link == LINKS_BYTES_PER_S[-1]:
             given.json.parent.mkdir(parents=True, exist_ok=True)
-            draw(given.json.with_suffix(".png"), cheapest(problem))
+            draw(given.json.with_suffix(".png"), chosen, schedule)
     rows += _large()
     write(given.json, {name: getattr(given, name) for name in ("layers", "width", "length", "shards", "steps")}, rows)
     return rows

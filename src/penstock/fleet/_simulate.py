@@ -36,8 +36,6 @@ class _Job:
     remaining_s: float
     at: int = 0
     """Units begun or done."""
-    device: int = -1
-    """Where its last unit ran."""
     shard: int = -1
     """Which shard that was."""
     saved_s: float = 0.0
@@ -211,7 +209,7 @@ class _Clock:
                 )
             )
         job.at += 1
-        job.shard, job.device = unit.shard, device.index
+        job.shard = unit.shard
         if self.double_buffer:
             self.hungry.add(device.index)
         self._at(self.now_s + compute_s, "ends", device.index)

@@ -51,9 +51,10 @@ def _verify_device(problem: FleetProblem, device: int, units: list[ScheduledUnit
         is_early = unit.load_s < before.end_s - _ROUNDING_S
         if is_early and not is_same and cost.budget_bytes is not None and held + coming > cost.budget_bytes:
             raise InternalError(f"device {cost.name!r} holds {held + coming} of {cost.budget_bytes} bytes")
+    here = {(unit.job, unit.index, unit.shard) for unit in units}
     for unit in units:
         needed = problem.jobs[unit.job].unit(unit.index)
         least_s = (needed.in_bytes - needed.kept_bytes) / cost.in_bandwidth_bytes_per_s
-        is_resident = any((one.job, one.index, one.shard) == (unit.job, unit.index - 1, unit.shard) for one in units)
+        is_resident = (unit.job, unit.index - 1, unit.shard) in here
         if not is_resident and unit.start_s - unit.load_s < least_s - _ROUNDING_S * max(1.0, unit.start_s):
             raise InternalError(f"device {cost.name!r} begins unit {unit.index} of job {unit.job} before it is there")

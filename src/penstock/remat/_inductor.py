@@ -25,7 +25,6 @@ _MIN_CALLS = 2
 class _Piece:
     """Consecutive nodes of a graph, run as one."""
 
-    nodes: list[fx.Node]
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     run: Callable[[list[Any]], Any]
@@ -53,7 +52,7 @@ def compiled(module: fx.GraphModule) -> Runner:
             elif piece.op == "output":
                 result = fx.node.map_arg(piece.args[0], values.__getitem__)
             elif piece.op == "get_attr":
-                values[piece] = _attribute(module, str(piece.target))
+                values[piece] = operator.attrgetter(str(piece.target))(module)
             elif piece.op == "call_function":
                 given_here = fx.node.map_arg((piece.args, piece.kwargs), values.__getitem__)
                 values[piece] = piece.target(*given_here[0], **given_here[1])  # type: ignore[operator]
@@ -100,7 +99,7 @@ def _piece(module: fx.GraphModule, nodes: list[fx.Node]) -> _Piece:
     mode = detect_fake_mode([node.meta.get("val") for node in (*inputs, *nodes)])
     assert mode is not None
     run = _compile(fx.GraphModule(module, graph), [node.meta["val"] for node in inputs], mode)
-    return _Piece(nodes=nodes, inputs=inputs, outputs=outputs, run=run)
+    return _Piece(inputs=inputs, outputs=outputs, run=run)
 
 
 def _compile(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Callable[[list[Any]], Any]:
@@ -127,10 +126,3 @@ def _last_uses(pieces: list[Any]) -> dict[int, list[fx.Node]]:
     for node, piece in last.items():
         dies.setdefault(piece, []).append(node)
     return dies
-
-
-def _attribute(module: fx.GraphModule, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
