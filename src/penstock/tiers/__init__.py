@@ -18,7 +18,8 @@ tensor(999999)
 
 - `Budget`: the one account of bytes, shared by rooms that run together; `Size` and `DiskSpec` are what it takes.
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
-- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` makes one for a device.
+- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` makes one for a device, `waterfalls_for`
+  for several that share their tiers.
 - `ViewLayout`: what of a tensor is not in its storage.
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
@@ -28,6 +29,7 @@ from penstock.tiers._budget import Budget as Budget
 from penstock.tiers._budget import DiskSpec as DiskSpec
 from penstock.tiers._budget import Size as Size
 from penstock.tiers._build import waterfall_for as waterfall_for
+from penstock.tiers._build import waterfalls_for as waterfalls_for
 from penstock.tiers._disk import DiskTier as DiskTier
 from penstock.tiers._events import Event as Event
 from penstock.tiers._events import EventLog as EventLog

@@ -1,4 +1,6 @@
-"""A waterfall for a device, from a budget."""
+"""A waterfall for a device, or for several, from a budget."""
+
+from collections.abc import Sequence
 
 import torch
 
@@ -64,6 +66,46 @@ def waterfall_for(
     return _joined(disk, mover, events)
 
 
+def waterfalls_for(
+    devices: Sequence[torch.device],
+    budget: Budget,
+    *,
+    max_in_flight: int | str = MAX_IN_FLIGHT_BYTES,
+    verify: bool = False,
+    events: Sequence[EventLog] = (),
+) -> list[Waterfall]:
+    """One waterfall per device over tiers that all share, so that each may ``borrow`` what another has parked.
+
+    As ``waterfall_for``, and ``Budget(host=...)`` counts for CPU devices too: main memory beside what the devices take.
+    Drain all of them before the first is closed. Raises ``ValueError`` for devices of different types.
+    """
+    types = {device.type for device in devices}
+    if types not in ({"cpu"}, {"cuda"}):
+        raise ValueError(f"a fleet's devices are all 'cpu' or all 'cuda', not {sorted(types)}")
+    on_cuda, logs = types == {"cuda"}, list(events) or [EventLog() for _ in devices]
+    max_in_flight_bytes = parse_bytes(max_in_flight)
+    tiers: list[Tier] = []
+    if budget.host_bytes is not None:
+        staging_bytes = 2 * max_in_flight_bytes * len(devices) if on_cuda and budget.disk_bytes else 0
+        if budget.host_bytes > staging_bytes:
+            tiers.append(HostTier(budget.host_bytes - staging_bytes, pinned=on_cuda, budget=budget))
+    if budget.disk_bytes:
+        tiers.append(DiskTier(budget.disk_bytes, budget=budget))
+    if not tiers:
+        raise ValueError("nothing below the devices: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')")
+    movers: list[MemoryMover | StreamMover] = []
+    for device, log in zip(devices, logs, strict=True):
+        if on_cuda:
+            staging = HostTier(2 * max_in_flight_bytes if budget.disk_bytes else 0, pinned=True, budget=budget)
+            movers.append(
+                StreamMover(CudaStreams(device), staging, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
+            )
+        else:
+            give_back_freed_memory()
+            movers.append(MemoryMover(log, max_in_flight_bytes=max_in_flight_bytes, verify=verify))
+    return [_joined(tiers, mover, log) for mover, log in zip(movers, logs, strict=True)]
+
+
 def stream_waterfall(
     streams: Streams,
     disk: list[DiskTier],
@@ -87,7 +129,7 @@ def stream_waterfall(
     return _joined([*tiers, *disk], mover, events)
 
 
-def _joined(tiers: "list[Tier] | list[DiskTier]", mover: MemoryMover | StreamMover, events: EventLog) -> Waterfall:
+def _joined(tiers: Sequence[Tier], mover: MemoryMover | StreamMover, events: EventLog) -> Waterfall:
     waterfall = Waterfall(tiers, mover, events)
     mover.waterfall = waterfall
     return waterfall

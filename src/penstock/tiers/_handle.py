@@ -45,6 +45,7 @@ class Handle:
         "_in_transit",
         "_is_wanted",
         "_num_moving",
+        "_origin",
         "_state",
         "_storage",
         "_tier",
@@ -75,6 +76,7 @@ class Handle:
         self._was_forwarded = False  # handed back from memory, so that the end of its copy out frees nothing
         self._num_moving = 0  # copies that still touch the extent; its room is given back after the last
         self._error: Exception | None = None
+        self._origin: Handle | None = None  # the handle whose room this one borrows
 
     def __repr__(self) -> str:
         return f"<Handle {self.label!r} {self.size_bytes} bytes {self._state.value}>"
@@ -87,6 +89,11 @@ class Handle:
     def state(self) -> HandleState:
         """Where the bytes are now."""
         return self._state
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the bytes are in a tier and no copy touches them, so that ``Waterfall.borrow`` takes the handle."""
+        return self._state is HandleState.PARKED and not self._num_moving
 
     @property
     def is_held_elsewhere(self) -> bool:

@@ -5,10 +5,12 @@ is mapped at its exact size and registered once (``cudaHostRegister``); reservat
 bytes. Where the system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
 """
 
+import ctypes
 import mmap
 import threading
 import warnings
 
+import numpy as np
 import torch
 
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
@@ -105,13 +107,11 @@ class HostTier(Tier):
         return f"slab {piece.file}"
 
     def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        start = piece.offset + at
-        self._slabs[piece.file].view[start : start + len(view)] = view
+        _copy(self._slabs[piece.file].view[piece.offset + at :], view, len(view))
         return len(view)
 
     def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        start = piece.offset + at
-        view[:] = self._slabs[piece.file].view[start : start + len(view)]
+        _copy(view, self._slabs[piece.file].view[piece.offset + at :], len(view))
         return len(view)
 
     def _reserved_bytes(self) -> int:
@@ -175,6 +175,15 @@ class _Slab:
         ledger.charge(-self.allocator.capacity_bytes)
         # The mapping goes when the last tensor over it does.
         del self.view, self._map
+
+
+def _copy(destination: memoryview, source: memoryview, size_bytes: int) -> None:
+    """Copies without holding the interpreter's lock, which slicing memory views would."""
+    ctypes.memmove(_address(destination), _address(source), size_bytes)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
 
 
 def _register(tensor: torch.Tensor) -> bool:

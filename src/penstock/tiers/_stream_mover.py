@@ -263,6 +263,10 @@ class StreamMover:
             self._drop_staging(copy.transit)
             self.waterfall._arrived(copy.handle, copy.box)
 
+    def borrow(self, handle: Handle, original: Handle) -> None:
+        known = original._in_transit
+        handle._in_transit = _Transit(is_on_disk=True, checksums=known.checksums if isinstance(known, _Transit) else [])
+
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         return (
             _slowest(

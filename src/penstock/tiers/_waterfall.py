@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import ForkedProcessError, TierDegradedWarning, TierFullError
+from penstock.errors import ForkedProcessError, InternalError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle, HandleState
@@ -78,6 +78,9 @@ class Mover(Protocol):
 
     def poll(self) -> None:
         """Notices finished copies."""
+
+    def borrow(self, handle: Handle, original: Handle) -> None:
+        """Prepares ``handle`` to be fetched from the room of ``original``, another mover's."""
 
     def device_stall_s(self) -> float:
         """Seconds that the device's own queue waited for copies, beside what ``make_room`` and ``finish_in`` report."""
@@ -148,6 +151,25 @@ class Waterfall:
             handle._num_moving = 1
             self._mover.start_out(handle)
         self._warn_of_troubles()
+        return handle
+
+    def borrow(self, original: Handle) -> Handle:
+        """A handle on this device to bytes that another waterfall of the same tiers parked; nothing is copied.
+
+        The room is that of ``original``, which the new handle keeps alive. Raises ``InternalError`` unless ``original``
+        ``is_settled``.
+        """
+        if not original.is_settled:
+            raise InternalError(f"{original!r} cannot be borrowed: its copy out has not ended")
+        handle = Handle(self, torch.UntypedStorage(0), original.label)
+        handle._origin = original._origin or original
+        handle.size_bytes, handle.data_pointer = original.size_bytes, original.data_pointer
+        handle.address_remainder = original.address_remainder
+        handle._tier, handle._extent, handle._edges = original._tier, original._extent, original._edges
+        handle._storage, handle._state = None, HandleState.PARKED
+        self._mover.borrow(handle, original)
+        with self._lock:
+            self._counts["num_live_handles"] += 1
         return handle
 
     def reap(self) -> None:
@@ -372,8 +394,11 @@ class Waterfall:
             tier, extent = handle._tier, handle._extent
             handle._tier = handle._extent = None
             edge_bytes, handle._edges = sum(map(len, handle._edges)), (b"", b"")
-        ledger.charge(-edge_bytes)
         self._mover.forget(handle)
+        if handle._origin is not None:
+            handle._origin = None
+            return
+        ledger.charge(-edge_bytes)
         if tier is not None and extent is not None:
             tier.release(extent)
 

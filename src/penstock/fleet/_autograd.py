@@ -1,0 +1,179 @@
+"""Forward and backward of one shard, so that gradients come out as if the model had never been cut.
+
+Values enter a shard through `_Enter`, which ends the graph there and hands out the gradient that arrives. A value that
+shards after this one used as well has a gradient already; it is put in as a root of this shard's backward, so that
+autograd adds the uses up in the order in which it would have met them in the whole graph: the sums are equal to the bit.
+Tied parameters travel the same way, from the last shard that uses them to the one that owns them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from penstock.fleet._memory import SMALL_BYTES, Item
+from penstock.fleet._program import Shard
+from penstock.tiers import ViewLayout
+
+
+TIED = "@"
+"""Prefix of the names under which gradients of tied parameters travel."""
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor between shards: where its bytes are, and how they are read."""
+
+    item: Item
+    """Its storage, alone."""
+    layout: ViewLayout
+    """Over that storage."""
+    needs_gradient: bool
+    """Whether backward goes through it."""
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """What forward of a shard left behind for its backward."""
+
+    entered: dict[str, tuple[GradientEdge, list[torch.Tensor]]] = field(default_factory=dict)
+    """Per input that needs a gradient: where it entered, and where its gradient will be put."""
+    left: dict[str, GradientEdge] = field(default_factory=dict)
+    """Per output that needs a gradient."""
+    saved: "Saved | None" = None
+    """What autograd saved, if backward comes in another unit."""
+
+
+class Saved:
+    """What autograd saved in one forward, by storage. Small ones stay in the graph, others' stay with their items."""
+
+    def __init__(self, homes: Mapping[int, Item]):
+        self.item: Item | None = None
+        """The storages that nobody else has; set when forward has ended."""
+        self.fetched: Callable[[Item], list[torch.UntypedStorage]]
+        """Gives an item's storages; set before backward."""
+        self.homes: dict[Item, None] = {}
+        """Items of others that backward reads."""
+        self._known = dict(homes)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._places: dict[int, tuple[Item, int]] = {}
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """While forward runs."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def finish(self, label: str, outputs: Mapping[int, Item]) -> None:
+        """Forward has ended; ``outputs`` are items of values, by the identity of their storage."""
+        own = {key: storage for key, storage in self._storages.items() if key not in outputs}
+        for key, item in outputs.items():
+            if key in self._storages:
+                self._places[key] = (item, 0)
+                self.homes[item] = None
+        if own:
+            self.item = Item(label, list(own.values()))
+            self._places.update({key: (self.item, index) for index, key in enumerate(own)})
+        self._storages = {}
+        self._known = {}
+
+    def _pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or where its bytes will be
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            self.homes[self._known[key]] = None
+            self._places[key] = (self._known[key], 0)
+        elif storage.nbytes() < SMALL_BYTES:
+            return tensor
+        else:
+            self._storages[key] = storage  # alive until `finish`, so that no other gets its identity
+        return key, ViewLayout.of(tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:  # any: as `_pack` returned it
+        if isinstance(packed, torch.Tensor):
+            return packed
+        key, layout = packed
+        item, index = self._places[key]
+        tensor: torch.Tensor = layout.rebuild(self.fetched(item)[index])
+        return tensor
+
+
+def dropping() -> AbstractContextManager[Any]:
+    """Lets autograd save nothing: the same kernels run, and backward will run forward again."""
+    return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
+
+
+class _Enter(torch.autograd.Function):
+    """A tensor that was made elsewhere; its gradient goes into ``slot``."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, slot: list[torch.Tensor], value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # any: PyTorch's
+        ctx.slot = slot
+        return value.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:  # any: PyTorch's
+        ctx.slot.append(gradients[0])
+        return None, None, None
+
+
+def forward(
+    shard: Shard,
+    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    *,
+    travelling: Sequence[str] = (),
+    needing: Sequence[bool],
+) -> tuple[Graph, Sequence[torch.Tensor]]:
+    """Runs a shard with a graph of its own. ``travelling`` names those of its tensors that another shard owns."""
+    graph = Graph()
+
+    def entered(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        slot: list[torch.Tensor] = []
+        anchor = torch.zeros((), requires_grad=True, device=tensor.device)
+        inside: torch.Tensor = _Enter.apply(anchor, slot, tensor)  # type: ignore[no-untyped-call]
+        graph.entered[name] = (get_gradient_edge(inside), slot)
+        return inside
+
+    own = [
+        entered(TIED + name, tensor) if name in travelling else tensor
+        for name, tensor in zip(shard.tensors, tensors, strict=True)
+    ]
+    given = [
+        entered(name, tensor) if needs else tensor
+        for name, tensor, needs in zip(shard.inputs, inputs, needing, strict=True)
+    ]
+    outputs = shard.run(own, given)
+    for name, tensor in zip(shard.outputs, outputs, strict=True):
+        if tensor.requires_grad:
+            graph.left[name] = get_gradient_edge(tensor)
+    return graph, outputs
+
+
+def backward(graph: Graph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Runs a shard's backward from ``gradients``, which then hold those of what entered instead of what left.
+
+    ``parameters`` are the shard's own that others use as well; their gradients so far are taken out of ``gradients``.
+    """
+    edges: list[GradientEdge] = []
+    given: list[torch.Tensor] = []
+    for name, edge in graph.left.items():
+        if name in gradients:
+            edges.append(edge)
+            given.append(gradients.pop(name))
+    for name, (edge, _) in graph.entered.items():
+        if name in gradients:
+            edges.append(edge)
+            given.append(gradients.pop(name))
+    for name, parameter in parameters.items():
+        if TIED + name in gradients:
+            edges.append(get_gradient_edge(parameter))
+            given.append(gradients.pop(TIED + name))
+    if edges:
+        torch.autograd.backward(edges, given)
+    for name, (_, slot) in graph.entered.items():
+        if slot:
+            gradients[name] = slot.pop()

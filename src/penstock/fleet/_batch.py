@@ -1,0 +1,48 @@
+"""Batches as flat lists of tensors, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What of a nest of tuples, lists and dicts is not its tensors."""
+
+    rebuild: Callable[[Sequence[torch.Tensor]], Any]
+    """From the tensors to the nest."""
+    signature: tuple[Any, ...]  # hashable
+    """Equal for batches that differ in nothing but numbers inside of tensors."""
+
+
+def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:  # any: a nest
+    """The tensors of ``batch`` in order, and the rest. What is no tuple, list, mapping or tensor is part of the rest."""
+    tensors: list[torch.Tensor] = []
+    rebuild, signature = _walk(batch, tensors)
+    return tensors, Structure(rebuild, signature)
+
+
+def _walk(thing: Any, tensors: list[torch.Tensor]) -> tuple[Callable[[Sequence[torch.Tensor]], Any], tuple[Any, ...]]:
+    if isinstance(thing, torch.Tensor):
+        index = len(tensors)
+        tensors.append(thing)
+        return lambda given: given[index], ("tensor", tuple(thing.shape), thing.stride(), str(thing.dtype))
+    if isinstance(thing, Mapping):
+        keys = list(thing)
+        parts = [_walk(thing[key], tensors) for key in keys]
+        return (
+            lambda given: {key: part[0](given) for key, part in zip(keys, parts, strict=True)},
+            ("dict", tuple(map(str, keys)), tuple(part[1] for part in parts)),
+        )
+    if isinstance(thing, tuple | list):
+        parts = [_walk(one, tensors) for one in thing]
+        make = type(thing)
+        if hasattr(thing, "_fields"):
+            return lambda given: make(*(part[0](given) for part in parts)), (
+                "tuple",
+                tuple(part[1] for part in parts),
+            )
+        return lambda given: make(part[0](given) for part in parts), ("list", tuple(part[1] for part in parts))
+    return lambda _: thing, ("constant", repr(thing))

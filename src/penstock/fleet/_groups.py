@@ -1,0 +1,106 @@
+"""A job's tensors packed into groups: what the same shards use, and what changes together, moves together.
+
+Parameters that train, parameters that do not, and buffers are kept apart, since backward and the optimizer change the
+first, forward the last, and nobody the second, which jobs with the same frozen parameters therefore share.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from penstock.fleet._memory import Item
+from penstock.tiers import ViewLayout
+
+_ALIGNMENT_BYTES = 64
+"""Of tensors inside of a group: that of PyTorch's own allocations, so that kernels take the same path."""
+
+Kind = Literal["trained", "frozen", "buffer"]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Group:
+    """Tensors that move together."""
+
+    kind: Kind
+    """Whether the optimizer changes them, nobody does, or forward may."""
+    shards: tuple[int, ...]
+    """Which shards use them; the first owns them."""
+    layouts: dict[str, ViewLayout]
+    """Per tensor, where it is in the group's one storage."""
+    size_bytes: int
+    """Of that storage."""
+    item: Item | None = field(default=None, repr=False)
+    """Where the bytes are; ``None`` before they were put anywhere."""
+
+    @property
+    def owner(self) -> int:
+        """The shard that steps them; -1 for tensors that no shard uses."""
+        return min(self.shards, default=-1)
+
+    def views(self, storage: torch.UntypedStorage) -> dict[str, torch.Tensor]:
+        """The tensors over ``storage``."""
+        return {name: layout.rebuild(storage) for name, layout in self.layouts.items()}
+
+
+def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewLayout], int]:
+    """Where each tensor comes to lie in one storage, strides as they are, and the bytes of that storage."""
+    layouts, end = {}, 0
+    for name, tensor in tensors.items():
+        start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        layouts[name] = ViewLayout(
+            tensor.dtype, tuple(tensor.shape), tensor.stride(), start // tensor.element_size(), False, False
+        )
+        end = start + span_bytes(tensor)
+    return layouts, end
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def pack(
+    tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout], size_bytes: int, device: torch.device
+) -> torch.UntypedStorage:
+    """A new storage on ``device`` with the tensors' values in it."""
+    storage = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    with torch.no_grad():
+        for name, layout in layouts.items():
+            layout.rebuild(storage).copy_(tensors[name])
+    return storage
+
+
+def group(
+    tensors: Mapping[str, torch.Tensor],
+    trained: Iterable[str],
+    buffers: Iterable[str],
+    uses: Mapping[str, Iterable[int]],
+) -> list[Group]:
+    """Groups of ``tensors`` by kind and by the shards that use them."""
+    trained, buffers = set(trained), set(buffers)
+    members: dict[tuple[Kind, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind: Kind = "trained" if name in trained else "buffer" if name in buffers else "frozen"
+        members.setdefault((kind, tuple(sorted(set(uses.get(name, ()))))), {})[name] = tensor
+    groups = []
+    for (kind, shards), found in members.items():
+        layouts, size_bytes = packed_layouts(found)
+        groups.append(Group(kind=kind, shards=shards, layouts=layouts, size_bytes=size_bytes))
+    return groups
+
+
+def content_key(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout]) -> str:
+    """Equal for groups with equal bytes in equal places."""
+    digest = hashlib.sha256(
+        repr([(layout.shape, layout.stride, str(layout.dtype)) for layout in layouts.values()]).encode()
+    )
+    for name in layouts:
+        tensor = tensors[name].detach().contiguous().cpu().reshape(-1)
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

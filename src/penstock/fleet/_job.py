@@ -1,0 +1,141 @@
+"""What a user hands in: jobs, made of factories, and devices."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.tiers import Size
+from penstock.units import parse_bytes
+
+Precision = Literal["float32", "bfloat16", "float16"]
+"""``"float32"`` leaves dtypes alone; the others run forward under autocast, ``"float16"`` with loss scaling."""
+
+Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
+Model = Callable[..., Any]  # the module, or what stands for it when only its last shard is on the device
+Loss = Callable[[Model, Batch], torch.Tensor]
+"""From the model and a batch to a scalar, calling the model once: ``lambda model, batch: model(**batch).loss``."""
+
+AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One model to train. All that is built is built by factories, so that the fleet decides when and where.
+
+    It trains as this loop would, to the bit where the order of operations is the same::
+
+        torch.manual_seed(job.seed)
+        model = job.model()
+        optimizer = job.optimizer(model.parameters())
+        data = job.data()
+        for batch in data:            # again for each epoch
+            loss = job.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Raises ``TypeError`` or ``ValueError`` where a field cannot be used.
+    """
+
+    name: str
+    """Of its own within the fleet; letters, digits and ``._-=+,`` and blanks, since it names a folder."""
+    model: Callable[[], nn.Module]
+    """Makes the model in main memory."""
+    data: Callable[[], Iterable[Batch]]
+    """Makes what yields batches, such as a ``DataLoader``; iterated once per epoch."""
+    loss: Loss
+    """From the model and a batch to the loss, a scalar."""
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    """Takes the list of parameters, or, if its argument is called ``named_parameters``, ``(name, parameter)`` pairs."""
+    epochs: int | None = None
+    """Passes over the data. Give this or ``steps``."""
+    steps: int | None = None
+    """Optimizer steps; the data is begun again as often as needed."""
+    validation: Callable[[], Iterable[Batch]] | None = None
+    """Makes the batches to validate on; ``None``: the job is not validated."""
+    evaluate_every: int | None = None
+    """Steps between validations; ``None``: at the end of each epoch. The end of the job is always validated."""
+    metric: Callable[[Model, Batch], Any] | None = None
+    """As ``loss``, to a scalar or a dict of scalars, averaged over validation batches; ``None``: the loss."""
+    lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    """Stepped after every optimizer step."""
+    accumulate: int = 1
+    """Batches per optimizer step; each loss is divided by it."""
+    clip_norm: float | None = None
+    """Largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; ``None`` does not clip."""
+    precision: Precision = "float32"
+    """Of forward."""
+    stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
+    """Cuts the model by hand: layers in order, each taking what the one before returned. ``None``: by tracing."""
+    seed: int = 0
+    """Begins the job's random numbers, as ``torch.manual_seed`` would."""
+    tags: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever should be shown beside the results: hyperparameters, mostly."""
+
+    def __post_init__(self) -> None:
+        if not self.name or not set(self.name) <= _ALLOWED or self.name.strip(" .") != self.name:
+            raise ValueError(f"job name {self.name!r}: letters, digits, blanks and ._-=+, make a name, as in 'lr=3e-4'")
+        for key in ("model", "data", "loss", "optimizer"):
+            if not callable(getattr(self, key)) or isinstance(getattr(self, key), nn.Module) and key == "model":
+                raise TypeError(
+                    f"job {self.name!r}: {key} is a function, not {type(getattr(self, key)).__name__}; for instance "
+                    f"{_EXAMPLES[key]}"
+                )
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError(f"job {self.name!r}: give either epochs=3 or steps=1000")
+        for key in ("epochs", "steps", "accumulate", "evaluate_every"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"job {self.name!r}: {key} is a whole number of at least 1, not {value!r}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"job {self.name!r}: clip_norm is above 0, not {self.clip_norm!r}")
+        if self.precision not in ("float32", *AUTOCAST_DTYPES):
+            raise ValueError(f"job {self.name!r}: precision is 'float32', 'bfloat16' or 'float16'")
+        if self.validation is None and (self.evaluate_every or self.metric):
+            raise ValueError(f"job {self.name!r}: nothing to evaluate on; give validation=lambda: batches")
+
+    def with_changes(self, **changes: Any) -> "Job":
+        """The same job with other fields, as for a clone: ``job.with_changes(name="b", optimizer=...)``."""
+        return replace(self, **changes)
+
+    def make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Calls the factory with what it wants."""
+        try:
+            first = next(iter(inspect.signature(self.optimizer).parameters), "")
+        except (TypeError, ValueError):  # built in, or a class without a signature
+            first = ""
+        return self.optimizer(named if first == "named_parameters" else [parameter for _, parameter in named])
+
+
+_ALLOWED = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-=+, ")
+_EXAMPLES = {
+    "model": "model=lambda: GPT2LMHeadModel(config)",
+    "data": "data=lambda: DataLoader(dataset, batch_size=8)",
+    "loss": "loss=lambda model, batch: model(**batch).loss",
+    "optimizer": "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device of a fleet. ``Device(name="cuda:0", budget="40GiB")``; ``Device(name="cpu", threads=1)``."""
+
+    name: str
+    """``"cuda:0"``, or ``"cpu"``: then the device is a share of main memory and of the cores."""
+    budget: Size | None = None
+    """Bytes that training may take on it at its true peak; ``None``: that of the fleet."""
+    threads: int | None = None
+    """Intra-op threads of a CPU device; ``None``: an equal share of PyTorch's."""
+
+    def __post_init__(self) -> None:
+        kind = torch.device(self.name).type
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"a fleet runs on 'cpu' and 'cuda' devices, not on {self.name!r}")
+        if self.threads is not None and (kind != "cpu" or self.threads < 1):
+            raise ValueError(f"device {self.name!r}: threads belongs to CPU devices and is at least 1")
+        if self.budget is not None:
+            parse_bytes(self.budget)

@@ -1,0 +1,252 @@
+"""A device's memory as a cache over the tiers, with the near future known.
+
+`Item`s are storages that come and go together: parameters of a shard, what its forward saved, a value between shards.
+The worker of the device says what the unit at hand needs, and when everything else is next used; what is used last goes
+first. An item that was changed is written out when it has to go, or earlier when the room will be needed soon; one that
+has a copy below is simply dropped. So a job that fits is never moved at all, and one that does not streams through.
+
+Belongs to the device's thread. The bytes counted are those of every storage held, on its way out or on its way in.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from penstock.errors import BudgetError
+from penstock.tiers import Handle, HandleState, Waterfall
+from penstock.units import format_bytes
+
+SMALL_BYTES = 64 * 1024
+"""Storages below it are not worth a copy of their own; where it matters they are packed."""
+_SLACK_BYTES = 4096
+"""What an aligned allocation may take beside its bytes."""
+
+
+class Item:
+    """Storages that come and go together. ``storages`` while they are on the device, ``handles`` while a tier has them."""
+
+    __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "size_bytes", "sizes", "storages")
+
+    def __init__(self, label: str, storages: Sequence[torch.UntypedStorage], *, moves_small: bool = True):
+        self.label = label
+        self.sizes = tuple(storage.nbytes() for storage in storages)
+        self.size_bytes = sum(self.sizes) + _SLACK_BYTES * len(self.sizes)
+        self.storages: list[torch.UntypedStorage] | None = list(storages)
+        self.handles: list[Handle | None] | None = None
+        self.next_use = math.inf
+        """When it is used next, in units from now; set by the worker."""
+        self.is_stale = False
+        """Whether the job has gone to another device, so that this copy counts no more."""
+        self._stays: list[torch.UntypedStorage | None] = [
+            one if one.nbytes() == 0 or (not moves_small and one.nbytes() < SMALL_BYTES) else None for one in storages
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Item {self.label!r} {self.size_bytes} bytes{'' if self.storages is None else ' on the device'}>"
+
+    @property
+    def has_copy_below(self) -> bool:
+        """Whether dropping it from the device loses nothing, now or once its copy has ended."""
+        return self.handles is not None and all(
+            one is None or one.state is not HandleState.KEPT for one in self.handles
+        )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether another device may take it."""
+        return self.handles is not None and all(one is not None and one.is_settled for one in self.handles)
+
+    def held_bytes(self) -> int:
+        """Bytes of the device that it takes now."""
+        if self.storages is not None:
+            return self.size_bytes
+        held = sum(one.nbytes() for one in self._stays if one is not None)
+        for handle in self.handles or ():
+            if handle is not None and handle.state is not HandleState.PARKED:
+                held += handle.size_bytes + _SLACK_BYTES
+        return held
+
+    def borrowed(self, waterfall: Waterfall) -> "Item":
+        """The same bytes as an item of another device; this one is stale from now on."""
+        other = self.shared(waterfall)
+        self.is_stale = True
+        return other
+
+    def shared(self, waterfall: Waterfall) -> "Item":
+        """The same bytes as an item of another device, which both only read. It ``is_settled``."""
+        other = Item(self.label, ())
+        other.sizes, other.size_bytes = self.sizes, self.size_bytes
+        assert self.handles is not None
+        other.storages, other._stays = None, [None] * len(self.sizes)
+        other.handles = [waterfall.borrow(handle) for handle in self.handles if handle is not None]
+        return other
+
+
+class DeviceMemory:
+    """What of a device's budget is taken by what. ``budget_bytes`` bounds items and the unit at hand together."""
+
+    def __init__(self, device: torch.device, waterfall: Waterfall, budget_bytes: int):
+        self.device = device
+        self.waterfall = waterfall
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        """The most that items and units ever took together, as counted."""
+        self.stall_s = 0.0
+        """Seconds in which the thread waited for copies."""
+        self._items: dict[Item, None] = {}  # those with bytes here
+        self._leaving: dict[Item, None] = {}
+
+    def held_bytes(self) -> int:
+        """Bytes of all items on the device, on their way out or in."""
+        self._reap()
+        return sum(item.held_bytes() for item in self._items)
+
+    def add(self, item: Item) -> Item:
+        """Counts an item that was made on this device, or borrowed."""
+        self._items[item] = None
+        return item
+
+    def discard(self, item: Item) -> None:
+        """Its bytes are needed no more, anywhere."""
+        self._items.pop(item, None)
+        self._leaving.pop(item, None)
+        for handle in item.handles or ():
+            if handle is not None:
+                handle.release()
+        item.storages, item.handles = None, None
+
+    def changed(self, item: Item) -> None:
+        """The bytes on the device were written to: copies below are old."""
+        self._leaving.pop(item, None)
+        for handle in item.handles or ():
+            if handle is not None:
+                handle.release()
+        item.handles = None
+
+    def prefetch(self, item: Item) -> None:
+        """Begins to copy in what is not on the device."""
+        if item.storages is None and item.handles is not None:
+            self._items[item] = None
+            self._leaving.pop(item, None)
+            for handle in item.handles:
+                if handle is not None:
+                    handle.prefetch()
+
+    def get(self, item: Item) -> list[torch.UntypedStorage]:
+        """The storages, waiting for their copies where needed. Raises ``TierReadError``."""
+        if item.storages is None:
+            start_s = time.perf_counter()
+            self._items[item] = None
+            self._leaving.pop(item, None)
+            assert item.handles is not None
+            storages = []
+            for handle, stays in zip(item.handles, item._stays, strict=True):
+                storage = stays if handle is None else handle.get()
+                assert storage is not None
+                storages.append(storage)
+            item.storages = storages
+            if any(handle is not None and handle.state is HandleState.KEPT for handle in item.handles):
+                self.changed(item)
+            self.stall_s += time.perf_counter() - start_s
+        return item.storages
+
+    def write(self, item: Item) -> None:
+        """Begins to copy out what has no copy below; it stays usable on the device."""
+        if item.handles is None:
+            assert item.storages is not None
+            item.handles = [
+                None if stays is not None else self.waterfall.park(storage, item.label)
+                for storage, stays in zip(item.storages, item._stays, strict=True)
+            ]
+
+    def evict(self, item: Item) -> None:
+        """Lets it go, once its bytes are below."""
+        self.write(item)
+        item.storages = None
+        self._leaving[item] = None
+
+    def room_bytes(self) -> int:
+        """Bytes that may be taken now."""
+        return self.budget_bytes - self.held_bytes()
+
+    def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
+        """Waits until ``size_bytes`` more may be taken beside ``pinned``. Raises ``BudgetError`` where they never may."""
+        pinned = set(pinned)
+        start_s = time.perf_counter()
+        while self.held_bytes() + size_bytes > self.budget_bytes:
+            victim = self._farthest(pinned)
+            if victim is not None and (victim.has_copy_below or not self._leaving):
+                self.evict(victim)
+            elif self._leaving:
+                self._wait_for_oldest()
+            else:
+                self._refuse(size_bytes, pinned, why)
+        self.stall_s += time.perf_counter() - start_s
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
+
+    def may_take(self, size_bytes: int, pinned: Iterable[Item]) -> bool:
+        """Whether ``size_bytes`` more fit now, after dropping what has a copy below; waits for nothing."""
+        pinned = set(pinned)
+        while self.held_bytes() + size_bytes > self.budget_bytes:
+            clean = [
+                item for item in self._items if item.storages is not None and item.has_copy_below and item not in pinned
+            ]
+            if not clean:
+                return False
+            self.evict(max(clean, key=lambda item: (item.next_use, item.size_bytes)))
+        return True
+
+    def begin_to_leave(self, size_bytes: int, pinned: Iterable[Item]) -> None:
+        """Starts copies out so that ``size_bytes`` are free when they end; waits for nothing."""
+        pinned = set(pinned)
+        stays = sum(item.held_bytes() for item in self._items if item not in self._leaving)
+        while stays + size_bytes > self.budget_bytes:
+            victim = self._farthest(pinned)
+            if victim is None:
+                return
+            stays -= victim.held_bytes()
+            self.evict(victim)
+
+    def flush(self, keep: Iterable[Item] = ()) -> None:
+        """Everything but ``keep`` leaves the device."""
+        keep = set(keep)
+        for item in list(self._items):
+            if item.storages is not None and item not in keep:
+                self.evict(item)
+        self.waterfall.drain()
+        self._reap()
+
+    def _reap(self) -> None:
+        self.waterfall.reap()
+        for item in [one for one in self._items if one.is_stale]:
+            self._items.pop(item)
+            self._leaving.pop(item, None)
+            item.storages = item.handles = None
+        for item in [one for one in self._items if one.storages is None and not one.held_bytes()]:
+            del self._items[item]  # all of it is below
+            self._leaving.pop(item, None)
+
+    def _farthest(self, pinned: set[Item]) -> Item | None:
+        held = [item for item in self._items if item.storages is not None and item not in pinned]
+        return max(held, key=lambda item: (item.next_use, item.has_copy_below, item.size_bytes), default=None)
+
+    def _wait_for_oldest(self) -> None:
+        item = next(iter(self._leaving))
+        for handle in item.handles or ():
+            if handle is not None and handle.state is HandleState.LEAVING:
+                handle.finish_out()
+        del self._leaving[item]
+        if any(handle is not None and handle.state is HandleState.KEPT for handle in item.handles or ()):
+            raise BudgetError(
+                f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are full "
+                "or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
+            )
+
+    def _refuse(self, size_bytes: int, pinned: set[Item], why: str) -> None:
+        held = sum(item.held_bytes() for item in self._items)
+        raise BudgetError(
+            f"{why} needs {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, above the budget of "
+            f"{format_bytes(self.budget_bytes)} on {self.device}; a budget of {format_bytes(held + size_bytes)} has room"
+        )

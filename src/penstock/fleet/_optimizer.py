@@ -1,0 +1,51 @@
+"""A user's optimizer, stepped shard by shard.
+
+The factory is called once, with all parameters, and what it made is the master: its groups are what a learning-rate
+scheduler changes. A shard's step runs the class's own ``step`` on a view of the master whose groups hold the shard's
+parameters alone and whose state is theirs. That is exact for every optimizer whose update of a parameter depends on that
+parameter, its gradient, its state and its group; others (L-BFGS) are refused.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
+
+
+class ShardedOptimizer:
+    """The master and its steps on parts of the parameters."""
+
+    def __init__(self, master: torch.optim.Optimizer, names: Mapping[int, str]):
+        if not isinstance(master, torch.optim.Optimizer):
+            raise TypeError(
+                f"the optimizer factory returned {type(master).__name__}; for instance "
+                "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
+            )
+        if isinstance(master, torch.optim.LBFGS):
+            raise TypeError("L-BFGS looks at all parameters at once and cannot be stepped shard by shard; take AdamW")
+        self.master = master
+        unknown = [one for group in master.param_groups for one in group["params"] if id(one) not in names]
+        if unknown:
+            raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
+        self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
+
+    def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
+        """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place."""
+        master, wanted = self.master, {id(one) for one in parameters.values()}
+        part: torch.optim.Optimizer = object.__new__(type(master))
+        part.__dict__.update(master.__dict__)
+        part.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the master
+        part.param_groups = [
+            {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in master.param_groups
+        ]
+        part.state = defaultdict(dict)
+        for name, state in states.items():
+            if state:
+                part.state[parameters[name]] = state
+        type(part).step(part)
+        master._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
+        return {name: dict(part.state.get(parameter, {})) for name, parameter in parameters.items()}

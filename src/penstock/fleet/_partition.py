@@ -1,0 +1,141 @@
+"""Where to cut a model: shards as large as the budget allows beside what comes and goes while they compute.
+
+The problem: atoms in order (what lies between two legal cuts), each with the tensors that it uses and what its operators
+make. A shard needs its parameters, their gradients, the optimizer's state and its activations at once; beside it the
+next shard comes in and the one before goes out. Wanted are few shards with little between them.
+
+The method: for several sizes of the part that is set aside for coming and going, a shortest path over the legal cuts;
+its length counts the bytes across cuts and something per shard. Cost: the number of atoms times that of a shard's, for
+each size. Guarantee: none is exceeded as far as the estimates hold; pilot runs then measure every shard, and their
+figures replace the estimates (`_pilot.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import BudgetError
+from penstock.units import format_bytes
+
+_SHARD_BYTES = 2**20
+"""What another shard costs, in bytes across a cut: its units take time of their own."""
+_SHARES = tuple(1 / share for share in (3, 4, 5, 6, 8, 10, 12, 16, 24, 32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtomCost:
+    """What one atom needs, in bytes."""
+
+    tensors: Mapping[str, int]
+    """Parameters and buffers that it uses."""
+    activation_bytes: int
+    """What its operators make and backward may read."""
+    crossing_bytes: int
+    """Values across the cut behind it."""
+    label: str
+    """What it is of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionProblem:
+    """A model to cut for a device."""
+
+    atoms: tuple[AtomCost, ...]
+    """In the order of forward."""
+    trained: frozenset[str]
+    """Tensors with gradients and optimizer state."""
+    state_share: float
+    """Bytes of optimizer state per byte of trained parameters: 2 for Adam."""
+    budget_bytes: int
+    """Of the smallest device that is to run it."""
+
+
+def partition(problem: PartitionProblem) -> tuple[int, ...]:
+    """Which atoms end a shard. Raises ``BudgetError`` naming the atom that fits no budget like this."""
+    for num_others in (2, 1, 0):  # room for the next shard and the last, for the next, for none
+        found = [
+            path
+            for share in (_SHARES if num_others else (1.0,))
+            if (path := _shortest(problem, share * problem.budget_bytes, num_others)) is not None
+        ]
+        if found:
+            return min(found)[1]
+    sizes = [(_Need(problem, at).add(at), at) for at in range(len(problem.atoms))]
+    most, worst = max(sizes)
+    raise BudgetError(
+        f"{problem.atoms[worst].label} alone needs {format_bytes(most)} for parameters, gradients, optimizer state and "
+        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {format_bytes(most)} has room "
+        "for it, or take smaller batches (accumulate=)"
+    )
+
+
+def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) -> tuple[float, tuple[int, ...]] | None:
+    """The cheapest cuts whose shards take at most ``other_bytes`` while they wait, and leave room for such others."""
+    atoms, limit = problem.atoms, problem.budget_bytes - num_others * other_bytes
+    best: list[float] = [0.0] + [float("inf")] * len(atoms)
+    before = [0] * (len(atoms) + 1)
+    for first in range(len(atoms)):
+        if best[first] == float("inf"):
+            continue
+        need = _Need(problem, first)
+        for last in range(first, len(atoms)):
+            if need.add(last) > limit or (num_others and need.waiting_bytes > other_bytes):
+                break
+            is_end = last == len(atoms) - 1
+            length = best[first] + _SHARD_BYTES + (0 if is_end else atoms[last].crossing_bytes)
+            if length < best[last + 1]:
+                best[last + 1], before[last + 1] = length, first
+    if best[-1] == float("inf"):
+        return None
+    ends, at = [], len(atoms)
+    while at:
+        ends.append(at - 1)
+        at = before[at]
+    return best[-1], tuple(reversed(ends))
+
+
+class _Need:
+    """Bytes of a shard that begins at ``first``, as atoms are added to it."""
+
+    def __init__(self, problem: PartitionProblem, first: int):
+        self._problem = problem
+        self._incoming = problem.atoms[first - 1].crossing_bytes if first else 0
+        self._seen: set[str] = set()
+        self._activation_bytes = 0
+        self.waiting_bytes = 0.0
+        """Parameters and state, which it has when it waits or leaves."""
+        self._gradient_bytes = 0
+
+    def add(self, at: int) -> float:
+        """Bytes at its peak with atom ``at`` as its last."""
+        atom = self._problem.atoms[at]
+        for name, size in atom.tensors.items():
+            if name not in self._seen:
+                self._seen.add(name)
+                self.waiting_bytes += size
+                if name in self._problem.trained:
+                    self.waiting_bytes += size * self._problem.state_share
+                    self._gradient_bytes += size
+        self._activation_bytes += atom.activation_bytes
+        boundaries = 2 * (self._incoming + atom.crossing_bytes)
+        return self.waiting_bytes + self._gradient_bytes + self._activation_bytes + boundaries
+
+
+def merged(atoms: Sequence[AtomCost], most: int) -> tuple[list[AtomCost], list[int]]:
+    """At most ``most`` atoms, cut where the least crosses; and the index of the last old one in each."""
+    if len(atoms) <= most:
+        return list(atoms), list(range(len(atoms)))
+    inner = sorted(range(len(atoms) - 1), key=lambda at: (atoms[at].crossing_bytes, at))[: most - 1]
+    ends = [*sorted(inner), len(atoms) - 1]
+    found, first = [], 0
+    for end in ends:
+        part = atoms[first : end + 1]
+        found.append(
+            AtomCost(
+                tensors={name: size for one in part for name, size in one.tensors.items()},
+                activation_bytes=sum(one.activation_bytes for one in part),
+                crossing_bytes=part[-1].crossing_bytes,
+                label=part[-1].label,
+            )
+        )
+        first = end + 1
+    return found, ends

@@ -1,0 +1,300 @@
+"""A step of a model as shards: functions of tensors and values, cut from a graph that ``torch.export`` traced.
+
+`Captured` is one graph, for one shape of batch, in training or evaluation. `cut` makes a `Program` of it. Values that
+cross a cut are named; a cut is legal where every value that crosses it is a tensor that nobody changes in place later.
+A value that skips shards passes them by. The operators are those that the model calls (ATen, before decomposition), run
+by autograd as ever, so results and gradients equal the model's own to the bit.
+"""
+
+import hashlib
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from penstock.errors import CaptureError
+from penstock.fleet._batch import Structure, flatten
+
+BATCH = "batch."
+"""Prefix of the names of values that come from the batch."""
+
+
+class Run(Protocol):
+    """The computation of a shard."""
+
+    def __call__(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """From the shard's tensors and input values, in the order of their names, to its output values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """Consecutive layers that are on a device together."""
+
+    run: Run
+    """What it computes."""
+    tensors: tuple[str, ...]
+    """Names of parameters, buffers and constants that it reads or writes."""
+    inputs: tuple[str, ...]
+    """Names of values: of the batch, or outputs of shards before."""
+    outputs: tuple[str, ...]
+    """Names of values that shards after it read; of the last, the results."""
+    label: str
+    """What it is of the model, for messages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A step as shards in order."""
+
+    shards: tuple[Shard, ...]
+    """At least one."""
+    rebuild_result: Callable[[Sequence[torch.Tensor]], Any]  # any: a scalar or a dict of them
+    """From the outputs of the last shard to what the user's function returned."""
+    fingerprints: tuple[str, ...]
+    """Per shard; equal for shards that compute the same with tensors of the same shapes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Atom:
+    """What lies between two neighbouring legal cuts, as far as the graph tells."""
+
+    end: int
+    """Index of its last node."""
+    tensors: list[str] = field(default_factory=list)
+    """Names of the tensors that it uses."""
+    activation_bytes: int = 0
+    """What its operators make: at least what autograd may save."""
+    crossing_bytes: int = 0
+    """Values that cross the cut behind it."""
+    label: str = ""
+    """The module that its last operator belongs to, for messages."""
+
+
+class Captured:
+    """One graph of ``function(model, batch)``, for batches with the signature of the one given.
+
+    ``names`` gives parameters and buffers (by ``id``) their names; constants of the graph are added to ``constants``.
+    Raises ``CaptureError`` where the model cannot be traced.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[[Any, Any], Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+        names: dict[int, str],
+    ):
+        step = _Step(model, function, structure)
+        try:
+            exported = torch.export.export(step, tuple(leaves), strict=False)
+        except Exception as error:  # whatever a user's forward or PyTorch raises on the way
+            raise CaptureError(
+                f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on numbers "
+                "inside of tensors are cut by hand: Job(stages=lambda model: [model.embed, *model.blocks, model.head])"
+            ) from error
+        self.result = step.result
+        self.constants: dict[str, torch.Tensor] = {}
+        self._graph = exported.graph
+        self._root = exported.graph_module
+        self._tensor_of: dict[fx.Node, str] = {}
+        self._batch_of: dict[fx.Node, str] = {}
+        self._name_placeholders(exported, step, names)
+        self.nodes = [node for node in self._graph.nodes if node.op in ("call_function", "get_attr")]
+        (output,) = (node for node in self._graph.nodes if node.op == "output")
+        self._results: list[fx.Node] = list(output.args[0])
+        self._position = {node: at for at, node in enumerate(self.nodes)}
+        self._last_use = {node: self._last_use_of(node) for node in self.nodes}
+        self.atoms = self._find_atoms()
+
+    def cut(self, ends: Sequence[int]) -> Program:
+        """Shards that end behind the atoms with these indexes; the last atom ends the last shard."""
+        bounds = [-1, *(self.atoms[end].end for end in ends)]
+        shards, fingerprints = [], []
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            shard, fingerprint = self._shard(first + 1, last)
+            shards.append(shard)
+            fingerprints.append(fingerprint)
+        return Program(shards=tuple(shards), rebuild_result=self.result.rebuild, fingerprints=tuple(fingerprints))
+
+    def _name_placeholders(self, exported: Any, step: "_Step", names: dict[int, str]) -> None:
+        specs = exported.graph_signature.input_specs
+        placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
+        num_leaves = 0
+        for node, spec in zip(placeholders, specs, strict=True):
+            kind = spec.kind.name
+            if kind == "USER_INPUT":
+                self._batch_of[node] = f"{BATCH}{num_leaves}"
+                num_leaves += 1
+            elif kind == "PARAMETER":
+                self._tensor_of[node] = names[id(step.get_parameter(spec.target))]
+            elif kind == "BUFFER" and id(step.get_buffer(spec.target)) in names:
+                self._tensor_of[node] = names[id(step.get_buffer(spec.target))]
+            elif kind in ("BUFFER", "CONSTANT_TENSOR"):
+                self.constants[f"constant.{spec.target}"] = exported.constants[spec.target]
+                self._tensor_of[node] = f"constant.{spec.target}"
+            elif node.users:
+                raise CaptureError(f"the graph of the model takes {kind.lower()} {spec.target!r}; cut it with stages=")
+
+    def _last_use_of(self, node: fx.Node) -> int:
+        uses = [self._position[user] if user.op != "output" else len(self.nodes) for user in node.users]
+        return max(uses, default=self._position[node])
+
+    def _find_atoms(self) -> list[Atom]:
+        last_change = self._last_changes()
+        atoms: list[Atom] = []
+        open_atom = Atom(end=0)
+        alive: set[fx.Node] = set()
+        known: set[int] = set()
+        for at, node in enumerate(self.nodes):
+            open_atom.end = at
+            for used in node.all_input_nodes:
+                if used in self._tensor_of and self._tensor_of[used] not in open_atom.tensors:
+                    open_atom.tensors.append(self._tensor_of[used])
+            for one in _tensors_of(node):
+                if _key(one) not in known:
+                    known.add(_key(one))
+                    open_atom.activation_bytes += one.untyped_storage().nbytes()
+            alive = {one for one in alive | {node} if self._last_use[one] > at}
+            is_end = at == len(self.nodes) - 1
+            if is_end or all(_may_cross(one, last_change, at) for one in alive):
+                open_atom.crossing_bytes = sum(
+                    {_key(one.meta["val"]): _size(one) for one in alive if not is_end}.values()
+                )
+                open_atom.label = _label(node)
+                atoms.append(open_atom)
+                open_atom = Atom(end=at)
+        return atoms
+
+    def _last_changes(self) -> dict[int, int]:
+        """Per storage, the last node that writes to it in place."""
+        found: dict[int, int] = {}
+        for at, node in enumerate(self.nodes):
+            schema = getattr(node.target, "_schema", None)
+            if schema is None or not schema.is_mutable:
+                continue
+            for argument, given in zip(schema.arguments, node.args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, fx.Node):
+                    for one in _tensors_of(given):
+                        found[_key(one)] = at
+        return found
+
+    def _shard(self, first: int, last: int) -> tuple[Shard, str]:
+        graph = fx.Graph()
+        inside = self.nodes[first : last + 1]
+        members = set(inside)
+        is_last = last == len(self.nodes) - 1
+        outputs = (
+            self._results if is_last else [one for one in inside if one.op != "get_attr" and self._last_use[one] > last]
+        )
+        used = [one for node in inside for one in node.all_input_nodes]
+        outer = [one for one in dict.fromkeys([*used, *outputs]) if one not in members]
+        tensors = [node for node in outer if node in self._tensor_of]
+        inputs = [node for node in outer if node not in self._tensor_of and node.op != "get_attr"]
+        attributes = [
+            node for node in outer if node.op == "get_attr"
+        ]  # submodules: copied into every shard that calls them
+        mapped = {node: graph.placeholder(node.name) for node in (*tensors, *inputs)}
+        for node in (*attributes, *inside):
+            mapped[node] = graph.node_copy(node, mapped.__getitem__)
+        graph.output(tuple(mapped[node] for node in outputs))
+        children = {
+            str(node.target): getattr(self._root, str(node.target)) for node in graph.nodes if node.op == "get_attr"
+        }
+        module = fx.GraphModule(children, graph)
+        shard = Shard(
+            run=_GraphRun(module),
+            tensors=tuple(self._tensor_of[node] for node in tensors),
+            inputs=tuple(self._batch_of.get(node, node.name) for node in inputs),
+            outputs=tuple(f"result.{at}" if is_last else node.name for at, node in enumerate(outputs)),
+            label=f"{_label(inside[0])} to {_label(inside[-1])}",
+        )
+        shapes = [(str(node.meta["val"].dtype), tuple(node.meta["val"].shape)) for node in (*tensors, *inputs)]
+        return shard, _fingerprint(module, shapes)
+
+
+class _Step(nn.Module):
+    """The user's function with its model, over flat tensors."""
+
+    def __init__(self, model: nn.Module, function: Callable[[Any, Any], Any], structure: Structure):
+        super().__init__()
+        self.model = model
+        self._function, self._structure = function, structure
+        self.result = structure
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results, self.result = flatten(self._function(self.model, self._structure.rebuild(leaves)))
+        return tuple(results)
+
+
+class _GraphRun:
+    """Runs a shard's graph; per device type it is rewritten once, for operators that name a device."""
+
+    def __init__(self, module: fx.GraphModule):
+        self._modules = {"cpu": module}
+        self._original = module
+
+    def __call__(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = next((one for one in (*tensors, *inputs)), None)
+        device = "cpu" if given is None else str(given.device)
+        module = self._modules.get(device)
+        if module is None:
+            module = self._modules[device] = _on_device(self._original, torch.device(device))
+        results: Sequence[torch.Tensor] = module(*tensors, *inputs)
+        return results
+
+
+def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if isinstance(node.kwargs.get("device"), torch.device):
+            node.kwargs = {**node.kwargs, "device": device}
+    return fx.GraphModule(module, graph)
+
+
+def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        return True  # a submodule: copied into every shard that calls it
+    return isinstance(value, torch.Tensor) and last_change.get(_key(value), -1) <= at
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, tuple | list) else []
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _size(node: fx.Node) -> int:
+    return sum(one.untyped_storage().nbytes() for one in _tensors_of(node)) if node.op != "get_attr" else 0
+
+
+def _label(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(list(stack.values())), ("",))[0] if stack else ""
+    target = node.target
+    name = target.__name__ if target is operator.getitem else str(target)
+    return f"{path.removeprefix('model.')} ({name})" if path else name
+
+
+def _fingerprint(module: fx.GraphModule, shapes: list[tuple[str, tuple[int, ...]]]) -> str:
+    numbers = {node: at for at, node in enumerate(module.graph.nodes)}
+    text = repr(shapes)
+    for node in module.graph.nodes:
+        given = fx.map_arg((node.args, node.kwargs), lambda one: numbers[one])
+        target = getattr(module, node.target).code if node.op == "get_attr" else node.target
+        text += f"{node.op if node.op == 'placeholder' else target} {given}\n"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -1,0 +1,141 @@
+"""Randomness that belongs to a job, although PyTorch's generators belong to the process.
+
+A job draws from one stream, as a training script of its own would: model, data order, dropout. Two ways of letting it:
+
+- ``swapped_in`` puts the job's state in place of the process's for as long as a factory or a data iterator runs:
+  PyTorch's CPU generator, ``random`` and numpy's. One job at a time, whatever it calls, ``torch.manual_seed`` included.
+- ``drawing`` is for units, which run side by side: a dispatch mode swaps the state for single operators, those that
+  PyTorch tags as drawing. A CUDA device's generator is swapped for the whole unit, since its thread has it alone.
+"""
+
+import base64
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_lock = threading.RLock()
+"""Held while the generators of the process carry a job's state."""
+
+
+class Randomness:
+    """A job's generators. Belongs to whoever runs the job; the process's own are untouched after each use."""
+
+    def __init__(self, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.cpu = generator.get_state()
+        self.seed = seed
+        self.cuda: torch.Tensor | None = None
+        """State on CUDA devices; ``None`` before the first unit there."""
+        self.python: Any = random.Random(seed).getstate()  # noqa: S311  # any: what `random` says; not a secret
+        self.numpy: Any = np.random.RandomState(seed % 2**32).get_state()  # any: what numpy says
+        self.num_draws = 0
+        """Operators that drew in units."""
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """The process's generators are the job's inside, and nobody else draws."""
+        with _lock:
+            before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+            torch.set_rng_state(self.cpu)
+            random.setstate(self.python)
+            np.random.set_state(self.numpy)  # noqa: NPY002
+            try:
+                yield
+            finally:
+                self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+                torch.set_rng_state(before[0])
+                random.setstate(before[1])
+                np.random.set_state(before[2])  # noqa: NPY002
+
+    @contextmanager
+    def drawing(self, device: torch.device, *, is_random: bool = True) -> Iterator[None]:
+        """Operators of this thread draw from the job. ``is_random=False`` if none will, which costs nothing."""
+        if not is_random:
+            yield
+            return
+        if device.type != "cuda":
+            with _Swapping(self):
+                yield
+            return
+        before = torch.cuda.get_rng_state(device)
+        if self.cuda is None:
+            self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
+        torch.cuda.set_rng_state(self.cuda, device)
+        try:
+            with _Swapping(self):
+                yield
+        finally:
+            self.cuda = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(before, device)
+
+    def mark(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where units draw from now, for ``replaying``."""
+        return self.cpu, self.cuda
+
+    @contextmanager
+    def replaying(self, mark: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
+        """What is drawn inside is what was drawn after ``mark``; afterwards the job goes on where it was."""
+        now = self.mark()
+        self.cpu, self.cuda = mark
+        try:
+            yield
+        finally:
+            self.cpu, self.cuda = now
+
+    def state(self) -> dict[str, Any]:  # any: JSON
+        """Everything, as JSON can hold it."""
+        version, numbers, gauss = self.python
+        name, keys, position, has_gauss, cached = self.numpy
+        return {
+            "seed": self.seed,
+            "cpu": _encode(self.cpu),
+            "cuda": None if self.cuda is None else _encode(self.cuda),
+            "python": [version, list(numbers), gauss],
+            "numpy": [name, keys.tolist(), position, has_gauss, cached],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:  # any: JSON
+        """Goes on from ``state()``. Raises ``ValueError`` or ``KeyError`` for what is none."""
+        version, numbers, gauss = state["python"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        self.seed, self.cpu = int(state["seed"]), _decode(state["cpu"])
+        self.cuda = None if state["cuda"] is None else _decode(state["cuda"])
+        self.python = (version, tuple(numbers), gauss)
+        self.numpy = (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
+
+
+class _Swapping(TorchDispatchMode):
+    """Runs operators that draw from PyTorch's CPU generator with the job's state in it."""
+
+    def __init__(self, randomness: Randomness):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._randomness = randomness
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # noqa: ARG002  # any: PyTorch's
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        randomness = self._randomness
+        with _lock:
+            before = torch.get_rng_state()
+            torch.set_rng_state(randomness.cpu)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                randomness.cpu = torch.get_rng_state()
+                randomness.num_draws += 1
+                torch.set_rng_state(before)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,0 +1,169 @@
+"""A step as stages that the user cut by hand: modules in order, each taking what the one before returned.
+
+The user's function calls the model once. In the first shard that call is interrupted, for its arguments; in the last it
+returns what the stages made. Values between stages may be any nest of tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._program import BATCH, Atom, Program, Shard
+
+Stage = Callable[..., Any]
+
+
+class Staged:
+    """Stages of one model, for batches with one signature. Raises ``CaptureError`` where they do not fit together."""
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        function: Callable[[Any, Any], Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+        names: dict[int, str],
+    ):
+        if not stages:
+            raise CaptureError("stages= returned nothing; for instance lambda model: [model.embed, *model.blocks]")
+        self._stages = list(stages)
+        self._function, self._structure = function, structure
+        self._names = names
+        self._num_leaves = len(leaves)
+        self.constants: dict[str, torch.Tensor] = {}
+        self.result = structure
+        self._after: list[Structure] = []
+        self._counts: list[int] = []
+        self._num_results = 1
+        self.atoms = self._find_atoms(leaves)
+
+    def cut(self, ends: Sequence[int]) -> Program:
+        """Shards that end behind the stages with these indexes."""
+        bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
+        shards = tuple(self._shard(first, last) for first, last in bounds)
+        prints = tuple(f"{id(self)} {bound}" for bound in bounds)  # what a module computes cannot be compared
+        return Program(shards=shards, rebuild_result=lambda given: self.result.rebuild(given), fingerprints=prints)
+
+    def _find_atoms(self, leaves: Sequence[torch.Tensor]) -> list[Atom]:
+        """Shapes between stages, from a run without numbers."""
+        given: list[torch.Tensor] = [one.to("meta") for one in leaves]
+        tensors = {name: tensor.to("meta") for stage in self._stages for name, tensor in self._tensors_of(stage)}
+        atoms = []
+        for at, stage in enumerate(self._stages):
+            try:
+                outputs = self._compute(at, at, tensors, given, leaves=[one.to("meta") for one in leaves])
+            except Exception as error:  # whatever the user's stage raises
+                raise CaptureError(
+                    f"stage {at} ({_name_of(stage)}) cannot follow the stages before it: {error}"
+                ) from error
+            own = [name for name, _ in self._tensors_of(stage)]
+            sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in outputs}
+            atoms.append(Atom(end=at, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
+            given = list(outputs)
+        return atoms
+
+    def _tensors_of(self, stage: Stage) -> list[tuple[str, torch.Tensor]]:
+        """The stage's parameters and buffers, under the names that they have in the model, each once."""
+        if not isinstance(stage, nn.Module):
+            return []
+        try:
+            own = [*stage.parameters(), *stage.buffers()]
+            return [(self._names[id(one)], one) for one in own]
+        except KeyError:
+            raise CaptureError(
+                f"stage {_name_of(stage)} has parameters that the model does not have; stages are parts of the model"
+            ) from None
+
+    def _shard(self, first: int, last: int) -> Shard:
+        names = tuple(
+            dict.fromkeys(name for stage in self._stages[first : last + 1] for name, _ in self._tensors_of(stage))
+        )
+        is_last = last == len(self._stages) - 1
+        batch = tuple(f"{BATCH}{at}" for at in range(self._num_leaves))
+        before = tuple(f"stage{first - 1}.{at}" for at in range(self._counts[first - 1])) if first else ()
+        num_outputs = self._num_results if is_last else self._counts[last]
+        kind = "result." if is_last else f"stage{last}."
+
+        def run(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            leaves = inputs[len(before) :] if is_last or not first else ()
+            return self._compute(first, last, dict(zip(names, tensors, strict=True)), inputs[: len(before)], leaves)
+
+        return Shard(
+            run=run,
+            tensors=names,
+            inputs=before + (batch if is_last or not first else ()),
+            outputs=tuple(f"{kind}{at}" for at in range(num_outputs)),
+            label=f"{_name_of(self._stages[first])} to {_name_of(self._stages[last])}",
+        )
+
+    def _compute(
+        self,
+        first: int,
+        last: int,
+        tensors: dict[str, torch.Tensor],
+        given: Sequence[torch.Tensor],
+        leaves: Sequence[torch.Tensor],
+    ) -> Sequence[torch.Tensor]:
+        if first == 0:
+            args, kwargs = self._call_of(leaves)
+            value = self._call(0, tensors, *args, **kwargs)
+        else:
+            value = self._follow(first, tensors, self._after[first - 1].rebuild(given))
+        for at in range(first + 1, last + 1):
+            value = self._follow(at, tensors, value)
+        is_last = last == len(self._stages) - 1
+        if is_last:
+            value = self._function(lambda *_, **__: value, self._structure.rebuild(leaves))
+        outputs, structure = flatten(value)
+        if is_last:
+            self.result, self._num_results = structure, len(outputs)
+        elif len(self._after) == last:
+            self._after.append(structure)
+            self._counts.append(len(outputs))
+        return outputs
+
+    def _call_of(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """How the user's function calls the model."""
+
+        def stop(*args: Any, **kwargs: Any) -> Any:
+            raise _Called(args, kwargs)
+
+        try:
+            self._function(stop, self._structure.rebuild(leaves))
+        except _Called as call:
+            return call.given, call.named
+        raise CaptureError("the loss never calls the model; for instance loss=lambda model, batch: model(**batch).loss")
+
+    def _follow(self, at: int, tensors: dict[str, torch.Tensor], value: Any) -> Any:
+        return self._call(at, tensors, *value) if isinstance(value, tuple) else self._call(at, tensors, value)
+
+    def _call(self, at: int, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        stage = self._stages[at]
+        if not isinstance(stage, nn.Module):
+            return stage(*args, **kwargs)
+        own = {key: tensors[self._names[id(one)]] for key, one in (*_parameters(stage), *_buffers(stage))}
+        return torch.func.functional_call(stage, own, args, kwargs, tie_weights=False)
+
+
+class _Called(BaseException):
+    """The model was called, with these arguments. Not an ``Exception``, so that the user's code lets it through."""
+
+    def __init__(self, given: tuple[Any, ...], named: dict[str, Any]):
+        super().__init__()
+        self.given, self.named = given, named
+
+
+def _parameters(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(stage.named_parameters(remove_duplicate=False))
+
+
+def _buffers(stage: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(stage.named_buffers(remove_duplicate=False))
+
+
+def _name_of(stage: Stage) -> str:
+    return type(stage).__name__ if isinstance(stage, nn.Module) else getattr(stage, "__name__", repr(stage))

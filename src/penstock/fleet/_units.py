@@ -1,0 +1,546 @@
+"""The units of one mini-batch of one job: what each needs on the device, and what it does there.
+
+Units run in order, on one device: forward of every shard but the last, the last one's forward and backward together,
+backward of the others; and, where the optimizer has to wait for the norm of all gradients, a step of every shard.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.fleet._autograd import TIED, Graph, Saved, Value, backward, dropping, forward
+from penstock.fleet._batch import Structure
+from penstock.fleet._groups import Group
+from penstock.fleet._job import AUTOCAST_DTYPES
+from penstock.fleet._memory import DeviceMemory, Item
+from penstock.fleet._problem import UnitKind
+from penstock.fleet._program import BATCH, Program
+from penstock.fleet._training import Packed, Training
+from penstock.tiers import ViewLayout
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A unit by kind and shard."""
+
+    kind: UnitKind
+    shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Behaviour:
+    """How units run that are not the ordinary ones."""
+
+    is_pilot: bool = False
+    """Measures: buffers, gradients and random numbers are as before afterwards."""
+    trains: bool = True
+    """``False`` for validation."""
+
+
+class MiniBatch:
+    """One mini-batch on its way through the shards.
+
+    ``saves`` says per shard whether backward finds what forward saved, or runs forward again.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        memory: DeviceMemory,
+        program: Program,
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+        saves: Sequence[bool],
+        behaviour: Behaviour | None = None,
+        is_random: Sequence[bool] = (),
+    ):
+        self.training, self.memory, self.program = training, memory, program
+        self.structure = structure
+        self.behaviour = behaviour or Behaviour()
+        self.tasks = self._tasks()
+        self.results: list[torch.Tensor] = []
+        """What the last shard returned, without gradients."""
+        self._leaves = {f"{BATCH}{at}": leaf for at, leaf in enumerate(leaves)}
+        self._saves = list(saves)
+        self._is_random = list(is_random) or [True] * len(program.shards)
+        self._values: dict[str, Value] = {}
+        self._graphs: dict[int, Graph] = {}
+        self._marks: dict[int, Any] = {}
+        self._gradients: dict[str, Value] = {}
+        self._forward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _FORWARD}
+        self._backward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _BACKWARD}
+        self._step_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind is UnitKind.STEP}
+        self._versions: dict[str, int] = {}
+        self._readers: dict[str, list[int]] = {}
+        for at, shard in enumerate(program.shards):
+            for name in shard.inputs:
+                self._readers.setdefault(name, []).append(at)
+        self._groups = [self._groups_of(at) for at in range(len(program.shards))]
+
+    @property
+    def steps(self) -> bool:
+        """Whether the optimizer steps at its end."""
+        at, behaviour = self.training.position, self.behaviour
+        return behaviour.trains and not behaviour.is_pilot and at.micro == self.training.job.accumulate - 1
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether the optimizer needs all gradients before it changes anything."""
+        return self.training.job.clip_norm is not None or self.training.scale is not None
+
+    def needs(self, index: int) -> list[Item]:
+        """Items that task ``index`` works on, as far as they exist."""
+        task = self.tasks[index]
+        shard = self.program.shards[task.shard]
+        if task.kind is UnitKind.STEP:
+            return self._owned_items(task.shard, with_group=True)
+        found = [one.item for one in self._groups[task.shard] if one.item is not None]
+        graph = self._graphs.get(task.shard)
+        if task.kind is UnitKind.BACKWARD and graph is not None and graph.saved is not None:
+            found += [graph.saved.item] if graph.saved.item is not None else []
+            found += list(graph.saved.homes)
+        else:
+            found += [self._values[name].item for name in shard.inputs if name in self._values]
+        if task.kind in _BACKWARD and self.behaviour.trains:
+            names = {*shard.inputs, *shard.outputs, *(TIED + name for name in shard.tensors)}
+            found += [value.item for name, value in self._gradients.items() if name in names]
+            if not self.behaviour.is_pilot:
+                found += self._owned_items(task.shard, with_group=False)
+        return list(dict.fromkeys(found))
+
+    def plan_uses(self, index: int, base: float = 0.0, *, goes_on: bool = True) -> None:
+        """Tells items when they are used next, as seen before task ``index``, in units from now."""
+        for one in self.training.groups:
+            if one.item is not None:
+                one.item.next_use = math.inf
+        for at in range(len(self._groups)):
+            uses = [self._forward_at.get(at), self._backward_at.get(at), self._step_at.get(at)]
+            later = [use - index for use in uses if use is not None and use >= index]
+            later += [len(self.tasks) - index + at] if goes_on else []
+            nearest = base + min(later, default=math.inf)
+            for one in self._groups[at]:
+                if one.item is not None:
+                    one.item.next_use = min(one.item.next_use, nearest)
+            ends = [use - index for use in uses[1:] if use is not None and use >= index]
+            for one in self._owned(at):
+                for packed in (self.training.gradients.get(one), self.training.states.get(one)):
+                    if packed is not None:
+                        packed.item.next_use = base + min(ends, default=len(self.tasks) - index + len(self._groups))
+            graph = self._graphs.get(at)
+            if graph is not None and graph.saved is not None and graph.saved.item is not None:
+                graph.saved.item.next_use = base + self._backward_at[at] - index
+        for name, value in self._values.items():
+            value.item.next_use = base + min(self._uses_of_value(name, index), default=math.inf)
+        for name, value in self._gradients.items():
+            producer = self._backward_at.get(self._consumer_of_gradient(name), index)
+            value.item.next_use = base + max(0, producer - index)
+
+    def run(self, index: int) -> None:
+        """Runs task ``index``; what it needs is on the device, or is fetched now."""
+        task = self.tasks[index]
+        groups = [one for one in self._groups[task.shard] if one.item is not None]
+        for one in groups:
+            assert one.item is not None
+            (storage,) = self.memory.get(one.item)
+            self.training.bind(one.views(storage))
+        self._versions = {name: self.training.tensors[name]._version for one in groups for name in one.layouts}
+        try:
+            if task.kind is UnitKind.STEP:
+                self._step(task.shard)
+            elif not self.behaviour.trains:
+                self._evaluate(task.shard)
+            elif task.kind is UnitKind.FORWARD:
+                self._forward(task.shard)
+            else:
+                self._backward(task.shard, is_last=task.kind is UnitKind.FUSED)
+        finally:
+            for one in groups:
+                self.training.unbind(one.layouts)
+        self._drop_values(index)
+
+    def value_bytes(self, at: int) -> int:
+        """Bytes of the values that shard ``at`` has handed on."""
+        items = {self._values[name].item for name in self.program.shards[at].outputs if name in self._values}
+        return sum(item.size_bytes for item in items)
+
+    def saved_bytes(self, at: int) -> int:
+        """Bytes that forward of shard ``at`` has saved for its backward and nobody else holds."""
+        graph = self._graphs.get(at)
+        return 0 if graph is None or graph.saved is None or graph.saved.item is None else graph.saved.item.size_bytes
+
+    def abandon(self) -> None:
+        """Gives back whatever is under way."""
+        for value in (*self._values.values(), *self._gradients.values()):
+            self.memory.discard(value.item)
+        for graph in self._graphs.values():
+            if graph.saved is not None and graph.saved.item is not None:
+                self.memory.discard(graph.saved.item)
+        self._values, self._graphs, self._gradients = {}, {}, {}
+
+    def _tasks(self) -> list[Task]:
+        last = len(self.program.shards) - 1
+        if not self.behaviour.trains:
+            return [Task(UnitKind.FORWARD, at) for at in range(last + 1)]
+        tasks = [Task(UnitKind.FORWARD, at) for at in range(last)]
+        tasks += [Task(UnitKind.FUSED, last), *(Task(UnitKind.BACKWARD, at) for at in reversed(range(last)))]
+        if self.steps and self.waits_for_all:
+            tasks += [Task(UnitKind.STEP, at) for at in range(last + 1)]
+        return tasks
+
+    def _groups_of(self, at: int) -> list[Group]:
+        names = self.program.shards[at].tensors
+        return list(dict.fromkeys(self.training.group_of[name] for name in names))
+
+    def _owned(self, at: int) -> list[Group]:
+        return [one for one in self._groups[at] if one.kind == "trained" and one.owner == at]
+
+    def _owned_items(self, at: int, *, with_group: bool) -> list[Item]:
+        training, found = self.training, []
+        for one in self._owned(at):
+            found += [one.item] if with_group and one.item is not None else []
+            found += [training.gradients[one].item] if one in training.gradients else []
+            if one in training.states and self.steps and (with_group or not self.waits_for_all):
+                found.append(training.states[one].item)
+        return found
+
+    def _uses_of_value(self, name: str, index: int) -> list[int]:
+        uses = []
+        for reader in self._readers.get(name, ()):
+            if self._forward_at.get(reader, -1) >= index:
+                uses.append(self._forward_at[reader] - index)
+            elif self._backward_at.get(reader, -1) >= index:
+                uses.append(self._backward_at[reader] - index)
+        return uses
+
+    def _consumer_of_gradient(self, name: str) -> int:
+        if name.startswith(TIED):
+            return self.training.group_of[name.removeprefix(TIED)].owner
+        return next((at for at, shard in enumerate(self.program.shards) if name in shard.outputs), -1)
+
+    # What units do
+
+    def _context(self, at: int) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        dtype = AUTOCAST_DTYPES.get(self.training.job.precision)
+        if dtype is not None:
+            stack.enter_context(torch.autocast(self.memory.device.type, dtype=dtype))
+        stack.enter_context(self.training.randomness.drawing(self.memory.device, is_random=self._is_random[at]))
+        return stack
+
+    def _tensors(self, at: int) -> list[torch.Tensor]:
+        return [self.training.tensors[name] for name in self.program.shards[at].tensors]
+
+    def _inputs(self, at: int) -> tuple[list[torch.Tensor], list[bool]]:
+        tensors, needing = [], []
+        for name in self.program.shards[at].inputs:
+            if name in self._leaves:
+                tensors.append(self._leaves[name].to(self.memory.device))
+                needing.append(False)
+            else:
+                value = self._values[name]
+                (storage,) = self.memory.get(value.item)
+                tensors.append(value.layout.rebuild(storage))
+                needing.append(value.needs_gradient)
+        return tensors, needing
+
+    def _travelling(self, at: int) -> list[str]:
+        """Tensors of the shard whose gradient another one collects."""
+        group_of = self.training.group_of
+        return [
+            name
+            for name in self.program.shards[at].tensors
+            if group_of[name].kind == "trained" and group_of[name].owner != at
+        ]
+
+    def _run_forward(self, at: int) -> tuple[Graph, Sequence[torch.Tensor]]:
+        inputs, needing = self._inputs(at)
+        with self._context(at):
+            return forward(
+                self.program.shards[at], self._tensors(at), inputs, travelling=self._travelling(at), needing=needing
+            )
+
+    def _forward(self, at: int) -> None:
+        self._marks[at] = self.training.randomness.mark()
+        with self._unchanged_buffers(at) if self.behaviour.is_pilot else nullcontext():
+            if not self._saves[at]:
+                with dropping():
+                    graph, outputs = self._run_forward(at)
+                needing = set(graph.left)
+                del graph
+                self._keep_values(at, outputs, needing)
+                self._note_changed_buffers(at)
+                return
+            saved = Saved(self._homes(at))
+            with saved.hooks():
+                graph, outputs = self._run_forward(at)
+            items = self._keep_values(at, outputs, set(graph.left))
+            del outputs
+            saved.finish(f"{self.training.job.name}: {ACTIVATIONS} of shard {at}", items)
+            if saved.item is not None:
+                self.memory.add(saved.item)
+            graph.saved = saved
+            self._graphs[at] = graph
+            self._note_changed_buffers(at)
+
+    def _evaluate(self, at: int) -> None:
+        with torch.no_grad():
+            _, outputs = self._run_forward(at)
+            if at == len(self.program.shards) - 1:
+                self.results = [one.detach() for one in outputs]
+            else:
+                self._keep_values(at, outputs, set())
+
+    def _backward(self, at: int, *, is_last: bool) -> None:
+        graph = self._graphs.pop(at, None)
+        gradients = self._fetched_gradients(at)
+        self._lay_gradients_out(at)
+        if graph is not None and graph.saved is not None:
+            graph.saved.fetched = self.memory.get
+            backward(graph, gradients, self._shared(at))
+        else:
+            again = not is_last
+            replay = self.training.randomness.replaying(self._marks[at]) if again else nullcontext()
+            unchanged = again or self.behaviour.is_pilot
+            with replay, self._unchanged_buffers(at) if unchanged else nullcontext():
+                graph, outputs = self._run_forward(at)
+            if is_last:
+                self.results = [one.detach() for one in outputs]
+                gradients["result.0"] = self._seed(outputs[0])
+                if not unchanged:
+                    self._note_changed_buffers(at)
+            del outputs
+            backward(graph, gradients, self._shared(at))
+        if graph.saved is not None and graph.saved.item is not None:
+            self.memory.discard(graph.saved.item)
+        del graph
+        self._keep_gradients(gradients)
+        self._collect_gradients(at)
+
+    def _seed(self, loss: torch.Tensor) -> torch.Tensor:
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"the loss is a scalar that requires a gradient, not a tensor of shape {tuple(loss.shape)}; for "
+                "instance loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
+            )
+        seed = torch.ones_like(loss)
+        if self.training.scale is not None:
+            seed = seed * self.training.scale.value
+        return seed / self.training.job.accumulate if self.training.job.accumulate > 1 else seed
+
+    def _shared(self, at: int) -> dict[str, torch.Tensor]:
+        """Parameters that the shard owns and others use."""
+        return {
+            name: self.training.tensors[name] for one in self._owned(at) if len(one.shards) > 1 for name in one.layouts
+        }
+
+    def _homes(self, at: int) -> dict[int, Item]:
+        """Items that outlive the unit, by the identity of their storage."""
+        items = [one.item for one in self._groups[at] if one.item is not None and one.kind != "buffer"]
+        items += [self._values[name].item for name in self.program.shards[at].inputs if name in self._values]
+        return {self.memory.get(item)[0]._cdata: item for item in items}
+
+    def _keep_values(self, at: int, outputs: Sequence[torch.Tensor], needing: set[str]) -> dict[int, Item]:
+        items: dict[int, Item] = {}
+        homes = {
+            storage for one in self._groups[at] if one.item is not None for storage in _keys(self.memory.get(one.item))
+        }
+        for name, tensor in zip(self.program.shards[at].outputs, outputs, strict=True):
+            tensor = tensor.detach()
+            key = tensor.untyped_storage()._cdata
+            if key in homes:  # a view of a parameter, whose group goes its own way
+                tensor = tensor.clone()
+                key = tensor.untyped_storage()._cdata
+            if key not in items:
+                label = f"{self.training.job.name}: value behind shard {at}"
+                items[key] = self.memory.add(Item(label, [tensor.untyped_storage()]))
+            self._values[name] = Value(items[key], ViewLayout.of(tensor), name in needing)
+        return items
+
+    def _keep_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        items: dict[int, Item] = {}
+        for name, tensor in gradients.items():
+            key = tensor.untyped_storage()._cdata
+            if key not in items:
+                label = f"{self.training.job.name}: gradient of {name}"
+                items[key] = self.memory.add(Item(label, [tensor.untyped_storage()]))
+            self._gradients[name] = Value(items[key], ViewLayout.of(tensor), False)
+
+    def _fetched_gradients(self, at: int) -> dict[str, torch.Tensor]:
+        shard = self.program.shards[at]
+        found = {}
+        for name in (*shard.outputs, *shard.inputs, *(TIED + name for name in shard.tensors)):
+            value = self._gradients.pop(name, None)
+            if value is not None:
+                (storage,) = self.memory.get(value.item)
+                found[name] = value.layout.rebuild(storage)
+                if all(other.item is not value.item for other in self._gradients.values()):
+                    self.memory.discard(value.item)
+        return found
+
+    def _lay_gradients_out(self, at: int) -> None:
+        """Gradients of the batches before, so that autograd adds to them."""
+        if self.behaviour.is_pilot:
+            return
+        for one in self._owned(at):
+            packed = self.training.gradients.get(one)
+            if packed is not None:
+                for name, tensor in packed.views(self.memory.get(packed.item)).items():
+                    self.training.tensors[name].grad = tensor
+
+    def _collect_gradients(self, at: int) -> None:
+        training = self.training
+        for one in self._owned(at):
+            found = {name: training.tensors[name].grad for name in one.layouts}
+            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+            if self.behaviour.is_pilot or not gradients:
+                continue
+            if self.steps:
+                self._measure_gradients(gradients)
+            if self.steps and not self.waits_for_all:
+                self._step_group(one, gradients)
+            elif one in training.gradients:
+                self.memory.changed(training.gradients[one].item)
+            else:
+                for name in gradients:
+                    training.tensors[name].grad = None
+                packed = Packed.of(f"{training.job.name}: {GRADIENTS} of shard {at}", gradients)
+                training.gradients[one] = packed
+                self.memory.add(packed.item)
+
+    def _measure_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
+        training = self.training
+        if training.scale is not None:
+            inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
+            for gradient in gradients.values():
+                gradient.mul_(inverse)
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+                training.is_finite = False
+        if training.job.clip_norm is not None:
+            for name, gradient in gradients.items():
+                training.norms[name] = torch.linalg.vector_norm(gradient, 2.0).cpu()
+
+    def _step(self, at: int) -> None:
+        """The optimizer's unit, once all gradients are known."""
+        training = self.training
+        for one in self._owned(at):
+            packed = training.gradients.get(one)
+            if packed is None:
+                continue
+            gradients = packed.views(self.memory.get(packed.item))
+            if training.is_finite:
+                for name, gradient in gradients.items():
+                    training.tensors[name].grad = gradient
+                if training.job.clip_norm is not None:
+                    self._clip(gradients)
+                self._step_group(one, gradients)
+            else:
+                self.memory.discard(training.gradients.pop(one).item)
+
+    def _clip(self, gradients: dict[str, torch.Tensor]) -> None:
+        training = self.training
+        assert training.job.clip_norm is not None
+        norms = [training.norms[name] for name in training.parameters if name in training.norms]
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0).to(self.memory.device)
+        nn.utils.clip_grads_with_norm_([training.tensors[name] for name in gradients], training.job.clip_norm, total)
+
+    def _step_group(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
+        training, memory = self.training, self.memory
+        parameters = {name: training.parameters[name] for name in gradients}
+        before = training.states.get(one)
+        moved = {} if before is None else before.views(memory.get(before.item))
+        states = {name: dict(training.numbers.get(name, {})) for name in one.layouts}
+        for key, tensor in moved.items():
+            name, _, field = key.rpartition(_OF)
+            states[name][field] = tensor
+        after = training.optimizer.step(parameters, {name: states[name] for name in parameters})
+        self._keep_states(one, {**states, **after}, before, moved)
+        assert one.item is not None
+        memory.changed(one.item)
+        self._take_back_moved_parameters(one)
+        if one in training.gradients:
+            memory.discard(training.gradients.pop(one).item)
+
+    def _keep_states(
+        self, one: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
+    ) -> None:
+        training, memory = self.training, self.memory
+        worth: dict[str, torch.Tensor] = {}
+        for name, state in states.items():
+            training.numbers[name] = {}
+            for field, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.device.type == memory.device.type:
+                    worth[f"{name}{_OF}{field}"] = value
+                else:
+                    training.numbers[name][field] = value
+        stays = before is not None and worth.keys() == moved.keys()
+        if stays and all(tensor.data_ptr() == moved[key].data_ptr() for key, tensor in worth.items()):
+            assert before is not None
+            memory.changed(before.item)
+            return
+        if before is not None:
+            worth = {key: tensor.clone() for key, tensor in worth.items()}
+            memory.discard(training.states.pop(one).item)
+        if worth:
+            training.states[one] = Packed.of(f"{training.job.name}: optimizer state of shard {one.owner}", worth)
+            memory.add(training.states[one].item)
+
+    def _take_back_moved_parameters(self, one: Group) -> None:
+        """An optimizer may give a parameter new bytes; they belong into the group's."""
+        assert one.item is not None
+        (storage,) = self.memory.get(one.item)
+        for name, view in one.views(storage).items():
+            tensor = self.training.tensors[name].data
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
+
+    def _note_changed_buffers(self, at: int) -> None:
+        """Copies below are old if forward wrote to a buffer, as the tensors' version counters tell."""
+        for one in self._groups[at]:
+            if one.kind == "buffer" and one.item is not None:
+                if any(self.training.tensors[name]._version != self._versions[name] for name in one.layouts):
+                    self.memory.changed(one.item)
+
+    def _unchanged_buffers(self, at: int) -> AbstractContextManager[Any]:
+        return _Unchanged(
+            [self.training.tensors[name] for one in self._groups[at] if one.kind == "buffer" for name in one.layouts]
+        )
+
+    def _drop_values(self, index: int) -> None:
+        for name in [name for name in self._values if not self._uses_of_value(name, index + 1)]:
+            item = self._values.pop(name).item
+            shared = any(value.item is item for value in self._values.values())
+            in_graph = any(graph.saved is not None and item in graph.saved.homes for graph in self._graphs.values())
+            if not shared and not in_graph:
+                self.memory.discard(item)
+
+
+_OF = "\x1f"
+_FORWARD = (UnitKind.FORWARD, UnitKind.FUSED)
+_BACKWARD = (UnitKind.FUSED, UnitKind.BACKWARD)
+
+
+class _Unchanged:
+    """Lets tensors stand for copies of themselves meanwhile, so that what is written to them is forgotten."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self._tensors = tensors
+
+    def __enter__(self) -> None:
+        self._data = [tensor.data for tensor in self._tensors]
+        for tensor in self._tensors:
+            tensor.data = tensor.data.clone()
+
+    def __exit__(self, *_: object) -> None:
+        for tensor, data in zip(self._tensors, self._data, strict=True):
+            tensor.data = data
+
+
+def _keys(storages: list[torch.UntypedStorage]) -> list[int]:
+    return [storage._cdata for storage in storages]

@@ -1,0 +1,201 @@
+"""The thread of a device: takes a job, prepares it or runs its next mini-batch, and hands it back.
+
+A job stays for its mini-batch: leaving in the middle would move boundaries and activations, and gain nothing, since a job
+is on one device at a time anyway. While the last unit computes, the job that comes next is chosen and its first shard
+copied in; within a mini-batch that is the next shard. Shards of the unit before leave meanwhile.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from penstock.fleet._memory import DeviceMemory, Item
+from penstock.fleet._problem import UnitKind
+from penstock.fleet._units import MiniBatch
+from penstock.tiers import EventLog, Waterfall
+
+
+@dataclass(slots=True, kw_only=True)
+class UnitRecord:
+    """One unit that ran. Times are seconds of ``time.time()``."""
+
+    job: str
+    kind: str
+    shard: int
+    device: int
+    start_s: float
+    end_s: float
+    stall_s: float
+    """Of that, before it began to compute, the wait for bytes."""
+    recompute_s: float
+    """Part of it that ran forward again, as pilots measured it."""
+
+
+class Turn(Protocol):
+    """What a worker does with a job before it looks at others again."""
+
+    def first_items(self, worker: "Worker") -> list[Item]:
+        """What it will need first, as far as that is known."""
+
+    def run(self, worker: "Worker") -> None:
+        """Does it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Overlap:
+    """What is done beside computing; switched off for comparison."""
+
+    double_buffer: bool = True
+    """Whether the next unit's bytes come in while one computes."""
+
+
+@dataclass(slots=True)
+class Busy:
+    """What became of a device's time, in seconds."""
+
+    compute_s: float = 0.0
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+    num_units: int = 0
+    since_s: float = field(default_factory=time.time)
+
+
+class Worker:
+    """A device's thread and memory. ``take`` gives it turns; it ends when there are no more."""
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        waterfall: Waterfall,
+        budget_bytes: int,
+        *,
+        num_threads: int,
+        take: Callable[["Worker"], Turn | None],
+        look_ahead: Callable[["Worker", Any], Turn | None],
+        overlap: Overlap,
+    ):
+        self.index = index
+        self.device = device
+        self.memory = DeviceMemory(device, waterfall, budget_bytes)
+        self.num_threads = num_threads
+        self.busy = Busy()
+        self.overlap = overlap
+        self.records: list[UnitRecord] = []
+        self.error: BaseException | None = None
+        self.following: Turn | None = None
+        """The turn after this one, once it is chosen."""
+        self._take, self._look_ahead = take, look_ahead
+        self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
+
+    @property
+    def events(self) -> EventLog:
+        """Copies of this device."""
+        return self.memory.waterfall.events
+
+    def start(self) -> None:
+        """Begins to take turns."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the end of all turns."""
+        self._thread.join()
+
+    def run_minibatch(
+        self, owner: Any, mini: MiniBatch, transient: Callable[[int], int], recompute: Callable[[int], float]
+    ) -> None:  # any: whose turn it is, for `look_ahead`
+        """All units of a mini-batch in order. ``transient`` and ``recompute`` give each unit's bytes and seconds."""
+        self._owner = owner
+        try:
+            for index, task in enumerate(mini.tasks):
+                start_s, stalled_s = time.time(), self.memory.stall_s
+                needs = self._bring_in(mini, index, transient(index))
+                self._look_at_next(mini, index, needs, transient)
+                waited_s = self.memory.stall_s - stalled_s
+                begin_s = time.perf_counter()
+                mini.run(index)
+                self._synchronize()
+                compute_s = time.perf_counter() - begin_s
+                again_s = min(recompute(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
+                self._note(mini, index, start_s, waited_s, compute_s, again_s)
+        except BaseException:
+            mini.abandon()
+            raise
+
+    def _bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
+        memory, needs = self.memory, mini.needs(index)
+        mini.plan_uses(index)
+        missing = sum(item.size_bytes - item.held_bytes() for item in needs)
+        label = f"job {mini.training.job.name!r}: {mini.tasks[index].kind.value} of shard {mini.tasks[index].shard}"
+        memory.make_room(missing + transient_bytes, needs, label)
+        for item in needs:
+            memory.prefetch(item)
+        for item in needs:
+            memory.get(item)
+        return needs
+
+    def _look_at_next(
+        self, mini: MiniBatch, index: int, needs: Sequence[Item], transient: Callable[[int], int]
+    ) -> None:
+        """What comes next comes in, and what would be in its way begins to leave."""
+        if not self.overlap.double_buffer:
+            if index == len(mini.tasks) - 1:
+                self.following = self._look_ahead(self, self._owner)
+            return
+        if index + 1 < len(mini.tasks):
+            upcoming, room_bytes = mini.needs(index + 1), transient(index + 1)
+            after = mini.needs(index + 2) if index + 2 < len(mini.tasks) else []
+        else:
+            self.following = self._look_ahead(self, self._owner)
+            upcoming = self.following.first_items(self) if self.following is not None else []
+            room_bytes, after = transient(index), []
+        memory, used = self.memory, [*needs, *upcoming]
+        missing = sum(item.size_bytes - item.held_bytes() for item in upcoming)
+        if memory.may_take(missing + transient(index), used):
+            for item in upcoming:
+                memory.prefetch(item)
+        later = sum(item.size_bytes - item.held_bytes() for item in after)
+        memory.begin_to_leave(max(room_bytes, transient(index)) + later, used)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _note(
+        self, mini: MiniBatch, index: int, start_s: float, waited_s: float, compute_s: float, again_s: float
+    ) -> None:
+        busy, task = self.busy, mini.tasks[index]
+        busy.compute_s += compute_s
+        busy.stall_s += waited_s
+        busy.recompute_s += again_s
+        busy.num_units += 1
+        self.records.append(
+            UnitRecord(
+                job=mini.training.job.name,
+                kind=task.kind.value if mini.behaviour.trains else "validation",
+                shard=task.shard,
+                device=self.index,
+                start_s=start_s,
+                end_s=time.time(),
+                stall_s=waited_s,
+                recompute_s=again_s,
+            )
+        )
+
+    def _main(self) -> None:
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            else:
+                torch.set_num_threads(self.num_threads)
+            while (turn := self.following or self._take(self)) is not None:
+                self.following = None
+                turn.run(self)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.following = None
