@@ -14,6 +14,7 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import Program
@@ -231,7 +232,7 @@ def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_b
 def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
     """Seconds and peak of bytes beside those at the start. Raises ``BudgetError`` where the device ran out of memory."""
     try:
-        with record_memory(device) as recording:
+        with gate.computing(), record_memory(device) as recording:
             start_s = time.perf_counter()
             run()
             if device.type == "cuda":

@@ -54,6 +54,14 @@ class Randomness:
                 np.random.set_state(before[2])  # noqa: NPY002
 
     @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """The process's generators and the job's are afterwards as before."""
+        now = self.cpu, self.python, self.numpy
+        with self.swapped_in():
+            yield
+        self.cpu, self.python, self.numpy = now
+
+    @contextmanager
     def drawing(self, device: torch.device, *, is_random: bool = True) -> Iterator[None]:
         """Operators of this thread draw from the job. ``is_random=False`` if none will, which costs nothing."""
         if not is_random:

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._gate import gate
 from penstock.fleet._groups import Group, group, pack, packed_layouts, span_bytes
 from penstock.fleet._job import Job
 from penstock.fleet._memory import SMALL_BYTES, Item
@@ -239,7 +240,7 @@ class Training:
         self.model.train(training)
         try:
             names = self.names
-            with torch.random.fork_rng(devices=[]):  # tracing draws, and must not
+            with gate.tracing(), self.randomness.undisturbed():
                 if job.stages is not None:
                     return Staged(job.stages(self.model), function, leaves, structure, names)
                 return Captured(self.model, function, leaves, structure, names)

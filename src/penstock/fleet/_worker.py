@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
@@ -117,8 +118,9 @@ class Worker:
                 self._look_at_next(mini, index, needs, transient)
                 waited_s = self.memory.stall_s - stalled_s
                 begin_s = time.perf_counter()
-                mini.run(index)
-                self._synchronize()
+                with gate.computing():
+                    mini.run(index)
+                    self._synchronize()
                 compute_s = time.perf_counter() - begin_s
                 again_s = min(recompute(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
                 self._note(mini, index, start_s, waited_s, compute_s, again_s)
