@@ -10,8 +10,10 @@ from typing import Self
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "CompilerDeclinedWarning",
     "DoubleBackwardError",
+    "FleetStateError",
     "ForkedProcessError",
     "InternalError",
     "OffloadDeclinedWarning",
@@ -78,6 +80,14 @@ class ForkedProcessError(PenstockError):
 
 class CaptureError(PenstockError):
     """A step could not be captured as one graph that can be planned. The message names the line and what to do."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint could not be written, or is damaged or another job's. Older ones are whole."""
+
+
+class FleetStateError(PenstockError):
+    """The database of a fleet, in its run's folder, cannot be used."""
 
 
 class DoubleBackwardError(PenstockError, RuntimeError):

@@ -64,6 +64,8 @@ class JobRun:
     wanted: JobState | None = None
     """What a user asked for meanwhile: paused, stopped, or running again."""
     error: str | None = None
+    trace: str = ""
+    """The whole traceback of the error."""
     home: Worker | None = None
     """The device that ran it last and has its items."""
     is_taken: bool = False
@@ -186,6 +188,7 @@ class Engine:
     def fail(self, run: JobRun, worker: Worker, error: BaseException) -> None:
         """The job has failed; the others go on."""
         run.error = "".join(traceback.format_exception_only(error)).strip()
+        run.trace = "".join(traceback.format_exception(error))
         self.end(run, worker, JobState.FAILED)
 
     def end(self, run: JobRun, worker: Worker, state: JobState) -> None:
@@ -217,11 +220,10 @@ class Engine:
         best: tuple[float, int, JobRun] | None = None
         for order, run in enumerate(self.runs):
             if run is own:
-                if run.wanted is not None or run.state is not JobState.RUNNING:
-                    continue
-            elif not self._may_take(run, worker):
-                continue
-            elif own is not None and not self._sharp:
+                may_take = run.wanted is None and run.state is JobState.RUNNING
+            else:
+                may_take = (own is None or self._sharp) and self._may_take(run, worker)
+            if not may_take:
                 continue
             priority = self._priority(run)
             if run is own and priority == (best[0] if best else priority):
@@ -302,6 +304,8 @@ class JobTurn:
         """Whatever comes next for the job; a fault of its own ends it alone."""
         run, engine = self.run_of, self.engine
         try:
+            if run.state.is_over:
+                return  # chosen before its last turn had ended
             if not run.is_prepared:
                 Preparation(engine, run, worker).run()
             else:

@@ -64,7 +64,7 @@ class Job:
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     """Stepped after every optimizer step."""
     accumulate: int = 1
-    """Batches per optimizer step; each loss is divided by it."""
+    """Batches per optimizer step; each loss is divided by it. Groups go on across epochs; a last, short one is dropped."""
     clip_norm: float | None = None
     """Largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; ``None`` does not clip."""
     precision: Precision = "float32"
@@ -80,10 +80,10 @@ class Job:
         if not self.name or not set(self.name) <= _ALLOWED or self.name.strip(" .") != self.name:
             raise ValueError(f"job name {self.name!r}: letters, digits, blanks and ._-=+, make a name, as in 'lr=3e-4'")
         for key in ("model", "data", "loss", "optimizer"):
-            if not callable(getattr(self, key)) or isinstance(getattr(self, key), nn.Module) and key == "model":
+            given = getattr(self, key)
+            if not callable(given) or (key == "model" and isinstance(given, nn.Module)):
                 raise TypeError(
-                    f"job {self.name!r}: {key} is a function, not {type(getattr(self, key)).__name__}; for instance "
-                    f"{_EXAMPLES[key]}"
+                    f"job {self.name!r}: {key} is a function, not {type(given).__name__}; for instance {_EXAMPLES[key]}"
                 )
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"job {self.name!r}: give either epochs=3 or steps=1000")

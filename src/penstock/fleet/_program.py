@@ -88,7 +88,14 @@ class Captured:
         structure: Structure,
         names: dict[int, str],
     ):
-        step = _Step(model, function, structure)
+        results: list[Structure] = []
+
+        def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            tensors, result = flatten(function(model, structure.rebuild(given)))
+            results.append(result)
+            return tuple(tensors)
+
+        step = _Step(model, flat)
         try:
             exported = torch.export.export(step, tuple(leaves), strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
@@ -96,7 +103,7 @@ class Captured:
                 f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on numbers "
                 "inside of tensors are cut by hand: Job(stages=lambda model: [model.embed, *model.blocks, model.head])"
             ) from error
-        self.result = step.result
+        self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
         self._graph = exported.graph
         self._root = exported.graph_module
@@ -217,17 +224,15 @@ class Captured:
 
 
 class _Step(nn.Module):
-    """The user's function with its model, over flat tensors."""
+    """The user's function with its model, over flat tensors. Tracing puts attributes back, so results go elsewhere."""
 
-    def __init__(self, model: nn.Module, function: Callable[[Any, Any], Any], structure: Structure):
+    def __init__(self, model: nn.Module, function: Callable[..., tuple[torch.Tensor, ...]]):
         super().__init__()
         self.model = model
-        self._function, self._structure = function, structure
-        self.result = structure
+        self._function = function
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results, self.result = flatten(self._function(self.model, self._structure.rebuild(leaves)))
-        return tuple(results)
+        return self._function(*leaves)
 
 
 class _GraphRun:

@@ -521,7 +521,8 @@ class MiniBatch:
                 self.memory.discard(item)
 
 
-_OF = "\x1f"
+_OF = "//"
+"""Between the name of a parameter and the field of its state."""
 _FORWARD = (UnitKind.FORWARD, UnitKind.FUSED)
 _BACKWARD = (UnitKind.FUSED, UnitKind.BACKWARD)
 

@@ -102,6 +102,11 @@ class Worker:
         """Begins to take turns."""
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes turns still."""
+        return self._thread.is_alive()
+
     def join(self) -> None:
         """Waits for the end of all turns."""
         self._thread.join()

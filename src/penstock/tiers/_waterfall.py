@@ -201,6 +201,11 @@ class Waterfall:
                 reserved_bytes={tier.name: tier.reserved_bytes for tier in self.tiers},
             )
 
+    def counts(self) -> dict[str, int]:
+        """The sums alone, from any thread."""
+        with self._lock:
+            return dict(self._counts)
+
     @property
     def stall_s(self) -> float:
         """Seconds the computation has waited for copies, as far as the host knows."""

@@ -1,0 +1,235 @@
+"""Checkpoints of jobs: safetensors and JSON in a folder that appears whole or not at all.
+
+``checkpoints/step-00000120`` holds a file per group of tensors, a file per group of optimizer state, and `state.json`:
+position in the data, random states, scheduler, loss scale, losses. It is written under another name, synchronised and
+renamed. Nothing is unpickled, ever. Frozen parameters are not stored: the job's factories make them again.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from penstock.errors import CheckpointError
+from penstock.fleet._engine import JobRun
+from penstock.fleet._memory import DeviceMemory, Item
+from penstock.fleet._training import Packed, Position, Training
+
+FORMAT = 1
+_STATE = "state.json"
+Json = dict[str, Any]  # any: what JSON holds
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a job's folder."""
+    found = sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / _STATE).is_file())
+    return found[-1] if found else None
+
+
+def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
+    """Writes a checkpoint of a job that stands between two steps; older ones go, but for ``keep``.
+
+    Raises ``CheckpointError`` where it could not be written; the ones before are whole then.
+    """
+    training, parent = run.training, folder / "checkpoints"
+    name = f"step-{training.position.step:08}"
+    target, draft = parent / name, parent / f".{name}.draft"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for index, group in enumerate(training.groups):
+            if group.kind == "frozen" or group.item is None:
+                continue
+            _write(draft / f"tensors-{index:05}.safetensors", memory, group.item, group_views(group))
+            packed = training.states.get(group)
+            if packed is not None:
+                _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
+        _write_text(draft / _STATE, json.dumps(state_of(training)))
+        _synchronize(draft)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+        _synchronize(parent)
+        for old in sorted(parent.glob("step-*"))[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(
+            f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the last "
+            "whole checkpoint is untouched"
+        ) from error
+    return target
+
+
+def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None]:
+    """Puts a checkpoint into a job that was just built; returns what puts its optimizer state onto the device.
+
+    ``warm`` takes parameters and buffers alone, for a clone that begins its own training there. Raises
+    ``CheckpointError`` for files that are damaged or another job's.
+    """
+    training = run.training
+    try:
+        state = json.loads((path / _STATE).read_text())
+        if state.get("format") != FORMAT:
+            raise ValueError(f"its format is {state.get('format')!r}, and this version reads {FORMAT}")
+        for key, tensor in _stored(path, "tensors-*.safetensors"):
+            if key in training.originals:
+                training.originals[key].copy_(_like(tensor, training.originals[key], key))
+            elif not key.startswith("constant."):
+                raise ValueError(f"it has a tensor {key!r}, and the job's model has none")
+        if warm:
+            return lambda: None
+        _load_state(training, state)
+    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
+        raise CheckpointError(
+            f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from the "
+            "one before, or use another run_dir"
+        ) from error
+    return lambda: _restore_states(run, path)
+
+
+def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
+    """Fills a module that the job's factory made with a checkpoint's parameters and buffers."""
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for key, tensor in _stored(path, "tensors-*.safetensors"):
+            if key in own:
+                own[key].copy_(_like(tensor, own[key], key))
+    return model
+
+
+def state_of(training: Training) -> Json:
+    """What is no tensor worth a file."""
+    master = training.optimizer.master
+    return {
+        "format": FORMAT,
+        "position": asdict(training.position),
+        "random": training.randomness.state(),
+        "epoch_random": training.epoch_random if training.position.batch else None,
+        "losses": training.losses,
+        "validations": training.validations,
+        "scale": None if training.scale is None else [training.scale.value, training.scale.num_good],
+        "numbers": encode(training.numbers),
+        "groups": encode(
+            [{key: value for key, value in one.items() if key != "params"} for one in master.param_groups]
+        ),
+        "scheduler": None if training.scheduler is None else encode(training.scheduler.state_dict()),
+    }
+
+
+def encode(value: Any) -> Any:  # any: what optimizers and schedulers keep, and JSON
+    """As JSON can hold it. Raises ``TypeError`` naming what cannot be held."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return {"": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "values": value.flatten().tolist()}
+    if isinstance(value, tuple | list):
+        return {"": type(value).__name__, "items": [encode(one) for one in value]}
+    if hasattr(value, "items"):
+        return {"": "dict", "items": [[encode(key), encode(one)] for key, one in value.items()]}
+    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r}")
+
+
+def decode(value: Any) -> Any:  # any: as above
+    """What `encode` was given."""
+    if not isinstance(value, dict):
+        return value
+    kind = value[""]
+    if kind == "tensor":
+        dtype = getattr(torch, value["dtype"].removeprefix("torch."))
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{value['dtype']!r} is no dtype")
+        return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
+    if kind == "dict":
+        return {decode(key): decode(one) for key, one in value["items"]}
+    items = [decode(one) for one in value["items"]]
+    return tuple(items) if kind == "tuple" else items
+
+
+def group_views(group: Any) -> Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]]:  # any: a Group
+    """As `Packed.views`, for a group's one storage."""
+    return lambda storages: group.views(storages[0])
+
+
+def _write(
+    path: Path,
+    memory: DeviceMemory,
+    item: Item,
+    views: Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]],
+) -> None:
+    memory.make_room(item.size_bytes - item.held_bytes(), [item], f"a checkpoint of {item.label}")
+    tensors = {key: view.detach().contiguous().cpu() for key, view in views(memory.get(item)).items()}
+    save_file(tensors, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _synchronize(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _stored(path: Path, pattern: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(path.glob(pattern)):
+        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+            for key in opened.keys():  # noqa: SIM118  # no mapping
+                yield key, opened.get_tensor(key)
+
+
+def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
+    if tensor.shape != own.shape or tensor.dtype != own.dtype:
+        raise ValueError(
+            f"{key} is {tuple(tensor.shape)} {tensor.dtype} there and {tuple(own.shape)} {own.dtype} in the model"
+        )
+    return tensor
+
+
+def _load_state(training: Training, state: Json) -> None:
+    master = training.optimizer.master
+    training.losses = [float(loss) for loss in state["losses"]]
+    training.validations = [dict(one) for one in state["validations"]]
+    if training.scale is not None and state["scale"] is not None:
+        training.scale.value, training.scale.num_good = float(state["scale"][0]), int(state["scale"][1])
+    training.numbers = decode(state["numbers"])
+    for group, stored in zip(master.param_groups, decode(state["groups"]), strict=True):
+        group.update(stored)
+    if training.scheduler is not None:
+        training.scheduler.load_state_dict(decode(state["scheduler"]))
+    training.skip_to(Position(**state["position"]), state["epoch_random"])
+    training.randomness.load(state["random"])
+
+
+def _restore_states(run: JobRun, path: Path) -> None:
+    training, home = run.training, run.home
+    assert home is not None
+    memory = home.memory
+    stored = dict(_stored(path, "optimizer-*.safetensors"))
+    for group in training.groups:
+        if group.kind != "trained":
+            continue
+        mine = {key: tensor for key, tensor in stored.items() if key.rpartition("//")[0] in group.layouts}
+        if mine:
+            size_bytes = sum(tensor.nbytes for tensor in mine.values())
+            memory.make_room(2 * size_bytes, (), f"optimizer state of job {run.job.name!r}")
+            packed = Packed.of(
+                f"{run.job.name}: optimizer state of shard {group.owner}",
+                {key: tensor.to(memory.device, copy=True) for key, tensor in mine.items()},
+            )
+            training.states[group] = packed
+            memory.add(packed.item)

@@ -1,0 +1,580 @@
+"""`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+
+from penstock.errors import CheckpointError, PenstockError, TierDegradedWarning
+from penstock.fleet import _checkpoint
+from penstock.fleet._engine import Engine, Hooks, JobRun, JobState
+from penstock.fleet._job import Device, Job
+from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
+from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
+from penstock.fleet._state import Command, FleetState, JobRow
+from penstock.fleet._training import Training
+from penstock.fleet._worker import Overlap, UnitRecord, Worker
+from penstock.probe import bandwidths
+from penstock.tiers import Budget, DiskSpec, Size, waterfalls_for
+from penstock.units import parse_bytes
+
+_TICK_S = 0.1
+_SAVE_S = 600.0
+_HOST_RATE = 4e9
+_SWITCH_S = 5e-4
+"""Python's threads change places that often at most: a device's thread must not wait 5 ms for the interpreter."""
+
+Stopper = Callable[[Job, int, Mapping[str, float]], bool]
+"""After a validation: from job, step and metrics to whether the job is to stop."""
+
+
+class Tracker(Protocol):
+    """Where metrics go. Called by one thread at a time."""
+
+    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step or a validation of a job."""
+
+    def end(self, job: Job, state: JobState) -> None:
+        """The job is over."""
+
+    def close(self) -> None:
+        """The fleet has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSource:
+    """How another process, or a clone, makes a job again: ``make(**parameters)``."""
+
+    make: Callable[..., Job]
+    """A function of hyperparameters."""
+    path: str
+    """Where it is, as ``"module:function"`` or ``"file.py:function"``."""
+    parameters: Mapping[str, Any]
+    """What it was called with."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Ablation:
+    """What the engine does beyond training one job after the other; switched off for comparison."""
+
+    double_buffer: bool = True
+    """Whether the next unit's bytes come in while one computes."""
+    sharp: bool = True
+    """Whether a device takes another job before one is over."""
+    recompute: bool | None = None
+    """Whether backward runs forward again; ``None``: where it is cheaper."""
+
+
+def run(
+    jobs: Iterable[Job],
+    devices: Sequence[str | torch.device | Device] | None = None,
+    budget: Size | Budget | None = None,
+    **options: Any,  # those of Fleet
+) -> Results:
+    """Trains all jobs and returns what came of them. Options are those of `Fleet`; ``backend="ray"`` is `run_on_ray`'s.
+
+    >>> import torch
+    >>> from penstock import fleet
+    >>> job = fleet.Job(
+    ...     name="a line",
+    ...     model=lambda: torch.nn.Linear(1, 1),
+    ...     data=lambda: [(torch.ones(4, 1), torch.ones(4, 1))],
+    ...     loss=lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean(),
+    ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    ...     steps=50,
+    ... )
+    >>> results = fleet.run([job], devices=["cpu"], budget="64MiB", host_budget="64MiB", progress=None)
+    >>> results["a line"].losses[-1] < 1e-4
+    True
+    """
+    with Fleet(devices, budget, **options) as made:
+        for job in jobs:
+            made.add(job)
+        return made.wait()
+
+
+class Fleet:
+    """Devices that train jobs, more of which may come while it runs. ``with Fleet(...) as fleet: fleet.add(job)``.
+
+    ``devices``: names or `Device`s, by default all CUDA devices, else one CPU device. ``budget``: bytes of true peak per
+    device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
+    default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints, metrics
+    and state, on a local disk; by default a temporary one that goes with the results. ``resume=True`` goes on with what
+    an earlier process left there; otherwise a folder with a fleet in it is refused. ``scheduler``: see `Scheduler`.
+    ``stopper``: sees every validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by
+    default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder.
+    ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing.
+    ``verify=True`` checks a checksum on every fetch from disk.
+
+    Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | torch.device | Device] | None = None,
+        budget: Size | Budget | None = None,
+        *,
+        host_budget: Size | None = None,
+        disk: DiskSpec = None,
+        run_dir: str | Path | None = None,
+        resume: bool = False,
+        scheduler: SchedulerName | Scheduler = "sharded-lrtf",
+        stopper: Stopper | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = 1,
+        trackers: Sequence[Tracker] = (),
+        progress: str | None = "auto",
+        verify: bool = False,
+        ablation: Ablation | None = None,
+    ):
+        self._devices = _devices(devices)
+        self._budget = _budget(self._devices, budget, host_budget, disk)
+        sizes = [parse_bytes(one.budget) for one in self._devices if one.budget is not None]
+        self._stopper, self._trackers = stopper, list(trackers)
+        self._checkpoint_every, self._keep = checkpoint_every, max(1, keep)
+        self._progress = progress
+        self._resume = resume
+        self._temporary = None if run_dir is not None else tempfile.TemporaryDirectory(prefix="penstock-fleet-")
+        self.run_dir = Path(self._temporary.name if self._temporary is not None else str(run_dir))
+        """Where checkpoints, metrics and the fleet's state are."""
+        self.state = FleetState(self.run_dir)
+        self._refuse_strangers()
+        self._lock = threading.Lock()
+        self._ablation = ablation or Ablation()
+        self._rates: tuple[float, float] | None = None
+        self._warned = False
+        self._sources: dict[str, JobSource] = {}
+        self._warm: dict[str, Path] = {}
+        self._over: dict[str, JobResult] = {}
+        self._num_places = 0
+        self._units_written = 0
+        self._engine = Engine(
+            scheduler_of(scheduler),
+            Hooks(
+                stepped=self._stepped,
+                validated=self._validated,
+                save=self._save,
+                wants_save=self._wants_save,
+                restore=self._restore,
+                ended=self._ended,
+            ),
+            budget_bytes=min(sizes),
+            sharp=self._ablation.sharp,
+            recompute=self._ablation.recompute,
+            lane_rate=self._lane_rate,
+        )
+        waterfalls = waterfalls_for([torch.device(one.name) for one in self._devices], self._budget, verify=verify)
+        self._waterfalls = waterfalls
+        self._engine.workers = [
+            Worker(
+                index,
+                torch.device(one.name),
+                waterfall,
+                size,
+                num_threads=one.threads or 1,
+                take=self._engine.take,
+                look_ahead=self._engine.look_ahead,
+                overlap=Overlap(double_buffer=self._ablation.double_buffer),
+            )
+            for index, (one, waterfall, size) in enumerate(zip(self._devices, waterfalls, sizes, strict=True))
+        ]
+        self._is_started = False
+
+    def __enter__(self) -> Self:
+        self.state.create()
+        self._known = {row.name: row for row in self.state.jobs()} if self._resume else {}
+        self._num_threads, self._switch_s = torch.get_num_threads(), sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
+        self._started_s = time.time()
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with self._engine.condition:
+            self._engine.is_stopping = True
+            self._engine.condition.notify_all()
+        if self._is_started:
+            for worker in self._engine.workers:
+                worker.join()
+        for waterfall in self._waterfalls:
+            waterfall.drain()
+        for waterfall in self._waterfalls:
+            waterfall.close()
+        self._write_state()
+        self.state.say_ended()
+        for tracker in self._trackers:
+            tracker.close()
+        sys.setswitchinterval(self._switch_s)
+        torch.set_num_threads(self._num_threads)
+
+    def add(self, job: Job, source: JobSource | None = None) -> None:
+        """Another job. Raises ``ValueError`` if one has its name already."""
+        with self._engine.condition:
+            if job.name in self._over or any(run.job.name == job.name for run in self._engine.runs):
+                raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
+            place, self._num_places = self._num_places, self._num_places + 1
+            if source is not None:
+                self._sources[job.name] = source
+            known = self._known.get(job.name)
+            if known is not None and JobState(known.state).is_over:
+                path = _checkpoint.latest(self._folder(job))
+                self._over[job.name] = stored_result(
+                    job, JobState(known.state), known.error, known.seconds_per_step, path
+                )
+                return
+            run = JobRun(job=job, place=place, training=Training(job))
+            if known is not None and known.state == JobState.PAUSED.value:
+                run.state = JobState.PAUSED
+            self._engine.add(run)
+
+    def pause(self, name: str) -> None:
+        """The job leaves its device after the mini-batch at hand, until `resume`."""
+        self._want(name, JobState.PAUSED)
+
+    def resume(self, name: str) -> None:
+        """A paused job goes on."""
+        self._want(name, JobState.RUNNING)
+
+    def stop(self, name: str) -> None:
+        """The job ends after the mini-batch at hand, with a checkpoint."""
+        self._want(name, JobState.STOPPED)
+
+    def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
+        """A new job like ``name`` with other hyperparameters; ``warm`` begins with the parameters of its last checkpoint.
+
+        A job that was added with its `JobSource` takes that function's parameters as ``changes``; another takes fields of
+        `Job`. Raises ``ValueError`` or ``TypeError`` for changes that it cannot have.
+        """
+        run = self._find(name)
+        source = self._sources.get(name)
+        if source is not None:
+            parameters = {**source.parameters, **changes}
+            job = source.make(**parameters).with_changes(name=new_name)
+            source = replace(source, parameters=parameters)
+        else:
+            job = run.job.with_changes(name=new_name, **changes)
+        if warm:
+            path = _checkpoint.latest(self._folder(run.job))
+            if path is None:
+                raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
+            kept = self._folder(job) / "origin" / path.name
+            shutil.copytree(path, kept, dirs_exist_ok=True)  # the source's own goes when its next one is there
+            self._warm[new_name] = kept
+        self.add(job, source)
+
+    def wait(self) -> Results:
+        """Trains until every job is over and returns the results. ``KeyboardInterrupt`` ends after the mini-batches at hand.
+
+        Raises what a device's thread died of, if one did.
+        """
+        from penstock.fleet._show import Show
+
+        self._is_started = True
+        for worker in self._engine.workers:
+            worker.start()
+        with Show(self._progress, self.rows, self._engine.workers) as show:
+            while any(worker.is_alive for worker in self._engine.workers):
+                time.sleep(_TICK_S)
+                self._obey()
+                self._write_state()
+                self._write_units()
+                show.update()
+                if any(worker.error is not None for worker in self._engine.workers):
+                    with self._engine.condition:
+                        self._engine.is_stopping = True
+        self._write_state()
+        self._write_units()
+        for worker in self._engine.workers:
+            if worker.error is not None:
+                raise worker.error
+        return self.results()
+
+    def results(self) -> Results:
+        """As of now."""
+        found = [self._result_of(run) for run in self._engine.runs] + list(self._over.values())
+        order = {row.name: row.place for row in self.state.jobs()}
+        found.sort(key=lambda one: order.get(one.name, len(order)))
+        return Results(
+            found, [self._statistics_of(worker) for worker in self._engine.workers], self.run_dir, self._temporary
+        )
+
+    def rows(self) -> list[JobRow]:
+        """What is known of the jobs of this process now."""
+        with self._engine.condition:
+            return [self._row_of(run) for run in self._engine.runs]
+
+    @property
+    def records(self) -> list[UnitRecord]:
+        """Units that ran, on all devices."""
+        return [record for worker in self._engine.workers for record in list(worker.records)]
+
+    # Hooks, on the threads of devices
+
+    def _stepped(self, run: JobRun, worker: Worker) -> None:
+        training = run.training
+        rates = [group.get("lr") for group in training.optimizer.master.param_groups]
+        metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
+        if rates and isinstance(rates[0], int | float | torch.Tensor):
+            metrics["lr"] = float(rates[0])
+        if run.seconds_per_step:
+            samples = training.position.num_samples / max(1, training.position.step)
+            metrics["samples_per_s"] = samples / run.seconds_per_step
+        self._log(run, training.position.step, metrics)
+
+    def _validated(self, run: JobRun, found: dict[str, float]) -> bool:
+        step = run.training.position.step
+        self._log(run, step, {f"validation/{key}": value for key, value in found.items()})
+        return self._stopper is not None and self._stopper(run.job, step, found)
+
+    def _log(self, run: JobRun, step: int, metrics: Mapping[str, float]) -> None:
+        with self._lock:
+            folder = self._folder(run.job)
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "time_s": time.time(), **metrics}) + "\n")
+            for tracker in self._trackers:
+                tracker.log(run.job, step, metrics)
+
+    def _save(self, run: JobRun, worker: Worker) -> None:
+        training = run.training
+        if training.position.micro or training.position.step in (0, run.saved_step):
+            return
+        try:
+            _checkpoint.save(run, worker.memory, self._folder(run.job), keep=self._keep)
+        except CheckpointError as error:
+            if training.is_done():
+                raise
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{error}. Training goes on; this is said once.", TierDegradedWarning, stacklevel=2)
+        run.saved_step, run.saved_s = training.position.step, time.time()
+
+    def _wants_save(self, run: JobRun) -> bool:
+        if self._engine.is_stopping:
+            return True
+        if self._checkpoint_every is not None:
+            return run.training.position.step % self._checkpoint_every == 0
+        return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
+
+    def _restore(self, run: JobRun) -> Callable[[], None] | None:
+        folder = self._folder(run.job)
+        path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
+        if path is None:
+            (folder / "metrics.jsonl").unlink(missing_ok=True)
+            warm = self._warm.get(run.job.name)
+            return None if warm is None else _checkpoint.restore(run, warm, warm=True)
+        resume = _checkpoint.restore(run, path)
+        run.saved_step = run.training.position.step
+        run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
+        _truncate(folder / "metrics.jsonl", run.training.position.step)
+        return resume
+
+    def _ended(self, run: JobRun, worker: Worker) -> None:  # noqa: ARG002  # the hook's
+        with self._lock:
+            if run.trace:
+                self._folder(run.job).mkdir(parents=True, exist_ok=True)
+                (self._folder(run.job) / "error.txt").write_text(run.trace)
+            for tracker in self._trackers:
+                tracker.end(run.job, run.state)
+
+    # The thread that waits
+
+    def _obey(self) -> None:
+        for command in self.state.commands():
+            try:
+                self._carry_out(command)
+            except (PenstockError, ValueError, TypeError, OSError) as error:
+                self.state.answer(command.id, str(error) or type(error).__name__)
+            else:
+                self.state.answer(command.id, "")
+
+    def _carry_out(self, command: Command) -> None:
+        if command.verb == "clone":
+            arguments = dict(command.arguments)
+            if command.job not in self._sources:
+                raise ValueError(
+                    f"job {command.job!r} was not given by import path, so another process cannot make one like it; use "
+                    "fleet.clone(...) where it was made"
+                )
+            self.clone(
+                command.job, arguments["name"], warm=arguments.get("warm", False), **arguments.get("changes", {})
+            )
+            return
+        verbs = {"pause": self.pause, "resume": self.resume, "stop": self.stop}
+        if command.verb not in verbs:
+            raise ValueError(f"{command.verb!r} is none of pause, resume, stop, clone")
+        verbs[command.verb](command.job)
+
+    def _want(self, name: str, state: JobState) -> None:
+        run = self._find(name)
+        with self._engine.condition:
+            if run.state.is_over:
+                raise ValueError(f"job {name!r} is {run.state.value} already")
+            run.wanted = state
+            self._engine.condition.notify_all()
+
+    def _find(self, name: str) -> JobRun:
+        with self._engine.condition:
+            for run in self._engine.runs:
+                if run.job.name == name:
+                    return run
+            raise ValueError(
+                f"no job is called {name!r}; there are {', '.join(run.job.name for run in self._engine.runs)}"
+            )
+
+    def _write_state(self) -> None:
+        self.state.say_alive()
+        self.state.write(self.rows())
+
+    def _write_units(self) -> None:
+        records = self.records
+        fresh = sorted(records, key=lambda one: one.start_s)[self._units_written :] if records else []
+        if fresh:
+            with (self.run_dir / "units.jsonl").open("a") as file:
+                for one in fresh:
+                    file.write(json.dumps({key: getattr(one, key) for key in UnitRecord.__slots__}) + "\n")
+            self._units_written = len(records)
+
+    def _row_of(self, run: JobRun) -> JobRow:
+        training, source = run.training, self._sources.get(run.job.name)
+        known = self._known.get(run.job.name)
+        is_fresh = run.is_prepared or known is None
+        return JobRow(
+            name=run.job.name,
+            place=run.place,
+            state=run.state.value,
+            step=training.position.step if is_fresh or known is None else known.step,
+            num_steps=run.num_steps or (known.num_steps if known else run.job.steps or 0),
+            epoch=training.position.epoch,
+            loss=training.losses[-1] if training.losses else (known.loss if known and not is_fresh else None),
+            validation=dict(training.validations[-1]) if training.validations else {},
+            device="" if run.home is None else f"{run.home.device} #{run.home.index}",
+            seconds_per_step=run.seconds_per_step,
+            error=run.error,
+            tags=dict(run.job.tags),
+            source=None if source is None else {"path": source.path, "parameters": dict(source.parameters)},
+            updated_s=time.time(),
+        )
+
+    def _result_of(self, run: JobRun) -> JobResult:
+        return JobResult(
+            job=run.job,
+            state=run.state,
+            losses=tuple(run.training.losses),
+            validations=tuple(run.training.validations),
+            error=run.error,
+            seconds_per_step=run.seconds_per_step,
+            checkpoint=_checkpoint.latest(self._folder(run.job)),
+        )
+
+    def _statistics_of(self, worker: Worker) -> DeviceStatistics:
+        tiers = worker.memory.waterfall.statistics()
+        return DeviceStatistics(
+            name=str(worker.device),
+            wall_s=time.time() - self._started_s,
+            compute_s=worker.busy.compute_s,
+            recompute_s=worker.busy.recompute_s,
+            stall_s=worker.busy.stall_s,
+            num_units=worker.busy.num_units,
+            peak_bytes=worker.memory.peak_bytes,
+            budget_bytes=worker.memory.budget_bytes,
+            parked_bytes=tiers.parked_bytes,
+            fetched_bytes=tiers.fetched_bytes,
+            written_to_disk_bytes=tiers.written_to_disk_bytes,
+        )
+
+    def _folder(self, job: Job) -> Path:
+        return self.run_dir / "jobs" / job.name
+
+    def _refuse_strangers(self) -> None:
+        if self.state.exists:
+            if not self._resume:
+                raise ValueError(
+                    f"{self.run_dir} holds a fleet already; go on with it by fleet.run(..., resume=True), or give another run_dir"
+                )
+            if self.state.is_alive:
+                raise ValueError(
+                    f"a process is running the fleet in {self.run_dir}; `penstock fleet ps {self.run_dir}` shows it"
+                )
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+
+    def _lane_rate(self) -> tuple[float, float]:
+        """Bytes per second out and in, for one device."""
+        if self._rates is None:
+            self._rates = (_HOST_RATE, _HOST_RATE)
+            if self._budget.host_bytes is None:
+                found = bandwidths(next(iter(self._budget.disk_bytes)))
+                rates = {one.lane: one.bandwidth_bytes_per_s for one in found}
+                self._rates = (
+                    min(rate for lane, rate in rates.items() if lane.endswith("->disk")),
+                    min(rate for lane, rate in rates.items() if lane.startswith("disk->")),
+                )
+            self._rates = self._rates[0] / len(self._devices), self._rates[1] / len(self._devices)
+        return self._rates
+
+
+def _devices(given: Sequence[str | torch.device | Device] | None) -> list[Device]:
+    if isinstance(given, str | torch.device | Device):
+        raise TypeError(f"devices is a list: devices=[{str(given)!r}]")
+    if given is None:
+        given = [f"cuda:{at}" for at in range(torch.cuda.device_count())] or ["cpu"]
+    if not given:
+        raise ValueError("a fleet needs a device: devices=['cuda:0'] or devices=['cpu', 'cpu']")
+    devices = [one if isinstance(one, Device) else Device(name=str(one)) for one in given]
+    share = max(1, torch.get_num_threads() // len(devices))
+    return [
+        one if torch.device(one.name).type != "cpu" or one.threads else replace(one, threads=share) for one in devices
+    ]
+
+
+def _budget(devices: list[Device], budget: Size | Budget | None, host: Size | None, disk: DiskSpec) -> Budget:
+    """The account below the devices; fills in the devices' own budgets."""
+    if isinstance(budget, Budget):
+        if host is not None or disk is not None:
+            raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host_budget and disk")
+        host, disk = budget.host_bytes, budget.disk_bytes or None  # type: ignore[assignment]
+        budget = budget.device_bytes
+    for at, one in enumerate(devices):
+        if one.budget is None:
+            devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
+    on_cuda = torch.device(devices[0].name).type == "cuda"
+    if host is None and (disk is None or on_cuda):
+        host = int(0.6 * _free_main_memory())
+    return Budget(host=host, disk=disk)
+
+
+def _free_bytes(device: Device, num_devices: int) -> int:
+    if torch.device(device.name).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device.name))
+        return int(0.9 * free)
+    return int(0.3 * _free_main_memory() / num_devices)
+
+
+def _free_main_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 * 2**30
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Forgets metrics of steps after the checkpoint: they will come again."""
+    if path.is_file():
+        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        path.write_text("".join(line + "\n" for line in lines))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # the line that a killed process did not finish

@@ -1,0 +1,184 @@
+"""The state of a fleet in SQLite, which is also how other processes control it: they leave commands, it answers.
+
+One file, `fleet.db` in the run's folder, with a write-ahead log, so that readers never stop the writer. It lies on a local
+disk. No port is opened and nothing in it is executed.
+"""
+
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import FleetStateError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    name TEXT PRIMARY KEY, place INTEGER, state TEXT, step INTEGER, num_steps INTEGER, epoch INTEGER, loss REAL,
+    validation TEXT, device TEXT, seconds_per_step REAL, error TEXT, tags TEXT, source TEXT, updated_s REAL
+);
+CREATE TABLE IF NOT EXISTS commands (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, verb TEXT, job TEXT, arguments TEXT, made_s REAL, answer TEXT
+);
+CREATE TABLE IF NOT EXISTS fleet (key TEXT PRIMARY KEY, value TEXT);
+"""
+_COLUMNS = (
+    "name", "place", "state", "step", "num_steps", "epoch", "loss", "validation", "device", "seconds_per_step", "error",
+    "tags", "source", "updated_s",
+)  # fmt: skip
+ALIVE_S = 10.0
+"""A fleet that has not written for so long is not running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """What is known of a job, as another process sees it."""
+
+    name: str
+    """As the user calls it."""
+    place: int
+    """In the order in which jobs came."""
+    state: str
+    """A ``JobState``'s value."""
+    step: int
+    """Optimizer steps done."""
+    num_steps: int
+    """Optimizer steps in all."""
+    epoch: int
+    """Of the next batch."""
+    loss: float | None
+    """Of the last step."""
+    validation: dict[str, float]
+    """The last one, with its step; empty before the first."""
+    device: str
+    """Where it ran last."""
+    seconds_per_step: float
+    """On one device."""
+    error: str | None
+    """Why it failed."""
+    tags: dict[str, Any]
+    """The job's."""
+    source: dict[str, Any] | None
+    """Import path and parameters of a job that another process can make again."""
+    updated_s: float
+    """``time.time()`` of this row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a user asked of a running fleet."""
+
+    id: int
+    verb: str
+    job: str
+    arguments: dict[str, Any]
+
+
+class FleetState:
+    """The database of one run's folder. Each method opens it anew, so that any thread or process may call."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / "fleet.db"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a fleet was ever run in that folder."""
+        return self.path.is_file()
+
+    def create(self) -> None:
+        """Makes the tables where they are missing, and says that this process runs the fleet."""
+        with self._open() as database:
+            database.execute("PRAGMA journal_mode=WAL")
+            database.executescript(_SCHEMA)
+        self.say_alive()
+
+    def say_alive(self) -> None:
+        """Notes process and time."""
+        self._set("pid", str(os.getpid()))
+        self._set("alive_s", repr(time.time()))
+
+    def say_ended(self) -> None:
+        """No process runs the fleet any more."""
+        self._set("alive_s", "0")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a process runs the fleet now."""
+        with self._open() as database:
+            found = dict(database.execute("SELECT key, value FROM fleet").fetchall())
+        return time.time() - float(found.get("alive_s", "0")) < ALIVE_S
+
+    def write(self, rows: list[JobRow]) -> None:
+        """Replaces what is known of these jobs."""
+        marks = ", ".join("?" for _ in _COLUMNS)
+        values = [
+            tuple(
+                json.dumps(getattr(row, column)) if column in ("validation", "tags", "source") else getattr(row, column)
+                for column in _COLUMNS
+            )
+            for row in rows
+        ]
+        with self._open() as database:
+            database.executemany(f"INSERT OR REPLACE INTO jobs ({', '.join(_COLUMNS)}) VALUES ({marks})", values)  # noqa: S608
+
+    def jobs(self) -> list[JobRow]:
+        """All jobs, in the order in which they came."""
+        with self._open() as database:
+            found = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY place").fetchall()  # noqa: S608
+        rows = []
+        for values in found:
+            known = dict(zip(_COLUMNS, values, strict=True))
+            for column in ("validation", "tags", "source"):
+                known[column] = json.loads(known[column])
+            rows.append(JobRow(**known))
+        return rows
+
+    def ask(self, verb: str, job: str, arguments: Mapping[str, Any] | None = None) -> int:
+        """Leaves a command; returns its number."""
+        with self._open() as database:
+            cursor = database.execute(
+                "INSERT INTO commands (verb, job, arguments, made_s) VALUES (?, ?, ?, ?)",
+                (verb, job, json.dumps(dict(arguments or {})), time.time()),
+            )
+            assert cursor.lastrowid is not None
+            return cursor.lastrowid
+
+    def commands(self) -> list[Command]:
+        """Commands without an answer, in order."""
+        with self._open() as database:
+            found = database.execute("SELECT id, verb, job, arguments FROM commands WHERE answer IS NULL ORDER BY id")
+            return [Command(number, verb, job, json.loads(text)) for number, verb, job, text in found.fetchall()]
+
+    def answer(self, number: int, text: str) -> None:
+        """Answers a command; an empty text means that it was carried out."""
+        with self._open() as database:
+            database.execute("UPDATE commands SET answer = ? WHERE id = ?", (text, number))
+
+    def answer_to(self, number: int, timeout_s: float) -> str | None:
+        """The answer to a command, waiting for it; ``None`` if none came."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            with self._open() as database:
+                (text,) = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
+            if text is not None:
+                return str(text)
+            time.sleep(0.05)
+        return None
+
+    def _set(self, key: str, value: str) -> None:
+        with self._open() as database:
+            database.execute("INSERT OR REPLACE INTO fleet (key, value) VALUES (?, ?)", (key, value))
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with closing(sqlite3.connect(self.path, timeout=30.0)) as database, database:
+                yield database
+        except sqlite3.Error as error:
+            raise FleetStateError(
+                f"{self.path} cannot be used: {error}. It belongs on a local disk with some space; another run_dir avoids it"
+            ) from error
