@@ -1,7 +1,8 @@
 """Many models, each larger than a device, trained together on few devices that never idle (Hydra, and past it).
 
-- `run`: trains `Job`s on `Device`s under a byte budget and returns `Results` (a `JobResult` per job with its `JobState`,
-  `DeviceStatistics` per device); `Fleet` does it for jobs that come, pause, stop and are cloned (`JobSource`) meanwhile.
+- `run`: trains `Job`s on `Device`s under a byte budget and returns `Results` (a `JobResult` per job with its
+  `JobState`, `DeviceStatistics` per device); `Fleet` does it for jobs that come, pause, stop and are cloned
+  (`JobSource`) meanwhile.
 - `Stopper`, `Tracker`: what decides to stop a job early, and where metrics go; `UnitRecord`: what ran when.
 - `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it.
 - `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share; a job
@@ -15,9 +16,9 @@
 from penstock.fleet._bounds import lower_bound_s as lower_bound_s
 from penstock.fleet._bounds import model_parallel_s as model_parallel_s
 from penstock.fleet._bounds import pipeline_s as pipeline_s
-from penstock.fleet._engine import JobState as JobState
 from penstock.fleet._job import Device as Device
 from penstock.fleet._job import Job as Job
+from penstock.fleet._life import JobState as JobState
 from penstock.fleet._problem import DeviceCost as DeviceCost
 from penstock.fleet._problem import FleetProblem as FleetProblem
 from penstock.fleet._problem import JobCost as JobCost

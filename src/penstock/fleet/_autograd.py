@@ -2,8 +2,8 @@
 
 Values enter a shard through `_Enter`, which ends the graph there and hands out the gradient that arrives. A value that
 shards after this one used as well has a gradient already; it is put in as a root of this shard's backward, so that
-autograd adds the uses up in the order in which it would have met them in the whole graph: the sums are equal to the bit.
-Tied parameters travel the same way, from the last shard that uses them to the one that owns them.
+autograd adds the uses up in the order in which it would have met them in the whole graph: the sums are equal to the
+bit. Tied parameters travel the same way, from the last shard that uses them to the one that owns them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._program import Shard
 from penstock.tiers import ViewLayout
-
 
 TIED = "@"
 """Prefix of the names under which gradients of tied parameters travel."""

@@ -18,7 +18,7 @@ class Structure:
 
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:  # any: a nest
-    """The tensors of ``batch`` in order, and the rest. What is no tuple, list, mapping or tensor is part of the rest."""
+    """The tensors of ``batch`` in order, and the rest: nests of tuples, lists and mappings, and all other leaves."""
     tensors: list[torch.Tensor] = []
     rebuild, signature = _walk(batch, tensors)
     return tensors, Structure(rebuild, signature)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
-from penstock.fleet._engine import JobRun
+from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._training import Packed, Position, Training
 
@@ -61,8 +61,8 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
-            f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the last "
-            "whole checkpoint is untouched"
+            f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the "
+            "last whole checkpoint is untouched"
         ) from error
     return target
 
@@ -88,8 +88,8 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         _load_state(training, state)
     except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
         raise CheckpointError(
-            f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from the "
-            "one before, or use another run_dir"
+            f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from "
+            "the one before, or use another run_dir"
         ) from error
     return lambda: _restore_states(run, path)
 

@@ -1,7 +1,7 @@
 """Tracing beside computing: never at once.
 
-While ``torch.export`` traces it patches modules and sets flags for the whole process; a unit or an optimizer that ran in
-another thread meanwhile would take other paths. So units enter the gate together, and a tracer alone.
+While ``torch.export`` traces it patches modules and sets flags for the whole process; a unit or an optimizer that ran
+in another thread meanwhile would take other paths. So units enter the gate together, and a tracer alone.
 """
 
 import threading

@@ -64,7 +64,7 @@ class Job:
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     """Stepped after every optimizer step."""
     accumulate: int = 1
-    """Batches per optimizer step; each loss is divided by it. Groups go on across epochs; a last, short one is dropped."""
+    """Batches per optimizer step; each loss is divided by it. Groups go on across epochs; a short last is dropped."""
     clip_norm: float | None = None
     """Largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; ``None`` does not clip."""
     precision: Precision = "float32"

@@ -25,7 +25,7 @@ _SLACK_BYTES = 4096
 
 
 class Item:
-    """Storages that come and go together. ``storages`` while they are on the device, ``handles`` while a tier has them."""
+    """Storages that come and go together: ``storages`` while on the device, ``handles`` while a tier has them."""
 
     __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "size_bytes", "sizes", "storages")
 
@@ -172,7 +172,7 @@ class DeviceMemory:
         return self.budget_bytes - self.held_bytes()
 
     def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
-        """Waits until ``size_bytes`` more may be taken beside ``pinned``. Raises ``BudgetError`` where they never may."""
+        """Waits until ``size_bytes`` more may be taken beside ``pinned``. Raises ``BudgetError`` if they never may."""
         pinned = set(pinned)
         start_s = time.perf_counter()
         while self.held_bytes() + size_bytes > self.budget_bytes:
@@ -182,7 +182,7 @@ class DeviceMemory:
             elif self._leaving:
                 self._wait_for_oldest()
             else:
-                self._refuse(size_bytes, pinned, why)
+                self._refuse(size_bytes, why)
         self.stall_s += time.perf_counter() - start_s
         self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
 
@@ -240,13 +240,13 @@ class DeviceMemory:
         del self._leaving[item]
         if any(handle is not None and handle.state is HandleState.KEPT for handle in item.handles or ()):
             raise BudgetError(
-                f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are full "
-                "or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
+                f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
+                "full or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
             )
 
-    def _refuse(self, size_bytes: int, pinned: set[Item], why: str) -> None:
+    def _refuse(self, size_bytes: int, why: str) -> None:
         held = sum(item.held_bytes() for item in self._items)
         raise BudgetError(
             f"{why} needs {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, above the budget of "
-            f"{format_bytes(self.budget_bytes)} on {self.device}; a budget of {format_bytes(held + size_bytes)} has room"
+            f"{format_bytes(self.budget_bytes)} on {self.device}; {format_bytes(held + size_bytes)} have room for it"
         )

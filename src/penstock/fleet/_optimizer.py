@@ -2,8 +2,8 @@
 
 The factory is called once, with all parameters, and what it made is the master: its groups are what a learning-rate
 scheduler changes. A shard's step runs the class's own ``step`` on a view of the master whose groups hold the shard's
-parameters alone and whose state is theirs. That is exact for every optimizer whose update of a parameter depends on that
-parameter, its gradient, its state and its group; others (L-BFGS) are refused.
+parameters alone and whose state is theirs. That is exact for every optimizer whose update of a parameter depends on
+that parameter, its gradient, its state and its group; others (L-BFGS) are refused.
 """
 
 from collections import defaultdict

@@ -1,8 +1,8 @@
 """Where to cut a model: shards as large as the budget allows beside what comes and goes while they compute.
 
-The problem: atoms in order (what lies between two legal cuts), each with the tensors that it uses and what its operators
-make. A shard needs its parameters, their gradients, the optimizer's state and its activations at once; beside it the
-next shard comes in and the one before goes out. Wanted are few shards with little between them.
+The problem: atoms in order (what lies between two legal cuts), each with the tensors that it uses and what its
+operators make. A shard needs its parameters, their gradients, the optimizer's state and its activations at once;
+beside it the next shard comes in and the one before goes out. Wanted are few shards with little between them.
 
 The method: for several sizes of the part that is set aside for coming and going, a shortest path over the legal cuts;
 its length counts the bytes across cuts and something per shard. Cost: the number of atoms times that of a shard's, for
@@ -63,8 +63,8 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
     most, worst = max(sizes)
     raise BudgetError(
         f"{problem.atoms[worst].label} alone needs {format_bytes(most)} for parameters, gradients, optimizer state and "
-        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {format_bytes(most)} has room "
-        "for it, or take smaller batches (accumulate=)"
+        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; {format_bytes(most)} have room, "
+        "or take smaller batches (accumulate=)"
     )
 
 

@@ -1,8 +1,8 @@
 """Pilot runs: what every shard really takes, in seconds and bytes, before the job trains.
 
 A pilot runs one mini-batch twice through the units that will train it, once keeping what forward saves and once running
-forward again in backward, and a step of the optimizer on copies. Parameters, buffers, random numbers and the position in
-the data are as before afterwards. Shards that compute the same on the same shapes are measured once.
+forward again in backward, and a step of the optimizer on copies. Parameters, buffers, random numbers and the position
+in the data are as before afterwards. Shards that compute the same on the same shapes are measured once.
 """
 
 import time
@@ -230,7 +230,7 @@ def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_b
 
 
 def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds and peak of bytes beside those at the start. Raises ``BudgetError`` where the device ran out of memory."""
+    """Seconds, and peak of bytes beside those at the start. Raises ``BudgetError`` where memory ran out."""
     try:
         with gate.computing(), record_memory(device) as recording:
             start_s = time.perf_counter()

@@ -7,6 +7,7 @@ by autograd as ever, so results and gradients equal the model's own to the bit.
 """
 
 import hashlib
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -100,8 +101,8 @@ class Captured:
             exported = torch.export.export(step, tuple(leaves), strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
             raise CaptureError(
-                f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on numbers "
-                "inside of tensors are cut by hand: Job(stages=lambda model: [model.embed, *model.blocks, model.head])"
+                f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on "
+                "numbers inside of tensors are cut by hand: Job(stages=lambda model: [model.embed, *model.blocks])"
             ) from error
         self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
@@ -121,7 +122,7 @@ class Captured:
         """Shards that end behind the atoms with these indexes; the last atom ends the last shard."""
         bounds = [-1, *(self.atoms[end].end for end in ends)]
         shards, fingerprints = [], []
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in itertools.pairwise(bounds):
             shard, fingerprint = self._shard(first + 1, last)
             shards.append(shard)
             fingerprints.append(fingerprint)

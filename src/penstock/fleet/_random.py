@@ -41,17 +41,17 @@ class Randomness:
     def swapped_in(self) -> Iterator[None]:
         """The process's generators are the job's inside, and nobody else draws."""
         with _lock:
-            before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+            before = torch.get_rng_state(), random.getstate(), np.random.get_state()
             torch.set_rng_state(self.cpu)
             random.setstate(self.python)
-            np.random.set_state(self.numpy)  # noqa: NPY002
+            np.random.set_state(self.numpy)
             try:
                 yield
             finally:
-                self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+                self.cpu, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
                 torch.set_rng_state(before[0])
                 random.setstate(before[1])
-                np.random.set_state(before[2])  # noqa: NPY002
+                np.random.set_state(before[2])
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -125,7 +125,8 @@ class _Swapping(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._randomness = randomness
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:  # noqa: ARG002  # any: PyTorch's
+    # any: PyTorch's
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

@@ -10,8 +10,8 @@ from rich.table import Table
 from torch import nn
 
 from penstock.fleet._checkpoint import load_model
-from penstock.fleet._engine import JobState
 from penstock.fleet._job import Job
+from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
 
 
@@ -143,9 +143,8 @@ class Results(Mapping[str, JobResult]):
         lines = []
         for one in self._results.values():
             loss = f", loss {one.losses[-1]:.4f}" if one.losses else ""
-            lines.append(
-                f"{one.name}: {one.state.value} after {len(one.losses)} steps{loss}{f', {one.error}' if one.error else ''}"
-            )
+            error = f", {one.error}" if one.error else ""
+            lines.append(f"{one.name}: {one.state.value} after {len(one.losses)} steps{loss}{error}")
         return "\n".join(lines)
 
 

@@ -17,8 +17,9 @@ import torch
 
 from penstock.errors import CheckpointError, PenstockError, TierDegradedWarning
 from penstock.fleet import _checkpoint
-from penstock.fleet._engine import Engine, Hooks, JobRun, JobState
+from penstock.fleet._engine import Engine
 from penstock.fleet._job import Device, Job
+from penstock.fleet._life import Hooks, JobRun, JobState
 from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
@@ -106,14 +107,14 @@ def run(
 class Fleet:
     """Devices that train jobs, more of which may come while it runs. ``with Fleet(...) as fleet: fleet.add(job)``.
 
-    ``devices``: names or `Device`s, by default all CUDA devices, else one CPU device. ``budget``: bytes of true peak per
-    device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
-    default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints, metrics
-    and state, on a local disk; by default a temporary one that goes with the results. ``resume=True`` goes on with what
-    an earlier process left there; otherwise a folder with a fleet in it is refused. ``scheduler``: see `Scheduler`.
-    ``stopper``: sees every validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by
-    default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder.
-    ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing.
+    ``devices``: names or `Device`s, by default all CUDA devices, else one CPU device. ``budget``: bytes of true peak
+    per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
+    default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints,
+    metrics and state, on a local disk; by default a temporary one that goes with the results. ``resume=True`` goes on
+    with what an earlier process left there; otherwise a folder with a fleet in it is refused. ``scheduler``: see
+    `Scheduler`. ``stopper``: sees every validation and may stop the job. ``checkpoint_every``: steps between
+    checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go
+    beside the folder. ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing.
     ``verify=True`` checks a checksum on every fetch from disk.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
@@ -249,10 +250,10 @@ class Fleet:
         self._want(name, JobState.STOPPED)
 
     def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
-        """A new job like ``name`` with other hyperparameters; ``warm`` begins with the parameters of its last checkpoint.
+        """A new job like ``name`` with other hyperparameters; ``warm`` begins with its last checkpoint's parameters.
 
-        A job that was added with its `JobSource` takes that function's parameters as ``changes``; another takes fields of
-        `Job`. Raises ``ValueError`` or ``TypeError`` for changes that it cannot have.
+        A job that was added with its `JobSource` takes that function's parameters as ``changes``; another takes
+        fields of `Job`. Raises ``ValueError`` or ``TypeError`` for changes that it cannot have.
         """
         run = self._find(name)
         source = self._sources.get(name)
@@ -272,7 +273,7 @@ class Fleet:
         self.add(job, source)
 
     def wait(self) -> Results:
-        """Trains until every job is over and returns the results. ``KeyboardInterrupt`` ends after the mini-batches at hand.
+        """Trains until every job is over and returns the results. ``KeyboardInterrupt`` lets mini-batches at hand end.
 
         Raises what a device's thread died of, if one did.
         """
@@ -319,7 +320,7 @@ class Fleet:
 
     # Hooks, on the threads of devices
 
-    def _stepped(self, run: JobRun, worker: Worker) -> None:
+    def _stepped(self, run: JobRun) -> None:
         training = run.training
         rates = [group.get("lr") for group in training.optimizer.master.param_groups]
         metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
@@ -402,8 +403,8 @@ class Fleet:
             arguments = dict(command.arguments)
             if command.job not in self._sources:
                 raise ValueError(
-                    f"job {command.job!r} was not given by import path, so another process cannot make one like it; use "
-                    "fleet.clone(...) where it was made"
+                    f"job {command.job!r} was not given by import path, so another process cannot make one like it; "
+                    "use fleet.clone(...) where it was made"
                 )
             self.clone(
                 command.job, arguments["name"], warm=arguments.get("warm", False), **arguments.get("changes", {})
@@ -499,7 +500,8 @@ class Fleet:
         if self.state.exists:
             if not self._resume:
                 raise ValueError(
-                    f"{self.run_dir} holds a fleet already; go on with it by fleet.run(..., resume=True), or give another run_dir"
+                    f"{self.run_dir} holds a fleet already; go on with it, fleet.run(..., resume=True), or give another "
+                    "run_dir"
                 )
             if self.state.is_alive:
                 raise ValueError(

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from penstock.fleet._engine import JobState
+from penstock.fleet._life import JobState
 from penstock.fleet._state import JobRow
 from penstock.fleet._worker import Worker
 from penstock.units import format_bytes

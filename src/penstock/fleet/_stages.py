@@ -46,7 +46,10 @@ class Staged:
         bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
         prints = tuple(f"{id(self)} {bound}" for bound in bounds)  # what a module computes cannot be compared
-        return Program(shards=shards, rebuild_result=lambda given: self.result.rebuild(given), fingerprints=prints)
+        return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
+
+    def _rebuild(self, given: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
+        return self.result.rebuild(given)
 
     def _find_atoms(self, leaves: Sequence[torch.Tensor]) -> list[Atom]:
         """Shapes between stages, from a run without numbers."""

@@ -1,7 +1,7 @@
 """The state of a fleet in SQLite, which is also how other processes control it: they leave commands, it answers.
 
-One file, `fleet.db` in the run's folder, with a write-ahead log, so that readers never stop the writer. It lies on a local
-disk. No port is opened and nothing in it is executed.
+One file, `fleet.db` in the run's folder, with a write-ahead log, so that readers never stop the writer. It lies on a
+local disk. No port is opened and nothing in it is executed.
 """
 
 import json
@@ -180,5 +180,5 @@ class FleetState:
                 yield database
         except sqlite3.Error as error:
             raise FleetStateError(
-                f"{self.path} cannot be used: {error}. It belongs on a local disk with some space; another run_dir avoids it"
+                f"{self.path} cannot be used: {error}. It belongs on a local disk with space left; give another run_dir"
             ) from error

@@ -1,7 +1,7 @@
 """A job at work: its model in groups, its batches, and the units that train it on whatever device it is on.
 
-Nothing here decides when or where; the worker of a device does (`_worker.py`). Between mini-batches all of the job is in
-its groups, gradients and optimizer states, which move from device to device as items.
+Nothing here decides when or where; the worker of a device does (`_worker.py`). Between mini-batches all of the job is
+in its groups, gradients and optimizer states, which move from device to device as items.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -314,7 +314,7 @@ class Training:
         found += [len(captured.atoms) - 1]
         if any(end < 0 for end in found) or sorted(set(found)) != found:
             raise CaptureError(
-                f"job {self.job.name!r}: a batch of another shape gives a graph that cannot be cut where the first was; "
+                f"job {self.job.name!r}: a batch of another shape cannot be cut where the first was; "
                 "let all batches have one shape (drop_last=True, padding)"
             )
         return tuple(found)

@@ -503,9 +503,10 @@ class MiniBatch:
     def _note_changed_buffers(self, at: int) -> None:
         """Copies below are old if forward wrote to a buffer, as the tensors' version counters tell."""
         for one in self._groups[at]:
-            if one.kind == "buffer" and one.item is not None:
-                if any(self.training.tensors[name]._version != self._versions[name] for name in one.layouts):
-                    self.memory.changed(one.item)
+            versions = {name: self.training.tensors[name]._version for name in one.layouts}
+            is_written = any(version != self._versions[name] for name, version in versions.items())
+            if one.kind == "buffer" and one.item is not None and is_written:
+                self.memory.changed(one.item)
 
     def _unchanged_buffers(self, at: int) -> AbstractContextManager[Any]:
         return _Unchanged(

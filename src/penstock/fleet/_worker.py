@@ -1,8 +1,8 @@
 """The thread of a device: takes a job, prepares it or runs its next mini-batch, and hands it back.
 
-A job stays for its mini-batch: leaving in the middle would move boundaries and activations, and gain nothing, since a job
-is on one device at a time anyway. While the last unit computes, the job that comes next is chosen and its first shard
-copied in; within a mini-batch that is the next shard. Shards of the unit before leave meanwhile.
+A job stays for its mini-batch: leaving in the middle would move boundaries and activations, and gain nothing, since a
+job is on one device at a time anyway. While the last unit computes, the job that comes next is chosen and its first
+shard copied in; within a mini-batch that is the next shard. Shards of the unit before leave meanwhile.
 """
 
 import threading

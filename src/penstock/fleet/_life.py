@@ -1,0 +1,99 @@
+"""A job in the fleet: where it is in its life, and what is known of it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from penstock.fleet._job import Job
+from penstock.fleet._pilot import ShardMeasure
+from penstock.fleet._training import Training
+from penstock.fleet._worker import Worker
+
+
+class JobState(Enum):
+    """Where a job is in its life."""
+
+    PENDING = "pending"
+    """Not begun."""
+    RUNNING = "running"
+    """Begun; on a device or waiting for one."""
+    PAUSED = "paused"
+    """Held until it is resumed."""
+    DONE = "done"
+    """Trained to its end."""
+    FAILED = "failed"
+    """Ended by an error of its own."""
+    STOPPED = "stopped"
+    """Ended before its end: by a user, or by a stopper."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more happens to it."""
+        return self in (JobState.DONE, JobState.FAILED, JobState.STOPPED)
+
+
+@dataclass(eq=False)
+class JobRun:
+    """A job in the fleet. Guarded by the engine's lock, but for `training`, which whoever took the job has alone."""
+
+    job: Job
+    place: int
+    training: Training
+    state: JobState = JobState.PENDING
+    wanted: JobState | None = None
+    """What a user asked for meanwhile: paused, stopped, or running again."""
+    error: str | None = None
+    trace: str = ""
+    """The whole traceback of the error."""
+    home: Worker | None = None
+    """The device that ran it last and has its items."""
+    is_taken: bool = False
+    arrival_s: float = 0.0
+    seconds_per_step: float = 0.0
+    """On one device, units alone; refined as steps are measured."""
+    num_steps: int = 0
+    """Steps in all, as far as known."""
+    measures: list[ShardMeasure] = field(default_factory=list)
+    """Of its first shape of batch, per shard."""
+    measures_of: dict[Any, list[ShardMeasure]] = field(default_factory=dict)
+    """Of all shapes that came."""
+    saves: list[bool] = field(default_factory=list)
+    is_prepared: bool = False
+    last_validation: int = -1
+    wants_validation: bool = False
+    saved_step: int = -1
+    """Step of the last checkpoint."""
+    saved_s: float = 0.0
+    """When that was."""
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    is_smaller: int = 0
+    """Times it was cut smaller because a device ran out of memory."""
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds of its units that are left, on one device; infinite before it was measured."""
+        if not self.is_prepared:
+            return math.inf
+        left = max(1, self.num_steps - self.training.position.step)
+        return left * self.seconds_per_step
+
+
+@dataclass(slots=True, kw_only=True)
+class Hooks:
+    """What the fleet around the engine does at certain moments, on the thread of the device."""
+
+    stepped: Callable[[JobRun], None]
+    """After an optimizer step."""
+    validated: Callable[[JobRun, dict[str, float]], bool]
+    """After a validation; returns whether the job is to stop."""
+    save: Callable[[JobRun, Worker], None]
+    """Writes a checkpoint now."""
+    wants_save: Callable[[JobRun], bool]
+    """Whether one is due."""
+    restore: Callable[[JobRun], Callable[[], None] | None]
+    """What a checkpoint holds for a job that begins: replaces its tensors, and returns what sets the rest."""
+    ended: Callable[[JobRun, Worker], None]
+    """When a job is over."""
