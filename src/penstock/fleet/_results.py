@@ -33,6 +33,8 @@ class DeviceStatistics:
     """Units that ran."""
     peak_bytes: int
     """The most that its budget was charged with at once."""
+    measured_peak_bytes: int
+    """The same with every unit's own bytes measured; 0 unless ``verify=True``."""
     budget_bytes: int
     """What it was given."""
     parked_bytes: int

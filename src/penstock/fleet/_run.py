@@ -25,7 +25,7 @@ from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import Overlap, UnitRecord, Worker
-from penstock.probe import bandwidths
+from penstock.probe import bandwidths, can_record
 from penstock.tiers import Budget, DiskSpec, Size, waterfalls_for
 from penstock.units import parse_bytes
 
@@ -115,7 +115,7 @@ class Fleet:
     `Scheduler`. ``stopper``: sees every validation and may stop the job. ``checkpoint_every``: steps between
     checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go
     beside the folder. ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing.
-    ``verify=True`` checks a checksum on every fetch from disk.
+    ``verify=True`` checks a checksum on every fetch from disk and measures the memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
@@ -189,6 +189,9 @@ class Fleet:
             )
             for index, (one, waterfall, size) in enumerate(zip(self._devices, waterfalls, sizes, strict=True))
         ]
+        if verify:
+            for worker in self._engine.workers:
+                worker.measuring = self._engine.pilot_lock
         self._is_started = False
 
     def __enter__(self) -> Self:
@@ -197,6 +200,9 @@ class Fleet:
         self._num_threads, self._switch_s = torch.get_num_threads(), sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._started_s = time.time()
+        if can_record("cpu"):
+            with torch.autograd.profiler.profile(profile_memory=True):  # pilots use it in other threads
+                pass
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -487,6 +493,7 @@ class Fleet:
             stall_s=worker.busy.stall_s,
             num_units=worker.busy.num_units,
             peak_bytes=worker.memory.peak_bytes,
+            measured_peak_bytes=worker.measured_peak_bytes,
             budget_bytes=worker.memory.budget_bytes,
             parked_bytes=tiers.parked_bytes,
             fetched_bytes=tiers.fetched_bytes,
@@ -500,8 +507,8 @@ class Fleet:
         if self.state.exists:
             if not self._resume:
                 raise ValueError(
-                    f"{self.run_dir} holds a fleet already; go on with it, fleet.run(..., resume=True), or give another "
-                    "run_dir"
+                    f"{self.run_dir} holds a fleet already; go on with it, fleet.run(..., resume=True), or give "
+                    "another run_dir"
                 )
             if self.state.is_alive:
                 raise ValueError(

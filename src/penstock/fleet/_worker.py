@@ -17,6 +17,7 @@ from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
+from penstock.probe import record_memory
 from penstock.tiers import EventLog, Waterfall
 
 
@@ -88,6 +89,10 @@ class Worker:
         self.overlap = overlap
         self.records: list[UnitRecord] = []
         self.error: BaseException | None = None
+        self.measuring: threading.Lock | None = None
+        """Held while a unit's memory is measured, one at a time in the process; ``None`` measures nothing."""
+        self.measured_peak_bytes = 0
+        """The most that items and a unit, as measured, took together."""
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
         self._take, self._look_ahead = take, look_ahead
@@ -123,15 +128,25 @@ class Worker:
                 self._look_at_next(mini, index, needs, transient)
                 waited_s = self.memory.stall_s - stalled_s
                 begin_s = time.perf_counter()
-                with gate.computing():
-                    mini.run(index)
-                    self._synchronize()
+                self._compute(mini, index)
                 compute_s = time.perf_counter() - begin_s
                 again_s = min(recompute(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
                 self._note(mini, index, start_s, waited_s, compute_s, again_s)
         except BaseException:
             mini.abandon()
             raise
+
+    def _compute(self, mini: MiniBatch, index: int) -> None:
+        if self.measuring is None:
+            with gate.computing():
+                mini.run(index)
+                self._synchronize()
+            return
+        held_bytes = self.memory.held_bytes()
+        with self.measuring, gate.computing(), record_memory(self.device) as recording:
+            mini.run(index)
+        most = held_bytes + recording.report.activation_bytes
+        self.measured_peak_bytes = max(self.measured_peak_bytes, most)
 
     def _bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
         memory, needs = self.memory, mini.needs(index)

@@ -1,11 +1,13 @@
 """Pictures of what happened (needs the `report` extra).
 
+- `curves`: losses of many jobs.
 - `gantt`: which job was on which device when.
 - `memory_timeline`: device memory over time, with and without Penstock.
 - `pareto_curve`: extra time against the peak, for plans of several budgets.
 - `throughput_curve`: throughput against activation peak, for keep, recompute and offload.
 """
 
+from penstock.report._pictures import curves as curves
 from penstock.report._pictures import gantt as gantt
 from penstock.report._pictures import memory_timeline as memory_timeline
 from penstock.report._pictures import pareto_curve as pareto_curve

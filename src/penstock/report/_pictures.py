@@ -158,6 +158,27 @@ def gantt(
     _save(figure, path)
 
 
+def curves(
+    path: str | Path,
+    series: Mapping[str, Sequence[float]],
+    *,
+    title: str = "Losses",
+    x_label: str = "step",
+    y_label: str = "loss",
+) -> None:
+    """Draws one line per name, its values at 1, 2, 3 and so on; the legend is in the order of the last values."""
+    figure, axes = _axes(x_label, y_label, title)
+    colours = importlib.import_module("matplotlib").colormaps["tab20"]
+    order = sorted((name for name in series if len(series[name])), key=lambda name: -series[name][-1])
+    for at, name in enumerate(order):
+        values = series[name]
+        marker = "o" if len(values) == 1 else None
+        steps = range(1, len(values) + 1)
+        axes.plot(steps, values, color=colours(at % 20), linewidth=1.2, marker=marker, label=name)
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    _save(figure, path)
+
+
 def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: matplotlib is optional and untyped here
     try:
         figures = importlib.import_module("matplotlib.figure")
