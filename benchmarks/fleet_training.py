@@ -274,9 +274,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         given.layers, given.width, given.length, given.budget = 4, 64, 32, "4MiB"
         given.jobs, given.steps, given.rounds = 4, 2, 1
     rows: list[Row] = []
-    print(
-        f"a model's state: {format_bytes(state_bytes(given))}, {state_bytes(given) / parse_bytes(given.budget):.2f} budgets"
-    )
+    share = state_bytes(given) / parse_bytes(given.budget)
+    print(f"a model's state: {format_bytes(state_bytes(given))}, {share:.2f} budgets")
     parts = {"equality": equality, "rounds": rounds_of, "ablations": ablations}
     for name, part in parts.items():
         if name in (given.part or parts):

@@ -232,7 +232,7 @@ def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_b
 def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
     """Seconds, and peak of bytes beside those at the start. Raises ``BudgetError`` where memory ran out."""
     try:
-        with gate.computing(), record_memory(device) as recording:
+        with gate.computing(), record_memory(device, this_thread_only=True) as recording:
             start_s = time.perf_counter()
             run()
             if device.type == "cuda":

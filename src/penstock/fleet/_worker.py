@@ -143,7 +143,7 @@ class Worker:
                 self._synchronize()
             return
         held_bytes = self.memory.held_bytes()
-        with self.measuring, gate.computing(), record_memory(self.device) as recording:
+        with self.measuring, gate.computing(), record_memory(self.device, this_thread_only=True) as recording:
             mini.run(index)
         most = held_bytes + recording.report.activation_bytes
         self.measured_peak_bytes = max(self.measured_peak_bytes, most)

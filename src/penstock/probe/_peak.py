@@ -72,13 +72,20 @@ def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None
 
 
 @contextmanager
-def record_memory(device: torch.device | str | None = None) -> Iterator[MemoryRecording]:
-    """Measures the block; ``recording.report`` exists once it has ended. See ``peak_bytes``."""
+def record_memory(
+    device: torch.device | str | None = None, *, this_thread_only: bool = False
+) -> Iterator[MemoryRecording]:
+    """Measures the block; ``recording.report`` exists once it has ended. See ``peak_bytes``.
+
+    ``this_thread_only`` is for a CPU on which other Python threads run: neither what is alive at the start (other
+    threads must not run while all objects are looked through) nor the ledger counts, and what the block frees of that
+    start counts as held.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
     device = torch.device(device)
     recording = MemoryRecording()
-    with _record_cuda(device, recording) if device.type == "cuda" else _record_cpu(recording):
+    with _record_cuda(device, recording) if device.type == "cuda" else _record_cpu(recording, this_thread_only):
         yield recording
 
 
@@ -125,16 +132,16 @@ def _record_cuda(device: torch.device, recording: MemoryRecording) -> Iterator[N
 
 
 @contextmanager
-def _record_cpu(recording: MemoryRecording) -> Iterator[None]:
+def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[None]:
     if not can_record("cpu"):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "
             "penstock.probe.peak_bytes(step)"
         )
-    live = live_storages()
+    live = {} if this_thread_only else live_storages()
     alive = {key: _weak_size_bytes(weak) for key, weak in live.items()}
     addresses = {_weak_address(weak): alive[key] for key, weak in live.items()}
-    start = sum(alive.values()) + ledger.held_bytes
+    start = 0 if this_thread_only else sum(alive.values()) + ledger.held_bytes
     _reset_peak_rss()
     with ledger.record() as charges, torch.autograd.profiler.profile(profile_memory=True) as profiler:
         yield
@@ -142,7 +149,7 @@ def _record_cpu(recording: MemoryRecording) -> Iterator[None]:
     results = profiler.kineto_results
     assert results is not None
     changes, freed_bytes = _changes(results, addresses)
-    merged = sorted(changes + charges, key=lambda change: change[0])
+    merged = sorted(changes if this_thread_only else changes + charges, key=lambda change: change[0])
     held = itertools.accumulate((size for _, size in merged), initial=start)
     times = [time_ns / 1e9 for time_ns, _ in merged]
     timeline = tuple(zip(times[:1] + times, held, strict=True)) if merged else ()

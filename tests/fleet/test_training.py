@@ -1,0 +1,250 @@
+"""Training in shards equals the plain loop to the bit."""
+
+import pytest
+import torch
+from fleet_jobs import batches, train, train_plainly
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from penstock import fleet
+from penstock.testing import GPT
+
+
+def gpt(**changes):
+    return GPT(num_layers=4, width=64, num_heads=2, context=32, **changes)
+
+
+class Mixed(nn.Module):
+    """Tied weights, dropout, batch norm, a skip connection over everything, and a value used twice further on."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(256, 64)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Dropout(0.1), nn.Linear(192, 64), nn.BatchNorm1d(32))
+            for _ in range(5)
+        )
+        self.head = nn.Linear(64, 256, bias=False)
+        self.head.weight = self.token.weight
+
+    def forward(self, tokens, targets):
+        first = x = self.token(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return functional.cross_entropy(self.head(x + 0.5 * first + first.tanh()).flatten(0, 1), targets.flatten())
+
+
+class Adapted(nn.Module):
+    """A frozen GPT with small trained layers, as in LoRA."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = gpt()
+        for parameter in self.gpt.parameters():
+            parameter.requires_grad_(False)
+        for block in self.gpt.blocks:
+            block.contract = nn.Sequential(block.contract, nn.Linear(64, 4), nn.Linear(4, 64))
+
+    def forward(self, *batch):
+        return self.gpt(*batch)
+
+
+def on_pairs(model, batch):
+    return model(*batch)
+
+
+def job(name="job", model=gpt, data=batches, loss=on_pairs, **changes):
+    optimizer = changes.pop("optimizer", lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+    if "epochs" not in changes:
+        changes.setdefault("steps", 8)
+    return fleet.Job(name=name, model=model, data=data, loss=loss, optimizer=optimizer, **changes)
+
+
+def by_kind(named_parameters):
+    named_parameters = list(named_parameters)
+    biases = [one for name, one in named_parameters if name.endswith("bias")]
+    others = [one for name, one in named_parameters if not name.endswith("bias")]
+    return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others, "lr": 3e-3}], lr=1e-2)
+
+
+JOBS = {
+    "sgd": job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+    "momentum": job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)),
+    "adamw": job(),
+    "adagrad": job(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
+    "adafactor": job(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1)),
+    "groups": job(optimizer=by_kind),
+    "accumulation": job(accumulate=3, steps=4),
+    "clipping": job(clip_norm=0.3),
+    "clipping and accumulation": job(clip_norm=0.3, accumulate=2, steps=4),
+    "tied, dropout, batch norm": job(model=Mixed, seed=4),
+    "all of it": job(model=Mixed, accumulate=2, clip_norm=0.5, steps=5, seed=5),
+    "frozen base": job(
+        model=Adapted,
+        optimizer=lambda parameters: torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=1e-2),
+    ),
+    "schedule": job(lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=9)),
+    "bfloat16": job(precision="bfloat16"),
+    "float16": job(precision="float16", clip_norm=1.0),
+    "epochs of a shuffled loader": job(
+        data=lambda: DataLoader(batches(8), batch_size=None, shuffle=True), epochs=2, model=Mixed
+    ),
+    "by hand": job(
+        model=lambda: nn.Sequential(
+            nn.Embedding(256, 64), nn.Flatten(), nn.Linear(2048, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True),
+            nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 256),
+        ),
+        data=lambda: batches(batch=8),
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1][:, 0]),
+        stages=list,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "saved"])
+def test_losses_and_parameters_equal_the_plain_loop(recompute):
+    """All kinds of jobs at once, on two devices, none of which holds a whole model."""
+    jobs = [one.with_changes(name=name) for name, one in JOBS.items()]
+    results = train(jobs, budget="2500KB", ablation=fleet.Ablation(recompute=recompute))
+    for one in jobs:
+        losses, model = train_plainly(one)
+        assert results[one.name].state is fleet.JobState.DONE, results[one.name].error
+        assert list(results[one.name].losses) == losses, one.name
+        trained = results[one.name].model().state_dict()
+        for key, value in model.state_dict().items():
+            assert torch.equal(trained[key], value), (one.name, key)
+    for device in results.devices:
+        assert device.peak_bytes <= device.budget_bytes == 2_500_000
+        assert (device.recompute_s > 0) == recompute
+
+
+@pytest.mark.parametrize("budget", ["900KB", "2MB", "100MB"])
+def test_a_measured_peak_stays_below_the_budget(budget):
+    """One large model alone is a fleet of one."""
+    one = job(model=Mixed, accumulate=2)
+    results = train([one], num_devices=1, budget=budget, verify=True)
+    (device,) = results.devices
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert 0 < device.measured_peak_bytes <= device.peak_bytes <= device.budget_bytes
+
+
+def test_what_fits_is_never_moved():
+    results = train([job()], num_devices=1, budget="100MB")
+    (device,) = results.devices
+    assert device.parked_bytes == device.fetched_bytes == 0
+
+
+def test_what_does_not_fit_is_refused_by_name_and_size():
+    results = train([job(name="large"), job(name="small", model=lambda: nn.Sequential(Tiny()))], budget="300KB")
+    assert results["large"].state is fleet.JobState.FAILED
+    assert "needs" in results["large"].error or "takes" in results["large"].error
+    assert "KiB" in results["large"].error
+    assert results["small"].state is fleet.JobState.DONE
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens, targets):
+        return (self.weight * tokens.float() - targets.float()).square().mean()
+
+
+def test_host_memory_overflows_to_disk(tmp_path):
+    one = job()
+    results = train([one], num_devices=1, budget="1500KB", host_budget="1MB", disk=tmp_path)
+    (device,) = results.devices
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert 0 < device.written_to_disk_bytes < device.parked_bytes
+
+
+def test_jobs_with_one_frozen_base_keep_it_once(tmp_path):
+    jobs = [JOBS["frozen base"].with_changes(name=f"{at}", seed=3) for at in range(4)]
+    made = fleet.Fleet([fleet.Device(name="cpu", threads=1)], "2500KB", host_budget="64MiB", progress=None)
+    with made:
+        for one in jobs:
+            made.add(one)
+        results = made.wait()
+        assert len(made._engine.frozen) < 4 * 4  # shards of the base, not of each job
+    assert len({results[one.name].losses for one in jobs}) == 1
+    assert list(results["0"].losses) == train_plainly(jobs[0])[0]
+
+
+def test_batches_of_another_shape_are_cut_where_the_first_were():
+    one = job(data=lambda: [*batches(2), *batches(2, batch=3, length=24), *batches(2, batch=1)])
+    results = train([one], num_devices=1, budget="3MB")
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+
+
+def test_a_validation_sees_the_model_in_evaluation():
+    one = job(
+        model=Mixed,
+        validation=lambda: batches(3, seed=9),
+        evaluate_every=4,
+        metric=lambda model, batch: {"loss": model(*batch), "twice": 2 * model(*batch)},
+    ).with_changes(metric=lambda model, batch: {"loss": (loss := model(*batch)), "twice": 2 * loss})
+    results = train([one], num_devices=1, budget="2MB")
+    found = results["job"].validations
+    assert [entry["step"] for entry in found] == [4, 8]
+    _, model = train_plainly(one)
+    model.eval()
+    with torch.no_grad():
+        expected = sum(model(*batch).item() for batch in batches(3, seed=9)) / 3
+    assert found[-1]["loss"] == expected
+    assert found[-1]["twice"] == pytest.approx(2 * expected)
+    assert results.best("loss").name == "job"
+
+
+@pytest.mark.parametrize("scheduler", ["sharded-lrtf", "fifo", "shortest-first", "random"])
+def test_every_scheduler_trains_the_same(scheduler):
+    jobs = [job(name=f"{at}", seed=at, steps=4) for at in range(4)]
+    results = train(jobs, scheduler=scheduler)
+    for one in jobs:
+        assert list(results[one.name].losses) == train_plainly(one)[0]
+
+
+@pytest.mark.parametrize("ablation", [{"double_buffer": False}, {"sharp": False}], ids=["no double buffer", "no SHARP"])
+def test_what_is_switched_off_changes_no_number(ablation):
+    jobs = [job(name=f"{at}", seed=at, steps=4) for at in range(3)]
+    results = train(jobs, ablation=fleet.Ablation(**ablation))
+    for one in jobs:
+        assert list(results[one.name].losses) == train_plainly(one)[0]
+
+
+def test_three_architectures_of_hugging_face():
+    transformers = pytest.importorskip("transformers")
+    tokens = [{"input_ids": one[0], "labels": one[0]} for one in batches(4)]
+    gpt2 = transformers.GPT2Config(
+        n_layer=3, n_embd=64, n_head=2, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    bert = transformers.BertConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=2, intermediate_size=128, vocab_size=256
+    )
+    vit = transformers.ViTConfig(
+        num_hidden_layers=3, hidden_size=64, num_attention_heads=2, intermediate_size=128, image_size=32, patch_size=8,
+        num_labels=10, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    images = [
+        {
+            "pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(at)),
+            "labels": torch.tensor([1, 2]),
+        }
+        for at in range(4)
+    ]
+
+    def step(model, batch):
+        return model(**batch).loss
+
+    jobs = [
+        job("GPT-2", lambda: transformers.GPT2LMHeadModel(gpt2), lambda: tokens, step, steps=6),
+        job("BERT", lambda: transformers.BertForMaskedLM(bert), lambda: tokens, step, steps=6),
+        job("ViT", lambda: transformers.ViTForImageClassification(vit), lambda: images, step, steps=6),
+    ]
+    results = train(jobs, budget="2MB")
+    for one in jobs:
+        assert results[one.name].error is None
+        assert list(results[one.name].losses) == train_plainly(one)[0], one.name
+    assert all(len(made.checkpoint.name) for made in results.values())
