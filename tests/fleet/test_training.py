@@ -92,7 +92,7 @@ JOBS = {
     ),
     "by hand": job(
         model=lambda: nn.Sequential(
-            nn.Embedding(256, 64), nn.Flatten(), nn.Linear(2048, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True),
+            nn.Embedding(256, 16), nn.Flatten(), nn.Linear(512, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True),
             nn.Dropout(0.2), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 256),
         ),
         data=lambda: batches(batch=8),
@@ -136,7 +136,7 @@ def test_what_fits_is_never_moved():
 
 
 def test_what_does_not_fit_is_refused_by_name_and_size():
-    results = train([job(name="large"), job(name="small", model=lambda: nn.Sequential(Tiny()))], budget="300KB")
+    results = train([job(name="large"), job(name="small", model=Tiny)], budget="300KB")
     assert results["large"].state is fleet.JobState.FAILED
     assert "needs" in results["large"].error or "takes" in results["large"].error
     assert "KiB" in results["large"].error
@@ -184,9 +184,10 @@ def test_a_validation_sees_the_model_in_evaluation():
         model=Mixed,
         validation=lambda: batches(3, seed=9),
         evaluate_every=4,
-        metric=lambda model, batch: {"loss": model(*batch), "twice": 2 * model(*batch)},
-    ).with_changes(metric=lambda model, batch: {"loss": (loss := model(*batch)), "twice": 2 * loss})
+        metric=lambda model, batch: {"loss": (loss := model(*batch)), "twice": 2 * loss},
+    )
     results = train([one], num_devices=1, budget="2MB")
+    assert results["job"].error is None
     found = results["job"].validations
     assert [entry["step"] for entry in found] == [4, 8]
     _, model = train_plainly(one)

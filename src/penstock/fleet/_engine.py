@@ -356,7 +356,7 @@ def _transient(mini: MiniBatch, index: int, measures: Sequence[ShardMeasure], sa
     if task.kind is UnitKind.FORWARD:
         return one.saving_bytes if saves[task.shard] else one.dropping_bytes
     most = one.backward_bytes if saves[task.shard] else one.again_bytes
-    return max(most, one.step_bytes) if mini.steps and not mini.waits_for_all else most
+    return max(most, one.step_bytes + one.handed_bytes) if mini.steps and not mini.waits_for_all else most
 
 
 def _again(mini: MiniBatch, index: int, measures: Sequence[ShardMeasure], saves: Sequence[bool]) -> float:

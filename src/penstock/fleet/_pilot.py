@@ -8,7 +8,7 @@ in the data are as before afterwards. Shards that compute the same on the same s
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -18,7 +18,7 @@ from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import Program
-from penstock.fleet._training import Training
+from penstock.fleet._training import Packed, Training
 from penstock.fleet._units import Behaviour, MiniBatch
 from penstock.probe import record_memory
 from penstock.units import format_bytes
@@ -42,6 +42,8 @@ class ShardMeasure:
     """Backward alone; of the last shard forward and backward."""
     backward_bytes: int = 0
     """Its peak."""
+    handed_bytes: int = 0
+    """Gradients that backward hands on, which are there while the optimizer steps."""
     again_bytes: int = 0
     """Peak of backward that runs forward first."""
     step_s: float = 0.0
@@ -146,6 +148,7 @@ class _Pilot:
                     found = self._after_forward(mini, before, task.shard, taken_s, peak_bytes, saves)
                 else:
                     found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
+                    found = replace(found, handed_bytes=max(found.handed_bytes, mini.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
                     found = replace(found, is_random=self._training.randomness.num_draws > draws)
                 self._found[task.shard] = found
@@ -189,9 +192,10 @@ class _Pilot:
 
     def _step(self, at: int) -> None:
         training, memory = self._training, self._memory
-        for one in training.groups:
-            if one.kind != "trained" or one.owner != at or one.item is None:
-                continue
+        groups = [one for one in training.groups if one.kind == "trained" and one.owner == at]
+        gradient_bytes = sum(one.size_bytes for one in groups)  # of all of them, while each is stepped
+        for one in groups:
+            assert one.item is not None
             memory.flush(keep=[one.item])
             (storage,) = memory.get(one.item)
             copies = {name: view.clone() for name, view in one.views(storage).items()}
@@ -203,21 +207,27 @@ class _Pilot:
 
             def step(parameters: Any = parameters, states: Any = states) -> None:
                 states.update(training.optimizer.step(parameters, {}))
+                fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
+                Packed.of("", {key: value for key, value in fields.items() if _is_tensor(value)})
 
             taken_s, peak_bytes = _measured(memory.device, step)
             training.unbind(one.layouts)
             state_bytes = sum(
-                value.nbytes for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)
+                value.nbytes for state in states.values() for value in state.values() if _is_tensor(value)
             )
             found = self._found[at]
             self._found[at] = replace(
                 found,
                 step_s=found.step_s + taken_s,
-                step_bytes=max(found.step_bytes, peak_bytes + one.size_bytes),
+                step_bytes=max(found.step_bytes, gradient_bytes + found.state_bytes + peak_bytes),
                 state_bytes=found.state_bytes + state_bytes,
             )
             del copies, states, parameters
             self._refuse_too_large(2 * one.size_bytes + peak_bytes, f"step of {self._program.shards[at].label}")
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor)
 
 
 def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_bytes: int, saves: bool) -> ShardMeasure:

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -145,8 +146,8 @@ class Fleet:
         self._checkpoint_every, self._keep = checkpoint_every, max(1, keep)
         self._progress = progress
         self._resume = resume
-        self._temporary = None if run_dir is not None else tempfile.TemporaryDirectory(prefix="penstock-fleet-")
-        self.run_dir = Path(self._temporary.name if self._temporary is not None else str(run_dir))
+        self._temporary = None if run_dir is not None else _TemporaryFolder()
+        self.run_dir = Path(self._temporary.path if self._temporary is not None else str(run_dir))
         """Where checkpoints, metrics and the fleet's state are."""
         self.state = FleetState(self.run_dir)
         self._refuse_strangers()
@@ -529,6 +530,14 @@ class Fleet:
                 )
             self._rates = self._rates[0] / len(self._devices), self._rates[1] / len(self._devices)
         return self._rates
+
+
+class _TemporaryFolder:
+    """A folder that goes when the last who needs it has gone."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="penstock-fleet-")
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
 
 def _devices(given: Sequence[str | torch.device | Device] | None) -> list[Device]:

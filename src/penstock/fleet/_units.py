@@ -170,6 +170,10 @@ class MiniBatch:
         items = {self._values[name].item for name in self.program.shards[at].outputs if name in self._values}
         return sum(item.size_bytes for item in items)
 
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that wait for shards before."""
+        return sum(item.size_bytes for item in {value.item for value in self._gradients.values()})
+
     def saved_bytes(self, at: int) -> int:
         """Bytes that forward of shard ``at`` has saved for its backward and nobody else holds."""
         graph = self._graphs.get(at)
@@ -290,8 +294,9 @@ class MiniBatch:
             self._note_changed_buffers(at)
 
     def _evaluate(self, at: int) -> None:
-        with torch.no_grad():
-            _, outputs = self._run_forward(at)
+        inputs, _ = self._inputs(at)
+        with torch.no_grad(), self._context(at):
+            outputs = self.program.shards[at].run(self._tensors(at), inputs)
             if at == len(self.program.shards) - 1:
                 self.results = [one.detach() for one in outputs]
             else:
@@ -399,6 +404,8 @@ class MiniBatch:
         for one in self._owned(at):
             found = {name: training.tensors[name].grad for name in one.layouts}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+            if self.behaviour.is_pilot:
+                Packed.of("", gradients)  # for its bytes
             if self.behaviour.is_pilot or not gradients:
                 continue
             if self.steps:
