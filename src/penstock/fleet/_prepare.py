@@ -112,7 +112,10 @@ class Preparation:
         """Raises ``BudgetError`` where a unit takes more than the budget, next shard not counted."""
         for one, shard in zip(measures, program.shards, strict=True):
             most = max(
-                one.parameter_bytes + one.state_bytes + max(one.again_bytes, one.step_bytes + one.handed_bytes) + one.boundary_bytes,
+                one.parameter_bytes
+                + one.state_bytes
+                + max(one.again_bytes, one.step_bytes + one.handed_bytes)
+                + one.boundary_bytes,
                 one.parameter_bytes + one.dropping_bytes,
             )
             if most > self.engine.budget_bytes:

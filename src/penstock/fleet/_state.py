@@ -6,6 +6,7 @@ local disk. No port is opened and nothing in it is executed.
 
 import json
 import os
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping
@@ -98,6 +99,7 @@ class FleetState:
 
     def say_alive(self) -> None:
         """Notes process and time."""
+        self._set("host", socket.gethostname())
         self._set("pid", str(os.getpid()))
         self._set("alive_s", repr(time.time()))
 
@@ -110,7 +112,9 @@ class FleetState:
         """Whether a process runs the fleet now."""
         with self._open() as database:
             found = dict(database.execute("SELECT key, value FROM fleet").fetchall())
-        return time.time() - float(found.get("alive_s", "0")) < ALIVE_S
+        if time.time() - float(found.get("alive_s", "0")) > ALIVE_S:
+            return False
+        return found.get("host") != socket.gethostname() or Path(f"/proc/{found.get('pid')}").exists()
 
     def write(self, rows: list[JobRow]) -> None:
         """Replaces what is known of these jobs."""
