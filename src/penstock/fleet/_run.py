@@ -193,6 +193,7 @@ class Fleet:
             for worker in self._engine.workers:
                 worker.measuring = self._engine.pilot_lock
         self._is_started = False
+        self._news = threading.Event()
 
     def __enter__(self) -> Self:
         self.state.create()
@@ -278,19 +279,24 @@ class Fleet:
             self._warm[new_name] = kept
         self.add(job, source)
 
-    def wait(self) -> Results:
+    def wait(self, more: Callable[[], bool] | None = None) -> Results:
         """Trains until every job is over and returns the results. ``KeyboardInterrupt`` lets mini-batches at hand end.
 
-        Raises what a device's thread died of, if one did.
+        ``more`` is asked by this thread, at first, whenever a job has ended and every 0.1 s, whether jobs may still
+        come; while it says so, devices wait for them. It may `add` some itself. Raises what ``more`` raises, and what
+        a device's thread died of, if one did.
         """
         from penstock.fleet._show import Show
 
+        self._ask(more)
         self._is_started = True
         for worker in self._engine.workers:
             worker.start()
         with Show(self._progress, self.rows, self._engine.workers) as show:
             while any(worker.is_alive for worker in self._engine.workers):
-                time.sleep(_TICK_S)
+                self._news.wait(_TICK_S)
+                self._news.clear()
+                self._ask(more)
                 self._obey()
                 self._write_state()
                 self._write_units()
@@ -392,8 +398,14 @@ class Fleet:
                 (self._folder(run.job) / "error.txt").write_text(run.trace)
             for tracker in self._trackers:
                 tracker.end(run.job, run.state)
+        self._news.set()
 
     # The thread that waits
+
+    def _ask(self, more: Callable[[], bool] | None) -> None:
+        may_come = more is not None and more()
+        with self._engine.condition:
+            self._engine.accepts_jobs = may_come
 
     def _obey(self) -> None:
         for command in self.state.commands():
