@@ -1,7 +1,6 @@
 """`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
 
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -388,7 +387,7 @@ class Fleet:
         resume = _checkpoint.restore(run, path)
         run.saved_step = run.training.position.step
         run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
-        _truncate(folder / "metrics.jsonl", run.training.position.step)
+        _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
         return resume
 
     def _ended(self, run: JobRun, worker: Worker) -> None:  # noqa: ARG002  # the hook's
@@ -585,17 +584,3 @@ def _free_main_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 8 * 2**30
-
-
-def _truncate(path: Path, step: int) -> None:
-    """Forgets metrics of steps after the checkpoint: they will come again."""
-    if path.is_file():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in lines))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # the line that a killed process did not finish
