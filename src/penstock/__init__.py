@@ -7,6 +7,7 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 - `penstock.fleet`: many models on few devices; so far their schedule, simulated.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
+- `penstock.integrations`: fleets beside Optuna, TensorBoard and MLflow.
 - `penstock.report`: pictures of what happened.
 - `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
 - `penstock.units` and `penstock.errors`: sizes as text, and everything that can go wrong.
@@ -19,7 +20,7 @@ from types import ModuleType
 
 from penstock._version import __version__ as __version__
 
-_ROOMS = ("errors", "fleet", "offload", "probe", "remat", "report", "testing", "tiers", "units")
+_ROOMS = ("errors", "fleet", "integrations", "offload", "probe", "remat", "report", "testing", "tiers", "units")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -6,6 +6,7 @@ renamed. Nothing is unpickled, ever. Frozen parameters are not stored: the job's
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -102,6 +103,20 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
             if key in own:
                 own[key].copy_(_like(tensor, own[key], key))
     return model
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drops a file's metrics of steps after the checkpoint: they will come again."""
+    if path.is_file():
+        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        path.write_text("".join(line + "\n" for line in lines))
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # the line that a killed process did not finish
 
 
 def state_of(training: Training) -> Json:

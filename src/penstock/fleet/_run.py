@@ -1,7 +1,6 @@
 """`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
 
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -194,6 +193,7 @@ class Fleet:
             for worker in self._engine.workers:
                 worker.measuring = self._engine.pilot_lock
         self._is_started = False
+        self._news = threading.Event()
 
     def __enter__(self) -> Self:
         self.state.create()
@@ -279,19 +279,24 @@ class Fleet:
             self._warm[new_name] = kept
         self.add(job, source)
 
-    def wait(self) -> Results:
+    def wait(self, more: Callable[[], bool] | None = None) -> Results:
         """Trains until every job is over and returns the results. ``KeyboardInterrupt`` lets mini-batches at hand end.
 
-        Raises what a device's thread died of, if one did.
+        ``more`` is asked by this thread, at first, whenever a job has ended and every 0.1 s, whether jobs may still
+        come; while it says so, devices wait for them. It may `add` some itself. Raises what ``more`` raises, and what
+        a device's thread died of, if one did.
         """
         from penstock.fleet._show import Show
 
+        self._ask(more)
         self._is_started = True
         for worker in self._engine.workers:
             worker.start()
         with Show(self._progress, self.rows, self._engine.workers) as show:
             while any(worker.is_alive for worker in self._engine.workers):
-                time.sleep(_TICK_S)
+                self._news.wait(_TICK_S)
+                self._news.clear()
+                self._ask(more)
                 self._obey()
                 self._write_state()
                 self._write_units()
@@ -383,7 +388,7 @@ class Fleet:
         resume = _checkpoint.restore(run, path)
         run.saved_step = run.training.position.step
         run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
-        _truncate(folder / "metrics.jsonl", run.training.position.step)
+        _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
         return resume
 
     def _ended(self, run: JobRun, worker: Worker) -> None:  # noqa: ARG002  # the hook's
@@ -393,8 +398,14 @@ class Fleet:
                 (self._folder(run.job) / "error.txt").write_text(run.trace)
             for tracker in self._trackers:
                 tracker.end(run.job, run.state)
+        self._news.set()
 
     # The thread that waits
+
+    def _ask(self, more: Callable[[], bool] | None) -> None:
+        may_come = more is not None and more()
+        with self._engine.condition:
+            self._engine.accepts_jobs = may_come
 
     def _obey(self) -> None:
         for command in self.state.commands():
@@ -582,17 +593,3 @@ def _free_main_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 8 * 2**30
-
-
-def _truncate(path: Path, step: int) -> None:
-    """Forgets metrics of steps after the checkpoint: they will come again."""
-    if path.is_file():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in lines))
-
-
-def _step_of(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # the line that a killed process did not finish

@@ -1,0 +1,12 @@
+"""Fleets beside what people use already; each library is an extra, imported when it is first needed.
+
+- `OptunaStopper`: a pruner of Optuna's stops jobs early (`fleet` extra).
+- `search`: Optuna's sampler says which jobs come next, while others train (`fleet` extra).
+- `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
+- `MLflowTracker`: the same as runs of an MLflow experiment (`mlflow` extra).
+"""
+
+from penstock.integrations._mlflow import MLflowTracker as MLflowTracker
+from penstock.integrations._optuna import OptunaStopper as OptunaStopper
+from penstock.integrations._optuna import search as search
+from penstock.integrations._tensorboard import TensorBoardTracker as TensorBoardTracker

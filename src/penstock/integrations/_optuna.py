@@ -1,0 +1,253 @@
+"""Optuna beside a fleet: its pruners stop jobs, its samplers say which come next."""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from penstock.fleet import Device, Fleet, Job, JobState, Results
+from penstock.tiers import Budget, Size
+
+if TYPE_CHECKING:
+    from optuna.pruners import BasePruner
+    from optuna.study import Study
+    from optuna.trial import Trial
+
+Direction = Literal["minimize", "maximize"]
+"""Which metric is better: the smaller, or the larger."""
+
+
+def search(
+    study: "Study",
+    make_job: "Callable[[Trial], Job]",
+    *,
+    num_trials: int,
+    at_once: int,
+    metric: str = "loss",
+    devices: Sequence[str | torch.device | Device] | None = None,
+    budget: Size | Budget | None = None,
+    **options: Any,  # those of Fleet
+) -> Results:
+    """Trains the jobs of ``num_trials`` trials of ``study`` in one fleet and returns what came of them.
+
+    ``make_job`` makes a job from a trial, which suggests its hyperparameters; it runs on the calling thread. At most
+    ``at_once`` jobs are alive at any time, and when one ends, the study is told before it is asked for the next: more
+    at once keep devices busy, fewer let the sampler know more. Jobs that end are told as ``COMPLETE`` with their last
+    ``metric`` (as `JobResult.value`), as ``FAIL`` if they failed or the metric is not a number, and as ``PRUNED`` if
+    they were stopped, by the study's pruner after a validation or by hand. ``TrialPruned`` from ``make_job`` skips a
+    trial. When the search ends early, by an error or ``KeyboardInterrupt``, the trials at hand are told as ``FAIL``.
+
+    The trial's parameters are put before the job's tags, and the job's name is the trial's user attribute ``"job"``:
+    ``results[study.best_trial.user_attrs["job"]]``. A job whose name is taken gets the trial's number behind it.
+    ``options`` are those of `Fleet`, without ``stopper`` and ``resume``: to go on with a study, search again. The
+    scheduler is ``"fifo"`` by default, so that jobs end one by one and the sampler learns from them.
+
+    Raises ``ValueError`` or ``TypeError`` for settings that cannot work, ``ValueError`` if jobs do not have the metric,
+    ``ImportError`` without Optuna, and what ``make_job`` and `Fleet.wait` raise.
+    """
+    _refuse(study, num_trials, at_once, options)
+    made = _Search(study, make_job, num_trials, at_once, metric)
+    options.setdefault("scheduler", "fifo")
+    trackers = [*options.pop("trackers", ()), made]
+    try:
+        with Fleet(devices, budget, stopper=made.prunes, trackers=trackers, **options) as fleet:
+            return fleet.wait(more=partial(made.goes_on, fleet))
+    finally:
+        made.tell_the_rest()
+
+
+class OptunaStopper:
+    """A `fleet.Stopper` that asks one of Optuna's pruners after each validation; usable from several threads at once.
+
+    ``metric``: of the validation. All jobs of a fleet train at the same time, so take a pruner that compares with what
+    still runs, such as ``SuccessiveHalvingPruner(min_resource=100)`` (steps), or that looks at one job alone, such as
+    ``ThresholdPruner`` or ``PatientPruner``. Median and percentile pruners compare with jobs that are done, of which
+    the stopper knows only if it is a tracker too::
+
+        stopper = OptunaStopper(optuna.pruners.MedianPruner())
+        fleet.run(jobs, stopper=stopper, trackers=[stopper], scheduler="fifo")
+
+    A job whose validation does not have the metric fails with a ``ValueError``. Raises ``ImportError`` without Optuna.
+    """
+
+    def __init__(self, pruner: "BasePruner", metric: str = "loss", direction: Direction = "minimize"):
+        _optuna()
+        from optuna.study import create_study
+
+        self._study = create_study(pruner=pruner, direction=direction)
+        self._metric = metric
+        self._lock = threading.Lock()
+        self._trials: dict[str, Trial] = {}
+        self._values: dict[str, float] = {}
+
+    def __call__(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
+        """Whether the pruner gives the job up."""
+        if self._metric not in metrics:
+            raise _no_metric(job, self._metric, metrics)
+        with self._lock:
+            if job.name not in self._trials:
+                self._trials[job.name] = self._study.ask()
+            self._values[job.name] = metrics[self._metric]
+            return _prunes(self._trials[job.name], step, metrics[self._metric])
+
+    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing: validations come by the call."""
+
+    def end(self, job: Job, state: JobState) -> None:
+        """From now on others are compared with the job."""
+        with self._lock:
+            trial, value = self._trials.pop(job.name, None), self._values.pop(job.name, None)
+            if trial is not None:
+                _tell(self._study, trial, state, value)
+
+    def close(self) -> None:
+        """Jobs that are not over are compared with no more."""
+        with self._lock:
+            for trial in self._trials.values():
+                _tell(self._study, trial, JobState.FAILED, None)
+            self._trials.clear()
+
+
+class _Search:
+    """What `search` knows. Device threads note what happened; the thread that waits alone asks and tells the study."""
+
+    def __init__(
+        self, study: "Study", make_job: "Callable[[Trial], Job]", num_trials: int, at_once: int, metric: str
+    ) -> None:
+        self._study, self._make_job = study, make_job
+        self._num_trials, self._at_once, self._metric = num_trials, at_once, metric
+        self._num_asked = 0
+        self._trials: dict[str, Trial] = {}
+        """Of jobs that are alive."""
+        self._untold: dict[int, Trial] = {}
+        """By number: of these jobs, and one whose job is being made."""
+        self._names: set[str] = set()
+        self._values: dict[str, float] = {}
+        """Per job, the last validation's metric, or the last step's loss."""
+        self._validated: set[str] = set()
+        self._ended: deque[tuple[str, JobState]] = deque()
+        self._fault: Exception | None = None
+        self._lock = threading.Lock()
+
+    def goes_on(self, fleet: Fleet) -> bool:
+        """Tells the study what ended, adds jobs, and says whether there is anything left to do."""
+        self._tell_ended()
+        if self._fault is not None:
+            raise self._fault
+        while len(self._trials) < self._at_once and self._num_asked < self._num_trials:
+            self._num_asked += 1
+            self._begin(fleet, self._study.ask())
+        return bool(self._trials)
+
+    def _begin(self, fleet: Fleet, trial: "Trial") -> None:
+        from optuna.exceptions import TrialPruned
+
+        self._untold[trial.number] = trial
+        try:
+            job = self._job_of(trial)
+        except TrialPruned:
+            self._tell(trial, JobState.STOPPED, None)
+            return
+        self._trials[job.name] = trial
+        self._names.add(job.name)
+        fleet.add(job)
+
+    def _job_of(self, trial: "Trial") -> Job:
+        job = self._make_job(trial)
+        if not isinstance(job, Job):
+            raise TypeError(f"make_job(trial) returns a fleet.Job, not {type(job).__name__}")
+        name = job.name if job.name not in self._names else f"{job.name}-{trial.number}"
+        if name in self._names:
+            raise ValueError(f"two jobs are called {name!r}; let make_job name jobs by their hyperparameters")
+        trial.set_user_attr("job", name)
+        return job.with_changes(name=name, tags={**trial.params, **job.tags})
+
+    def _tell_ended(self) -> None:
+        while self._ended:
+            name, state = self._ended.popleft()
+            trial, value = self._trials.pop(name), self._values.pop(name, None)
+            if state is JobState.DONE and value is None:
+                self._fault = ValueError(
+                    f"job {name!r} is done and has no {self._metric!r}; give jobs validation= and metric=, or search "
+                    "by metric='loss'"
+                )
+            self._tell(trial, state, value)
+
+    def _tell(self, trial: "Trial", state: JobState, value: float | None) -> None:
+        _tell(self._study, trial, state, value)
+        del self._untold[trial.number]
+
+    def tell_the_rest(self) -> None:
+        """After the fleet: trials at hand have failed."""
+        self._tell_ended()
+        for trial in list(self._untold.values()):
+            self._tell(trial, JobState.FAILED, None)
+
+    # On the threads of devices
+
+    def prunes(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
+        """The fleet's stopper."""
+        if self._metric not in metrics:
+            self._fault = _no_metric(job, self._metric, metrics)
+            return True
+        with self._lock:
+            return _prunes(self._trials[job.name], step, metrics[self._metric])
+
+    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002  # a Tracker's
+        """Keeps the last value, as `JobResult.value` would find it."""
+        key = f"validation/{self._metric}"
+        if key in metrics:
+            self._values[job.name] = metrics[key]
+            self._validated.add(job.name)
+        elif self._metric == "loss" and job.name not in self._validated and "loss" in metrics:
+            self._values[job.name] = metrics["loss"]
+
+    def end(self, job: Job, state: JobState) -> None:
+        """The thread that waits will tell the study."""
+        self._ended.append((job.name, state))
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str, Any]) -> None:
+    _optuna()
+    if num_trials < 1 or at_once < 1:
+        raise ValueError(f"num_trials={num_trials} and at_once={at_once} are at least 1")
+    if len(study.directions) != 1:
+        raise ValueError(f"the study has {len(study.directions)} directions; a search has one metric")
+    if "stopper" in options:
+        raise TypeError("search prunes by the study's pruner: optuna.create_study(pruner=...); leave out stopper")
+    if "resume" in options:
+        raise TypeError("a search begins its own fleet: to go on with a study, search again with another run_dir")
+
+
+def _prunes(trial: "Trial", step: int, value: float) -> bool:
+    trial.report(value, step)
+    return trial.should_prune()
+
+
+def _tell(study: "Study", trial: "Trial", state: JobState, value: float | None) -> None:
+    from optuna.trial import TrialState
+
+    if state is JobState.STOPPED:
+        study.tell(trial, state=TrialState.PRUNED)  # with the value it reported last
+    elif state is JobState.DONE and value is not None and not math.isnan(value):
+        study.tell(trial, value, state=TrialState.COMPLETE)
+    else:
+        study.tell(trial, state=TrialState.FAIL)
+
+
+def _no_metric(job: Job, metric: str, metrics: Mapping[str, float]) -> ValueError:
+    return ValueError(f"job {job.name!r} validates {', '.join(metrics)}, not {metric!r}; give metric= one of them")
+
+
+def _optuna() -> None:
+    try:
+        import optuna  # noqa: F401
+    except ImportError as error:
+        raise ImportError("this needs Optuna: pip install 'penstock[fleet]'") from error
