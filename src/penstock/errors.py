@@ -23,6 +23,7 @@ __all__ = [
     "TierFullError",
     "TierReadError",
     "TierWriteError",
+    "TrackerWarning",
 ]
 
 
@@ -112,3 +113,7 @@ class CompilerDeclinedWarning(PenstockWarning):
 
 class OffloadDeclinedWarning(PenstockWarning):
     """Offloading was asked for and is not being done, because it would not pay. The message says by how much."""
+
+
+class TrackerWarning(PenstockWarning):
+    """Metrics could not be written, or a tracker raised. Training goes on; the tracker is told nothing more."""

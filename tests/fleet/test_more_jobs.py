@@ -36,7 +36,7 @@ def test_a_fleet_waits_while_more_jobs_may_come():
 
         found = made.wait(more)
     assert list(found) == ["job 0", "job 1", "job 2", "job 3"]
-    assert states == [0, 1, 2, 3, 4, 4, 4]
+    assert states[:6] == [0, 1, 2, 3, 4, 4] and set(states[6:]) == {4}
 
 
 @pytest.mark.usefixtures("one_thread")

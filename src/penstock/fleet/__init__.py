@@ -25,6 +25,7 @@ from penstock.fleet._problem import JobCost as JobCost
 from penstock.fleet._problem import ShardCost as ShardCost
 from penstock.fleet._problem import Unit as Unit
 from penstock.fleet._problem import UnitKind as UnitKind
+from penstock.fleet._records import Tracker as Tracker
 from penstock.fleet._results import DeviceStatistics as DeviceStatistics
 from penstock.fleet._results import JobResult as JobResult
 from penstock.fleet._results import Results as Results
@@ -32,7 +33,6 @@ from penstock.fleet._run import Ablation as Ablation
 from penstock.fleet._run import Fleet as Fleet
 from penstock.fleet._run import JobSource as JobSource
 from penstock.fleet._run import Stopper as Stopper
-from penstock.fleet._run import Tracker as Tracker
 from penstock.fleet._run import run as run
 from penstock.fleet._schedule import DeviceUse as DeviceUse
 from penstock.fleet._schedule import Schedule as Schedule

@@ -85,7 +85,7 @@ class Engine:
                     worker.memory.write(item)
         with self.condition:
             run.is_taken = goes_on
-            self._obey(run, worker)
+            self._obey(run)
             self.condition.notify_all()
 
     def fail(self, run: JobRun, worker: Worker, error: BaseException) -> None:
@@ -96,23 +96,19 @@ class Engine:
 
     def end(self, run: JobRun, worker: Worker, state: JobState) -> None:
         """The job is over; its bytes are given back."""
+        self.hooks.ended(run, state)
         with self.condition:
             run.state, run.ended_s = state, time.time()
-        self.hooks.ended(run, worker)
         for item in run.training.items():
             worker.memory.discard(item)
         run.training.let_go()
 
-    def _obey(self, run: JobRun, worker: Worker) -> None:
-        """Carries out what a user wanted, between turns."""
-        wanted, run.wanted = run.wanted, None
-        if wanted is None or run.state.is_over:
+    def _obey(self, run: JobRun) -> None:
+        """Carries out what a user wanted of a job that nobody has, but for stopping it, which takes a turn."""
+        if run.is_taken or run.state.is_over or run.wanted in (None, JobState.STOPPED):
             return
-        if wanted is JobState.STOPPED:
-            if run.is_prepared:
-                self.hooks.save(run, worker)
-            self.end(run, worker, JobState.STOPPED)
-        elif wanted is JobState.PAUSED:
+        wanted, run.wanted = run.wanted, None
+        if wanted is JobState.PAUSED:
             run.state = JobState.PAUSED
         elif run.state is JobState.PAUSED:
             run.state = JobState.RUNNING if run.is_prepared else JobState.PENDING
@@ -142,7 +138,7 @@ class Engine:
         return JobTurn(self, run)
 
     def _priority(self, run: JobRun) -> float:
-        if not run.is_prepared:
+        if run.wanted is JobState.STOPPED or not run.is_prepared:
             return -math.inf  # what it takes is to be known
         return self._scheduler(
             Progress(
@@ -154,17 +150,18 @@ class Engine:
         )
 
     def _may_take(self, run: JobRun, worker: Worker) -> bool:
-        if run.is_taken:
+        if run.is_taken or run.state.is_over:
             return False
-        if run.wanted is not None and (run.home in (None, worker)):
-            run.is_taken = True
-            self._obey(run, worker)
-            run.is_taken = False
+        self._obey(run)
+        if run.wanted is JobState.STOPPED:
+            return run.home in (None, worker)
         if run.state not in (JobState.PENDING, JobState.RUNNING) or run.wanted is not None:
             return False
         if run.home is None or run.home is worker:
             return True
-        return all(item.is_settled for item in run.training.items())
+        return all(item.is_settled for item in run.training.items()) and all(
+            one.item is None or one.item.is_settled for one in run.training.groups if one.kind == "frozen"
+        )
 
     def _move(self, run: JobRun, worker: Worker) -> None:
         """Hands the job's items over to ``worker``. Holds the lock."""
@@ -209,6 +206,11 @@ class JobTurn:
         try:
             if run.state.is_over:
                 return  # chosen before its last turn had ended
+            if run.wanted is JobState.STOPPED:
+                if run.is_prepared:
+                    engine.hooks.save(run, worker)
+                engine.end(run, worker, JobState.STOPPED)
+                return
             if not run.is_prepared:
                 Preparation(engine, run, worker).run()
             else:

@@ -95,5 +95,5 @@ class Hooks:
     """Whether one is due."""
     restore: Callable[[JobRun], Callable[[], None] | None]
     """What a checkpoint holds for a job that begins: replaces its tensors, and returns what sets the rest."""
-    ended: Callable[[JobRun, Worker], None]
-    """When a job is over."""
+    ended: Callable[[JobRun, JobState], None]
+    """When a job is over, and just before others see it."""

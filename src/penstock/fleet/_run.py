@@ -1,6 +1,5 @@
 """`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
 
-import json
 import shutil
 import sys
 import tempfile
@@ -11,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -20,6 +19,7 @@ from penstock.fleet import _checkpoint
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Device, Job
 from penstock.fleet._life import Hooks, JobRun, JobState
+from penstock.fleet._records import Records, Tracker
 from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
@@ -30,6 +30,7 @@ from penstock.tiers import Budget, DiskSpec, Size, waterfalls_for
 from penstock.units import parse_bytes
 
 _TICK_S = 0.1
+_WRITE_S = 0.5
 _SAVE_S = 600.0
 _HOST_RATE = 4e9
 _SWITCH_S = 5e-4
@@ -37,19 +38,6 @@ _SWITCH_S = 5e-4
 
 Stopper = Callable[[Job, int, Mapping[str, float]], bool]
 """After a validation: from job, step and metrics to whether the job is to stop."""
-
-
-class Tracker(Protocol):
-    """Where metrics go. Called by one thread at a time."""
-
-    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step or a validation of a job."""
-
-    def end(self, job: Job, state: JobState) -> None:
-        """The job is over."""
-
-    def close(self) -> None:
-        """The fleet has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +129,7 @@ class Fleet:
         self._devices = _devices(devices)
         self._budget = _budget(self._devices, budget, host_budget, disk)
         sizes = [parse_bytes(one.budget) for one in self._devices if one.budget is not None]
-        self._stopper, self._trackers = stopper, list(trackers)
+        self._stopper = stopper
         self._checkpoint_every, self._keep = checkpoint_every, max(1, keep)
         self._progress = progress
         self._resume = resume
@@ -150,7 +138,7 @@ class Fleet:
         """Where checkpoints, metrics and the fleet's state are."""
         self.state = FleetState(self.run_dir)
         self._refuse_strangers()
-        self._lock = threading.Lock()
+        self._records = Records(self.run_dir, trackers)
         self._ablation = ablation or Ablation()
         self._rates: tuple[float, float] | None = None
         self._warned = False
@@ -158,7 +146,6 @@ class Fleet:
         self._warm: dict[str, Path] = {}
         self._over: dict[str, JobResult] = {}
         self._num_places = 0
-        self._units_written = 0
         self._engine = Engine(
             scheduler_of(scheduler),
             Hooks(
@@ -194,6 +181,7 @@ class Fleet:
                 worker.measuring = self._engine.pilot_lock
         self._is_started = False
         self._news = threading.Event()
+        self._written_s = 0.0
 
     def __enter__(self) -> Self:
         self.state.create()
@@ -219,8 +207,7 @@ class Fleet:
             waterfall.close()
         self._write_state()
         self.state.say_ended()
-        for tracker in self._trackers:
-            tracker.close()
+        self._records.close()
         sys.setswitchinterval(self._switch_s)
         torch.set_num_threads(self._num_threads)
 
@@ -234,7 +221,7 @@ class Fleet:
                 self._sources[job.name] = source
             known = self._known.get(job.name)
             if known is not None and JobState(known.state).is_over:
-                path = _checkpoint.latest(self._folder(job))
+                path = _checkpoint.latest(self._records.folder(job))
                 self._over[job.name] = stored_result(
                     job, JobState(known.state), known.error, known.seconds_per_step, path
                 )
@@ -271,10 +258,10 @@ class Fleet:
         else:
             job = run.job.with_changes(name=new_name, **changes)
         if warm:
-            path = _checkpoint.latest(self._folder(run.job))
+            path = _checkpoint.latest(self._records.folder(run.job))
             if path is None:
                 raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
-            kept = self._folder(job) / "origin" / path.name
+            kept = self._records.folder(job) / "origin" / path.name
             shutil.copytree(path, kept, dirs_exist_ok=True)  # the source's own goes when its next one is there
             self._warm[new_name] = kept
         self.add(job, source)
@@ -298,14 +285,15 @@ class Fleet:
                 self._news.clear()
                 self._ask(more)
                 self._obey()
-                self._write_state()
-                self._write_units()
+                if time.time() - self._written_s > _WRITE_S:
+                    self._write_state()
+                self._records.write_units(self._engine.workers)
                 show.update()
                 if any(worker.error is not None for worker in self._engine.workers):
                     with self._engine.condition:
                         self._engine.is_stopping = True
         self._write_state()
-        self._write_units()
+        self._records.write_units(self._engine.workers)
         for worker in self._engine.workers:
             if worker.error is not None:
                 raise worker.error
@@ -341,28 +329,19 @@ class Fleet:
         if run.seconds_per_step:
             samples = training.position.num_samples / max(1, training.position.step)
             metrics["samples_per_s"] = samples / run.seconds_per_step
-        self._log(run, training.position.step, metrics)
+        self._records.log(run.job, training.position.step, metrics)
 
     def _validated(self, run: JobRun, found: dict[str, float]) -> bool:
         step = run.training.position.step
-        self._log(run, step, {f"validation/{key}": value for key, value in found.items()})
+        self._records.log(run.job, step, {f"validation/{key}": value for key, value in found.items()})
         return self._stopper is not None and self._stopper(run.job, step, found)
-
-    def _log(self, run: JobRun, step: int, metrics: Mapping[str, float]) -> None:
-        with self._lock:
-            folder = self._folder(run.job)
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "time_s": time.time(), **metrics}) + "\n")
-            for tracker in self._trackers:
-                tracker.log(run.job, step, metrics)
 
     def _save(self, run: JobRun, worker: Worker) -> None:
         training = run.training
         if training.position.micro or training.position.step in (0, run.saved_step):
             return
         try:
-            _checkpoint.save(run, worker.memory, self._folder(run.job), keep=self._keep)
+            _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
         except CheckpointError as error:
             if training.is_done():
                 raise
@@ -379,7 +358,7 @@ class Fleet:
         return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
 
     def _restore(self, run: JobRun) -> Callable[[], None] | None:
-        folder = self._folder(run.job)
+        folder = self._records.folder(run.job)
         path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
         if path is None:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
@@ -391,13 +370,8 @@ class Fleet:
         _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
         return resume
 
-    def _ended(self, run: JobRun, worker: Worker) -> None:  # noqa: ARG002  # the hook's
-        with self._lock:
-            if run.trace:
-                self._folder(run.job).mkdir(parents=True, exist_ok=True)
-                (self._folder(run.job) / "error.txt").write_text(run.trace)
-            for tracker in self._trackers:
-                tracker.end(run.job, run.state)
+    def _ended(self, run: JobRun, state: JobState) -> None:
+        self._records.end(run.job, state, run.trace)
         self._news.set()
 
     # The thread that waits
@@ -451,17 +425,9 @@ class Fleet:
             )
 
     def _write_state(self) -> None:
+        self._written_s = time.time()
         self.state.say_alive()
         self.state.write(self.rows())
-
-    def _write_units(self) -> None:
-        records = self.records
-        fresh = sorted(records, key=lambda one: one.start_s)[self._units_written :] if records else []
-        if fresh:
-            with (self.run_dir / "units.jsonl").open("a") as file:
-                for one in fresh:
-                    file.write(json.dumps({key: getattr(one, key) for key in UnitRecord.__slots__}) + "\n")
-            self._units_written = len(records)
 
     def _row_of(self, run: JobRun) -> JobRow:
         training, source = run.training, self._sources.get(run.job.name)
@@ -492,7 +458,7 @@ class Fleet:
             validations=tuple(run.training.validations),
             error=run.error,
             seconds_per_step=run.seconds_per_step,
-            checkpoint=_checkpoint.latest(self._folder(run.job)),
+            checkpoint=_checkpoint.latest(self._records.folder(run.job)),
         )
 
     def _statistics_of(self, worker: Worker) -> DeviceStatistics:
@@ -511,9 +477,6 @@ class Fleet:
             fetched_bytes=tiers.fetched_bytes,
             written_to_disk_bytes=tiers.written_to_disk_bytes,
         )
-
-    def _folder(self, job: Job) -> Path:
-        return self.run_dir / "jobs" / job.name
 
     def _refuse_strangers(self) -> None:
         if self.state.exists:

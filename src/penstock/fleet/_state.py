@@ -74,9 +74,13 @@ class Command:
     """What a user asked of a running fleet."""
 
     id: int
+    """By which it is answered."""
     verb: str
+    """``"pause"``, ``"resume"``, ``"stop"`` or ``"clone"``."""
     job: str
+    """Whom it is about."""
     arguments: dict[str, Any]
+    """Of a clone: ``"name"``, ``"changes"``, ``"warm"``."""
 
 
 class FleetState:

@@ -31,7 +31,9 @@ class Task:
     """A unit by kind and shard."""
 
     kind: UnitKind
+    """What is computed."""
     shard: int
+    """Of which shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

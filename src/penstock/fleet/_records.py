@@ -1,0 +1,94 @@
+"""What is written down and told while a fleet runs: metrics and units as JSON lines, and trackers.
+
+A tracker that raises is told nothing more, and the user is told once; training is none of its business.
+"""
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.errors import TrackerWarning
+from penstock.fleet._job import Job
+from penstock.fleet._life import JobState
+from penstock.fleet._worker import UnitRecord, Worker
+
+
+class Tracker(Protocol):
+    """Where metrics go. Called by one thread at a time, which is one of the fleet's."""
+
+    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of a step or a validation of a job."""
+
+    def end(self, job: Job, state: JobState) -> None:
+        """The job is over."""
+
+    def close(self) -> None:
+        """The fleet has ended."""
+
+
+class Records:
+    """The files of a run's folder that grow, and the trackers beside them."""
+
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker]):
+        self._run_dir = run_dir
+        self._trackers = list(trackers)
+        self._lock = threading.RLock()
+        self._num_written: dict[int, int] = {}
+
+    def folder(self, job: Job) -> Path:
+        """Where everything of a job is."""
+        return self._run_dir / "jobs" / job.name
+
+    def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
+        """A line of metrics. A disk that is full loses lines, and nothing else."""
+        try:
+            self.folder(job).mkdir(parents=True, exist_ok=True)
+            with (self.folder(job) / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "time_s": time.time(), **metrics}) + "\n")
+        except OSError as error:
+            self._warn(f"metrics of job {job.name!r} could not be written: {error}")
+        self._tell(lambda tracker: tracker.log(job, step, metrics))
+
+    def end(self, job: Job, state: JobState, trace: str) -> None:
+        """The job is over; ``trace`` is why, if it failed."""
+        if trace:
+            try:
+                self.folder(job).mkdir(parents=True, exist_ok=True)
+                (self.folder(job) / "error.txt").write_text(trace)
+            except OSError as error:
+                self._warn(f"the traceback of job {job.name!r} could not be written: {error}")
+        self._tell(lambda tracker: tracker.end(job, state))
+
+    def write_units(self, workers: Sequence[Worker]) -> None:
+        """Units that ran since the last call."""
+        lines = []
+        for worker in workers:
+            fresh = worker.records[self._num_written.get(worker.index, 0) :]
+            self._num_written[worker.index] = self._num_written.get(worker.index, 0) + len(fresh)
+            lines += [json.dumps({key: getattr(one, key) for key in UnitRecord.__slots__}) for one in fresh]
+        if lines:
+            try:
+                with (self._run_dir / "units.jsonl").open("a") as file:
+                    file.write("".join(line + "\n" for line in lines))
+            except OSError as error:
+                self._warn(f"units could not be written: {error}")
+
+    def close(self) -> None:
+        """The fleet has ended."""
+        self._tell(lambda tracker: tracker.close())
+
+    def _tell(self, call: Callable[[Tracker], None]) -> None:
+        with self._lock:
+            for tracker in list(self._trackers):
+                try:
+                    call(tracker)
+                except Exception as error:
+                    self._trackers.remove(tracker)
+                    self._warn(f"{type(tracker).__name__} raised {type(error).__name__}: {error}, and is told no more")
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"{message}. Training goes on.", TrackerWarning, stacklevel=4)
