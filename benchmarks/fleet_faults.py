@@ -1,8 +1,9 @@
-"""A campaign of faults against fleets: killed processes, exceptions, NaNs, full disks, and files that cannot be read.
+"""A campaign of faults against fleets: killed processes, exceptions, NaNs, full disks.
 
 Each trial trains four small jobs on two devices, none of which holds a whole model, and harms one of them or the
-process at a random moment. Checked each time: nothing hangs, no job but the one that was hit is affected, and every loss equals
-that of the plain loop, after as many resumes as it takes. Long: outside CI. ``--quick`` runs one trial of each kind.
+process at a random moment. Checked each time: nothing hangs, no job but the one that was hit is affected, and every
+loss equals that of the plain loop, after as many resumes as it takes. Long: outside CI. ``--quick`` runs one trial of
+each kind.
 """
 
 import os
