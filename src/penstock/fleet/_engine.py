@@ -266,12 +266,7 @@ class JobTurn:
             is_random=[one.is_random for one in measures],
         )
         start_s = worker.busy.compute_s
-        worker.run_minibatch(
-            run,
-            mini,
-            lambda index: _transient(mini, index, measures, run.saves),
-            lambda index: _again(mini, index, measures, run.saves),
-        )
+        worker.run_minibatch(run, mini, _Measured(mini, measures, run.saves))
         loss = mini.results[0].item()
         if not math.isfinite(loss):
             raise FloatingPointError(
@@ -330,7 +325,7 @@ class JobTurn:
             training, worker.memory, program, leaves, structure, run.saves, behaviour=Behaviour(trains=False)
         )
         most = max(max(one.saving_bytes, one.backward_bytes) for one in run.measures)
-        worker.run_minibatch(run, mini, lambda _: most, lambda _: 0.0)
+        worker.run_minibatch(run, mini, _AtMost(most))
         result = program.rebuild_result(mini.results)
         named = result if isinstance(result, dict) else {"loss" if training.job.metric is None else "metric": result}
         return {str(name): float(value) for name, value in named.items()}
@@ -349,18 +344,46 @@ class JobTurn:
             run.training, run.is_prepared, run.home = Training(run.job), False, None
 
 
-def _transient(mini: MiniBatch, index: int, measures: Sequence[ShardMeasure], saves: Sequence[bool]) -> int:
-    """Bytes that a unit takes beside what it needs."""
-    task = mini.tasks[index]
-    one = measures[task.shard]
-    if task.kind is UnitKind.STEP:
-        return one.step_bytes
-    if task.kind is UnitKind.FORWARD:
-        return one.saving_bytes if saves[task.shard] else one.dropping_bytes
-    most = one.backward_bytes if saves[task.shard] else one.again_bytes
-    return max(most, one.step_bytes + one.handed_bytes) if mini.steps and not mini.waits_for_all else most
+class _Measured:
+    """Units of training, from the measures of their shards."""
+
+    def __init__(self, mini: MiniBatch, measures: Sequence[ShardMeasure], saves: Sequence[bool]):
+        self._mini, self._measures, self._saves = mini, measures, saves
+
+    def transient_bytes(self, index: int) -> int:
+        task = self._mini.tasks[index]
+        one, saves = self._measures[task.shard], self._saves[task.shard]
+        if task.kind is UnitKind.STEP:
+            return one.step_bytes
+        if task.kind is UnitKind.FORWARD:
+            return one.saving_bytes if saves else one.dropping_bytes
+        most = one.backward_bytes if saves else one.again_bytes
+        steps = self._mini.steps and not self._mini.waits_for_all
+        return max(most, one.step_bytes + one.handed_bytes) if steps else most
+
+    def remaining_bytes(self, index: int) -> int:
+        task = self._mini.tasks[index]
+        one = self._measures[task.shard]
+        if task.kind is UnitKind.FORWARD:
+            return one.boundary_bytes + (one.activation_bytes if self._saves[task.shard] else 0)
+        return 0 if task.kind is UnitKind.STEP else one.handed_bytes
+
+    def recompute_s(self, index: int) -> float:
+        at = self._mini.tasks[index].shard
+        return 0.0 if self._saves[at] else self._measures[at].forward_s
 
 
-def _again(mini: MiniBatch, index: int, measures: Sequence[ShardMeasure], saves: Sequence[bool]) -> float:
-    at = mini.tasks[index].shard
-    return 0.0 if saves[at] else measures[at].forward_s
+class _AtMost:
+    """Units of validation, none of which takes more than training did."""
+
+    def __init__(self, size_bytes: int):
+        self._size_bytes = size_bytes
+
+    def transient_bytes(self, index: int) -> int:  # noqa: ARG002  # the protocol's
+        return self._size_bytes
+
+    def remaining_bytes(self, index: int) -> int:  # noqa: ARG002
+        return 0
+
+    def recompute_s(self, index: int) -> float:  # noqa: ARG002
+        return 0.0

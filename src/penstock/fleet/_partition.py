@@ -69,7 +69,7 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
 
 
 def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) -> tuple[float, tuple[int, ...]] | None:
-    """The cheapest cuts whose shards take at most ``other_bytes`` while they wait, and leave room for such others."""
+    """The cheapest cuts whose shards take at most ``other_bytes`` on their way, and leave room for such others."""
     atoms, limit = problem.atoms, problem.budget_bytes - num_others * other_bytes
     best: list[float] = [0.0] + [float("inf")] * len(atoms)
     before = [0] * (len(atoms) + 1)
@@ -78,7 +78,7 @@ def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) ->
             continue
         need = _Need(problem, first)
         for last in range(first, len(atoms)):
-            if need.add(last) > limit or (num_others and need.waiting_bytes > other_bytes):
+            if need.add(last) > limit or (num_others and need.moving_bytes > other_bytes):
                 break
             is_end = last == len(atoms) - 1
             length = best[first] + _SHARD_BYTES + (0 if is_end else atoms[last].crossing_bytes)
@@ -101,9 +101,13 @@ class _Need:
         self._incoming = problem.atoms[first - 1].crossing_bytes if first else 0
         self._seen: set[str] = set()
         self._activation_bytes = 0
-        self.waiting_bytes = 0.0
-        """Parameters and state, which it has when it waits or leaves."""
+        self._waiting_bytes = 0.0
         self._gradient_bytes = 0
+
+    @property
+    def moving_bytes(self) -> float:
+        """Parameters, state and activations: what comes in for its backward."""
+        return self._waiting_bytes + self._activation_bytes
 
     def add(self, at: int) -> float:
         """Bytes at its peak with atom ``at`` as its last."""
@@ -111,13 +115,13 @@ class _Need:
         for name, size in atom.tensors.items():
             if name not in self._seen:
                 self._seen.add(name)
-                self.waiting_bytes += size
+                self._waiting_bytes += size
                 if name in self._problem.trained:
-                    self.waiting_bytes += size * self._problem.state_share
+                    self._waiting_bytes += size * self._problem.state_share
                     self._gradient_bytes += size
         self._activation_bytes += atom.activation_bytes
         boundaries = 2 * (self._incoming + atom.crossing_bytes)
-        return self.waiting_bytes + self._gradient_bytes + self._activation_bytes + boundaries
+        return self._waiting_bytes + self._gradient_bytes + self._activation_bytes + boundaries
 
 
 def merged(atoms: Sequence[AtomCost], most: int) -> tuple[list[AtomCost], list[int]]:

@@ -47,6 +47,19 @@ class Turn(Protocol):
         """Does it."""
 
 
+class Expected(Protocol):
+    """What units take, as pilots measured them."""
+
+    def transient_bytes(self, index: int) -> int:
+        """Beside what the unit needs, at its peak."""
+
+    def remaining_bytes(self, index: int) -> int:
+        """Of those, what is still there after it."""
+
+    def recompute_s(self, index: int) -> float:
+        """Seconds in which it runs forward again."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Overlap:
     """What is done beside computing; switched off for comparison."""
@@ -116,21 +129,19 @@ class Worker:
         """Waits for the end of all turns."""
         self._thread.join()
 
-    def run_minibatch(
-        self, owner: Any, mini: MiniBatch, transient: Callable[[int], int], recompute: Callable[[int], float]
-    ) -> None:  # any: whose turn it is, for `look_ahead`
-        """All units of a mini-batch in order. ``transient`` and ``recompute`` give each unit's bytes and seconds."""
+    def run_minibatch(self, owner: Any, mini: MiniBatch, expected: "Expected") -> None:  # any: for `look_ahead`
+        """All units of a mini-batch in order; ``owner`` is the job whose turn it is."""
         self._owner = owner
         try:
             for index, task in enumerate(mini.tasks):
                 start_s, stalled_s = time.time(), self.memory.stall_s
-                needs = self._bring_in(mini, index, transient(index))
-                self._look_at_next(mini, index, needs, transient)
+                needs = self._bring_in(mini, index, expected.transient_bytes(index))
+                self._look_at_next(mini, index, needs, expected)
                 waited_s = self.memory.stall_s - stalled_s
                 begin_s = time.perf_counter()
                 self._compute(mini, index)
                 compute_s = time.perf_counter() - begin_s
-                again_s = min(recompute(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
+                again_s = min(expected.recompute_s(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
                 self._note(mini, index, start_s, waited_s, compute_s, again_s)
         except BaseException:
             mini.abandon()
@@ -160,28 +171,29 @@ class Worker:
             memory.get(item)
         return needs
 
-    def _look_at_next(
-        self, mini: MiniBatch, index: int, needs: Sequence[Item], transient: Callable[[int], int]
-    ) -> None:
-        """What comes next comes in, and what would be in its way begins to leave."""
-        if not self.overlap.double_buffer:
-            if index == len(mini.tasks) - 1:
-                self.following = self._look_ahead(self, self._owner)
-            return
-        if index + 1 < len(mini.tasks):
-            upcoming, room_bytes = mini.needs(index + 1), transient(index + 1)
-            after = mini.needs(index + 2) if index + 2 < len(mini.tasks) else []
-        else:
+    def _look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:
+        """What comes next comes in as far as it fits, and what would be in its way begins to leave."""
+        memory, now_bytes = self.memory, expected.transient_bytes(index)
+        if index == len(mini.tasks) - 1:
             self.following = self._look_ahead(self, self._owner)
-            upcoming = self.following.first_items(self) if self.following is not None else []
-            room_bytes, after = transient(index), []
-        memory, used = self.memory, [*needs, *upcoming]
-        missing = sum(item.size_bytes - item.held_bytes() for item in upcoming)
-        if memory.may_take(missing + transient(index), used):
-            for item in upcoming:
+        if not self.overlap.double_buffer:
+            return
+        upcoming, after, next_bytes = self._upcoming(mini, index, expected)
+        used = [*needs, *upcoming]
+        for item in upcoming:
+            missing = item.size_bytes - item.held_bytes()
+            if missing and memory.may_take(missing + now_bytes, used):
                 memory.prefetch(item)
-        later = sum(item.size_bytes - item.held_bytes() for item in after)
-        memory.begin_to_leave(max(room_bytes, transient(index)) + later, used)
+        missing = sum(item.size_bytes - item.held_bytes() for item in [*upcoming, *after])
+        memory.begin_to_leave(max(now_bytes, expected.remaining_bytes(index) + next_bytes) + missing, used)
+
+    def _upcoming(self, mini: MiniBatch, index: int, expected: "Expected") -> tuple[list[Item], list[Item], int]:
+        """What the next unit and the one after it need, and the next one's own bytes."""
+        if index + 1 < len(mini.tasks):
+            after = mini.needs(index + 2) if index + 2 < len(mini.tasks) else []
+            return mini.needs(index + 1), after, expected.transient_bytes(index + 1)
+        items = self.following.first_items(self) if self.following is not None else []
+        return items, [], 0
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
