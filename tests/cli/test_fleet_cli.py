@@ -1,6 +1,7 @@
 """`penstock fleet`, as a user calls it."""
 
 import json
+import signal
 import threading
 import time
 import warnings
@@ -294,9 +295,10 @@ def test_a_job_that_fails_is_exit_code_1_and_the_others_go_on(written):
     assert report["run_dir"] is None and report["jobs"][1]["checkpoint"] is None
 
 
-def test_an_interrupted_run_says_how_to_go_on(written, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(written, monkeypatch, number):
     def interrupted(*_, **__):
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(_fleet, "train", interrupted)
     result = penstock("run", written(GRID))

@@ -2,9 +2,11 @@
 
 import json
 import math
+import signal
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,16 @@ def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, pro
             results = fleet.wait()
     points = {job.name: dict(source.parameters) for job, source in jobs}
     return Trained(results=results, parameters=points, run_dir=settings.run_dir)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """What a batch system sends (``SIGTERM``) ends a fleet as Ctrl-C does: with checkpoints. For the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def show_trained(trained: Trained, console: Console) -> None:

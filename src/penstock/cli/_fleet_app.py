@@ -33,6 +33,8 @@ def run(
 ) -> None:
     """Train the jobs of a sweep. Options here come before those in its file; exit code 1 if a job failed.
 
+    Ctrl-C and SIGTERM end it with checkpoints, from which --resume goes on; exit code 130.
+
     Example: penstock fleet run sweep.yaml --devices cuda:0,cuda:1 --budget 40GiB --disk /nvme --run-dir runs/1
     """
     from penstock.cli import _fleet
@@ -44,7 +46,8 @@ def run(
         settings = file.sweep.fleet.overridden(
             devices=names, budget=budget, host_budget=host_budget, disk=disk or None, run_dir=run_dir
         )
-        trained = _fleet.train(file, settings, resume=resume)
+        with _fleet.terminated_as_interrupted():
+            trained = _fleet.train(file, settings, resume=resume)
     except KeyboardInterrupt:
         typer.echo("penstock: interrupted; the same command with --resume goes on from the checkpoints", err=True)
         raise typer.Exit(130) from None
