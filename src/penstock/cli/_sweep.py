@@ -81,7 +81,7 @@ class FleetSettings(Strict):
     keep: int = Field(default=1, ge=1)
     """Checkpoints kept per job."""
     verify: bool = False
-    """Whether every fetch from disk is checked."""
+    """Whether every fetch from disk is checked, and the memory of every unit measured, one at a time."""
 
     def options(self) -> dict[str, Any]:
         """For `penstock.fleet.Fleet`."""
