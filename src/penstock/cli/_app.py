@@ -4,17 +4,20 @@ import json
 import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from penstock._version import __version__
+from penstock.cli._fail import fail
+from penstock.cli._fleet_app import fleet_app
 from penstock.errors import PenstockError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Train what does not fit."
 )
+app.add_typer(fleet_app, name="fleet")
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,7 +52,7 @@ def probe(
     try:
         report = machine(disk, refresh=refresh)
     except (PenstockError, OSError) as error:
-        _fail(error)
+        fail(error)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -73,7 +76,7 @@ def demo(
     try:
         run(out, out if disk is None else disk, steps, Console())
     except (PenstockError, OSError) as error:
-        _fail(error)
+        fail(error)
 
 
 @app.command()
@@ -97,12 +100,12 @@ def plan(
     from penstock.cli import _plan
 
     if method not in ("hybrid", "recompute", "swap"):
-        _fail(ValueError(f"the method is hybrid, recompute or swap, not {method!r}"))
+        fail(ValueError(f"the method is hybrid, recompute or swap, not {method!r}"))
     try:
         found = _plan.make(target, budget or [], disk, method)  # type: ignore[arg-type]
         files = _plan.write(found, out) if out is not None else []
     except (PenstockError, OSError, ValueError) as error:
-        _fail(error)
+        fail(error)
     if as_json:
         typer.echo(_plan.as_json(found))
         return
@@ -110,9 +113,3 @@ def plan(
     _plan.show(found, console)
     for file in files:
         console.print(f"  {file}", highlight=False)
-
-
-def _fail(error: Exception) -> NoReturn:
-    """One paragraph on standard error, no traceback."""
-    Console(stderr=True).print(f"[bold red]penstock:[/] {error}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1) from None

@@ -1,10 +1,7 @@
 """`penstock plan`: what budgets cost a step, before it is trained."""
 
-import importlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock import remat
-from penstock.errors import PenstockError
+from penstock.cli._target import function_of
 from penstock.report import memory_timeline, pareto_curve
 from penstock.units import format_bytes, format_duration, parse_bytes
 
@@ -41,7 +38,7 @@ class PlanTable:
 
 def make(target: str, budgets: list[str], disk: Path | None, method: remat.Method) -> PlanTable:
     """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
-    factory = _factory(target)
+    factory = function_of(target, "makes the step", "() returns (step, example_inputs)")
     step, inputs = factory()
     options: dict[str, Any] = {"disk": disk, "method": method}
     problem = remat.optimize(step, inputs, None, **options).plan.problem
@@ -157,28 +154,3 @@ def _timeline(problem: remat.RematProblem, plan: remat.RematPlan) -> list[tuple[
 
 def _takes_a_batch(factory: Callable[..., Any]) -> bool:
     return any(one.name == "batch" for one in inspect.signature(factory).parameters.values())
-
-
-def _factory(target: str) -> Callable[..., Any]:
-    where, colon, name = target.rpartition(":")
-    if not colon or not name:
-        raise PenstockError(
-            f"{target!r} does not say which function makes the step: give FILE.py:FACTORY or MODULE:FACTORY, where "
-            "FACTORY() returns (step, example_inputs)"
-        )
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-        if spec is None or spec.loader is None or not Path(where).exists():
-            raise PenstockError(f"there is no file {where}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise PenstockError(f"there is no module {where} ({error})") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise PenstockError(f"{where} has no function {name}")
-    return factory  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@
   `JobState`, `DeviceStatistics` per device); `Fleet` does it for jobs that come, pause, stop and are cloned
   (`JobSource`) meanwhile.
 - `Stopper`, `Tracker`: what decides to stop a job early, and where metrics go; `UnitRecord`: what ran when.
-- `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it.
+- `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it; `jobs_table` shows it.
 - `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share; a job
   is a chain of `Unit`s of a `UnitKind`.
 - `simulate`: a `Schedule` on a virtual clock, made of `ScheduledUnit`s and a `DeviceUse` per device.
@@ -40,6 +40,7 @@ from penstock.fleet._schedule import ScheduledUnit as ScheduledUnit
 from penstock.fleet._schedulers import Progress as Progress
 from penstock.fleet._schedulers import Scheduler as Scheduler
 from penstock.fleet._schedulers import SchedulerName as SchedulerName
+from penstock.fleet._show import jobs_table as jobs_table
 from penstock.fleet._simulate import simulate as simulate
 from penstock.fleet._state import FleetState as FleetState
 from penstock.fleet._state import JobRow as JobRow

@@ -1,0 +1,173 @@
+"""A YAML or JSON file that a user wrote, checked against a pydantic model; every complaint names file, line and key.
+
+Scalars are read as YAML 1.2 has it: ``1e-4`` is a number, ``no`` is text. No tag builds an object.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.units import parse_bytes
+
+_Model = TypeVar("_Model", bound=BaseModel)
+_KINDS = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value", "seq", "map")
+_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
+_INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+
+
+class Strict(BaseModel):
+    """A mapping in a file: keys that nobody reads are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A file that was read."""
+
+    path: Path
+    """As the user gave it."""
+    data: Any  # whatever stands there
+    """Dictionaries, lists, numbers, text."""
+    node: yaml.Node | None
+    """The same with lines; ``None`` for an empty file."""
+
+    def error(self, keys: Sequence[str | int], message: str) -> ValueError:
+        """What is wrong, and where."""
+        line, found = self._find(keys)
+        return ValueError(", ".join(filter(None, (str(self.path), f"line {line}", _dotted(found)))) + f": {message}")
+
+    def check(self, model: type[_Model]) -> _Model:
+        """The data as ``model``. Raises ``ValueError`` with a line per fault."""
+        try:
+            return model.model_validate(self.data)
+        except ValidationError as error:
+            faults = [self._explain(one, model) for one in error.errors(include_url=False)]
+            raise ValueError("\n".join(str(one) for one in faults)) from None
+
+    def _explain(self, fault: ErrorDetails, model: type[BaseModel]) -> ValueError:
+        keys = fault["loc"]
+        if fault["type"] == "missing":
+            return self.error(keys[:-1], f"{keys[-1]} is missing")
+        return self.error(keys, message_of(fault, model))
+
+    def _find(self, keys: Sequence[str | int]) -> tuple[int, list[str | int]]:
+        """The line, from 1, and those of ``keys`` that are in the file; pydantic's own marks are not."""
+        node, line, found = self.node, 1, []
+        for key in keys:
+            if isinstance(node, yaml.MappingNode):
+                pairs = [(name, value) for name, value in node.value if _value(name) == key]
+                if not pairs:
+                    continue
+                line, node = pairs[0][0].start_mark.line + 1, pairs[0][1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+                node = node.value[key]
+                line = node.start_mark.line + 1
+            else:
+                continue
+            found.append(key)
+        return line, found
+
+
+def read(path: Path) -> Document:
+    """Reads a file. Raises ``OSError``, and ``ValueError`` with the line where it is no YAML."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # JSON may be indented so, YAML not
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return Document(path=path, data=None if node is None else _value(node), node=node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ValueError(f"{path}{line}: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def value_of(text: str) -> Any:  # numbers, text, lists: what a file may hold
+    """What ``text`` would be in a file. Raises ``ValueError`` where it could not stand there."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        return None if node is None else _value(node)
+    except yaml.YAMLError:
+        raise ValueError(f"{text!r} is no value; quote it: '\"{text}\"'") from None
+
+
+def message_of(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    """What pydantic found, in our words."""
+    if fault["type"] == "extra_forbidden":
+        known = _model_at(model, fault["loc"][:-1]).model_fields
+        return f"there is no such key; there are {', '.join(known)}"
+    message = fault["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    given = fault["input"]
+    is_told = fault["type"] == "value_error" or isinstance(given, dict | list)
+    return message if is_told else f"{message}, not {given!r}"
+
+
+def to_bytes(given: object) -> object:
+    """For pydantic: ``"200MiB"``, ``4e8`` and whole numbers to bytes."""
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)
+    try:
+        return parse_bytes(given)  # type: ignore[arg-type]  # it checks
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+
+
+def _value(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Any:  # whatever stands there
+    if node.tag not in _TAGS:
+        raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
+    if isinstance(node, yaml.ScalarNode):
+        return _scalar(node.value) if node.style is None else node.value
+    if any(one is node for one in above):
+        raise yaml.MarkedYAMLError(problem="this stands inside of itself", problem_mark=node.start_mark)
+    above = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(one, above) for one in node.value]
+    found: dict[Any, Any] = {}
+    for name, value in node.value:
+        key = _value(name) if isinstance(name, yaml.ScalarNode) else None
+        if not isinstance(key, str) or key in found:
+            why = f"{key} stands there twice" if isinstance(key, str) else "a key is text"
+            raise yaml.MarkedYAMLError(problem=why, problem_mark=name.start_mark)
+        found[key] = _value(value, above)
+    return found
+
+
+def _scalar(text: str) -> Any:  # None, bool, int, float or str
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    if _INTEGER.fullmatch(text):
+        return int(text.replace("_", ""))
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return float(text.replace(".", "")) if _INFINITE.fullmatch(text) else text
+
+
+def _dotted(keys: Sequence[str | int]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).removeprefix(".")
+
+
+def _model_at(model: type[BaseModel], keys: Sequence[str | int]) -> type[BaseModel]:
+    """Which model stands there."""
+    for key in keys:
+        if key in model.model_fields:
+            model = _model_in(model.model_fields[str(key)].annotation) or model
+    return model
+
+
+def _model_in(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for one in get_args(annotation) if (found := _model_in(one)) is not None), None)

@@ -1,0 +1,210 @@
+"""`penstock fleet run` trains a sweep; `ps`, `pause`, `resume`, `stop` and `clone` speak to one that runs elsewhere."""
+
+import json
+import math
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from penstock.cli._document import value_of
+from penstock.cli._sweep import FleetSettings, Parameters, SweepFile
+from penstock.cli._sweep_jobs import JobMaker, make_jobs, maker_of
+from penstock.errors import PenstockError, PenstockWarning
+from penstock.fleet import Fleet, FleetState, Job, JobRow, JobSource, JobState, Results, jobs_table
+
+ANSWER_S = 60.0
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What came of a sweep."""
+
+    results: Results = field(repr=False)
+    """Per job and device."""
+    parameters: Mapping[str, Parameters] = field(repr=False)
+    """Per job, clones made meanwhile not included."""
+    run_dir: str | None
+    """Where everything is; ``None`` if it is gone."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a job failed."""
+        return any(one.state is JobState.FAILED for one in self.results.values())
+
+
+def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, progress: str | None = "auto") -> Trained:
+    """Makes the jobs of a sweep and trains them. ``resume`` goes on with those of the run's folder, clones included.
+
+    Raises ``ValueError`` for a sweep that cannot work, and what a `Fleet` raises.
+    """
+    if resume and settings.run_dir is None:
+        raise ValueError("--resume goes on with the fleet of a folder; say which: --run-dir runs/1")
+    state = None if settings.run_dir is None else FleetState(Path(settings.run_dir))
+    if state is not None and state.exists and not resume:
+        raise ValueError(
+            f"{settings.run_dir} holds a fleet already; --resume goes on with it, another --run-dir begins anew"
+        )
+    maker = maker_of(file)
+    jobs = make_jobs(file, maker)
+    if state is not None and state.exists:
+        jobs += _others(state, jobs, maker)
+    with tempfile.TemporaryDirectory(prefix="penstock-fleet-") as temporary:
+        options = {**settings.options(), "run_dir": settings.run_dir or f"{temporary}/run"}
+        with Fleet(**options, resume=resume, progress=progress) as fleet:
+            for job, source in jobs:
+                fleet.add(job, source)
+            results = fleet.wait()
+    points = {job.name: dict(source.parameters) for job, source in jobs}
+    return Trained(results=results, parameters=points, run_dir=settings.run_dir)
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """What a batch system sends (``SIGTERM``) ends a fleet as Ctrl-C does: with checkpoints. For the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def show_trained(trained: Trained, console: Console) -> None:
+    """Prints the table."""
+    console.print(trained.results.table())
+    if trained.run_dir is None:
+        console.print("Checkpoints went with a temporary folder; --run-dir runs/1 keeps them.", highlight=False)
+    else:
+        console.print(f"Checkpoints and metrics are in {trained.run_dir}.", highlight=False, markup=False)
+
+
+def trained_as_json(trained: Trained) -> str:
+    """The table as JSON."""
+    jobs = [
+        {
+            "name": one.name,
+            "state": one.state.value,
+            "num_steps": len(one.losses),
+            "loss": one.losses[-1] if one.losses else None,
+            "validation": dict(one.validations[-1]) if one.validations else {},
+            "seconds_per_step": one.seconds_per_step,
+            "error": one.error,
+            "parameters": trained.parameters.get(one.name),
+            "checkpoint": None if one.checkpoint is None or trained.run_dir is None else str(one.checkpoint),
+        }
+        for one in trained.results.values()
+    ]
+    devices = [{**asdict(one), "useful_share": one.useful_share} for one in trained.results.devices]
+    return _json({"run_dir": trained.run_dir, "jobs": jobs, "devices": devices})
+
+
+def look(run_dir: Path) -> tuple[bool, list[JobRow]]:
+    """Whether a process runs the fleet, and its jobs. Raises ``PenstockError`` where no fleet ever ran."""
+    state = _state(run_dir)
+    return state.is_alive, state.jobs()
+
+
+def show_jobs(run_dir: Path, console: Console) -> None:
+    """Prints what `look` finds."""
+    is_running, rows = look(run_dir)
+    table = jobs_table(rows)
+    table.columns[0].overflow = "fold"
+    table.columns[0].min_width = max([0, *(len(row.name) for row in rows)])  # the other commands want it whole
+    console.print(table)
+    said = "A process runs this fleet." if is_running else "No process runs this fleet now."
+    console.print(said, highlight=False)
+
+
+def jobs_as_json(run_dir: Path) -> str:
+    """The same as JSON."""
+    is_running, rows = look(run_dir)
+    return _json({"is_running": is_running, "jobs": [asdict(row) for row in rows]})
+
+
+def ask(
+    run_dir: Path, verb: str, job: str, arguments: Mapping[str, Any] | None = None, timeout_s: float = ANSWER_S
+) -> None:
+    """Has the process that runs the fleet do something. Raises ``PenstockError`` if it refuses, or does not answer."""
+    state = _state(run_dir)
+    if not state.is_alive:
+        raise PenstockError(_nobody(run_dir))
+    number, waited_s = state.ask(verb, job, arguments), 0.0
+    while waited_s < timeout_s:
+        answer = state.answer_to(number, min(_POLL_S, timeout_s))
+        if answer == "":
+            return
+        if answer is not None:
+            raise PenstockError(answer)
+        waited_s += _POLL_S
+        if not state.is_alive:
+            break
+    why = f"no answer after {timeout_s:.0f} s" if state.is_alive else "the fleet ended before it could answer"
+    state.answer(number, why)  # taken back, so that whoever resumes the fleet does not do it
+    raise PenstockError(f"{verb} {job!r}: {why}")
+
+
+def changes_of(pairs: list[str]) -> Parameters:
+    """``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises ``ValueError`` for what is no pair."""
+    found: Parameters = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--set {pair}: give a parameter and its value, as in --set lr=1e-3")
+        found[name] = value_of(text)
+    return found
+
+
+def _others(state: FleetState, jobs: list[tuple[Job, JobSource]], maker: JobMaker) -> list[tuple[Job, JobSource]]:
+    """Jobs of the folder that the sweep does not have: clones. Refuses those that it has with other parameters."""
+    ours = {job.name: source for job, source in jobs}
+    found = []
+    for row in state.jobs():
+        known = row.source["parameters"] if row.source is not None else {}
+        if row.name in ours:
+            given = json.loads(json.dumps(dict(ours[row.name].parameters)))
+            if row.source is not None and given != known:
+                raise ValueError(
+                    f"job {row.name!r} was begun with {known} and is now to have {given}; undo that, or give another "
+                    "--run-dir"
+                )
+        elif row.source is not None and row.source["path"] == maker.path:
+            found.append((maker(**known).with_changes(name=row.name), maker.source(known)))
+        else:
+            warnings.warn(f"job {row.name!r} was not made by {maker.path} and is left as it is", PenstockWarning, 2)
+    return found
+
+
+def _state(run_dir: Path) -> FleetState:
+    state = FleetState(run_dir)
+    if not state.exists:
+        raise PenstockError(
+            f"no fleet was ever run in {run_dir}; `penstock fleet run sweep.yaml --run-dir {run_dir}` runs one"
+        )
+    return state
+
+
+def _nobody(run_dir: Path) -> str:
+    return (
+        f"no process runs the fleet in {run_dir}; `penstock fleet run SWEEP.yaml --run-dir {run_dir} --resume` goes on "
+        "with it"
+    )
+
+
+def _json(value: object) -> str:
+    return json.dumps(_finite(value), indent=2, default=str)
+
+
+def _finite(value: object) -> object:
+    """JSON knows no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,212 @@
+"""`penstock fleet simulate`: how long jobs of known costs would take on devices that need not exist."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Self, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+from rich.console import Console
+from rich.table import Table
+
+from penstock import fleet
+from penstock.cli._document import Strict, read, to_bytes
+from penstock.report import gantt
+from penstock.units import format_bytes, format_duration
+
+SCHEDULERS: tuple[fleet.SchedulerName, ...] = get_args(fleet.SchedulerName)
+
+
+def _to_rate(given: object) -> object:
+    """``"8GB/s"`` as ``"8GB"``."""
+    return to_bytes(given.removesuffix("/s") if isinstance(given, str) else given)
+
+
+Bytes = Annotated[int, BeforeValidator(to_bytes)]
+Rate = Annotated[int, BeforeValidator(_to_rate), Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Copies = Annotated[int, Field(ge=1)]
+
+
+class ShardSettings(Strict):
+    """A `penstock.fleet.ShardCost`, or several alike."""
+
+    copies: Copies = 1
+    """So many in a row."""
+    forward_s: Seconds
+    """One mini-batch, on a device of speed 1."""
+    backward_s: Seconds
+    """Recomputation not included."""
+    step_s: Seconds = 0.0
+    """The optimizer's step."""
+    parameter_bytes: Bytes = 0
+    """Parameters."""
+    state_bytes: Bytes = 0
+    """The optimizer's state."""
+    boundary_bytes: Bytes = 0
+    """What it hands to the next."""
+    activation_bytes: Bytes = 0
+    """What forward saves for backward."""
+    recomputes: bool = False
+    """Whether backward runs forward again."""
+
+
+class JobSettings(Strict):
+    """A `penstock.fleet.JobCost`, or several alike."""
+
+    name: str
+    """Copies are called ``"name 0"``, ``"name 1"``."""
+    copies: Copies = 1
+    """So many jobs."""
+    num_steps: int = Field(ge=1)
+    """Optimizer steps."""
+    accumulate: int = Field(default=1, ge=1)
+    """Mini-batches of a step."""
+    clips: bool = False
+    """Whether the optimizer waits for the norm of all gradients."""
+    arrival_s: Seconds = 0.0
+    """When it may begin."""
+    shards: list[ShardSettings] = Field(min_length=1)
+    """In the order of forward."""
+
+
+class DeviceSettings(Strict):
+    """A `penstock.fleet.DeviceCost`, or several alike."""
+
+    name: str
+    """Copies are called ``"name:0"``, ``"name:1"``."""
+    copies: Copies = 1
+    """So many devices."""
+    speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Units take their seconds over it."""
+    budget_bytes: Bytes | None = None
+    """What units may take; none: enough."""
+    in_bandwidth_bytes_per_s: Rate | None = None
+    """From host memory, such as ``25GB/s``; none: it takes no time."""
+    out_bandwidth_bytes_per_s: Rate | None = None
+    """To host memory."""
+
+
+class ProblemSettings(Strict):
+    """The file: a `penstock.fleet.FleetProblem`."""
+
+    jobs: list[JobSettings] = Field(min_length=1)
+    """In the order in which they come."""
+    devices: list[DeviceSettings] = Field(min_length=1)
+    """That they share."""
+
+    @model_validator(mode="after")
+    def _has_own_names(self) -> Self:
+        for names in ([one.name for one in self.jobs], [one.name for one in self.devices]):
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise ValueError(f"two are called {twice[0]!r}; for several alike give one with copies: 2")
+        return self
+
+    def problem(self) -> fleet.FleetProblem:
+        """To simulate. Raises ``ValueError`` where no device takes a job."""
+        jobs = [job for one in self.jobs for job in _jobs_of(one)]
+        devices = [device for one in self.devices for device in _devices_of(one)]
+        return fleet.FleetProblem(jobs=tuple(jobs), devices=tuple(devices))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One problem under every scheduler."""
+
+    problem: fleet.FleetProblem = field(repr=False)
+    """Jobs and devices."""
+    schedules: Mapping[fleet.SchedulerName, fleet.Schedule] = field(repr=False)
+    """Per scheduler."""
+    lower_bound_s: float
+    """What no schedule beats."""
+    model_parallel_s: float
+    """One job after the other over all devices."""
+
+    def table(self) -> Table:
+        """For ``rich``."""
+        table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
+        for name, one in self.schedules.items():
+            total_s = max(one.makespan_s * len(one.devices), 1e-12)
+            table.add_row(
+                name,
+                format_duration(one.makespan_s),
+                self._over(one.makespan_s),
+                f"{one.busy_share:.1%}",
+                f"{sum(device.stall_s for device in one.devices) / total_s:.1%}",
+                format_bytes(sum(device.in_bytes for device in one.devices)),
+            )
+        table.add_section()
+        for label, end_s in (("model parallelism", self.model_parallel_s), ("lower bound", self.lower_bound_s)):
+            table.add_row(label, format_duration(end_s), self._over(end_s), "", "", "")
+        return table
+
+    def as_json(self) -> str:
+        """The table as JSON."""
+        schedules = {
+            name: {
+                "makespan_s": one.makespan_s,
+                "busy_share": one.busy_share,
+                "devices": {
+                    device.name: {key: getattr(use, key) for key in fleet.DeviceUse.__slots__}
+                    for device, use in zip(self.problem.devices, one.devices, strict=True)
+                },
+                "job_end_s": {job.name: end_s for job, end_s in zip(self.problem.jobs, one.job_end_s, strict=True)},
+            }
+            for name, one in self.schedules.items()
+        }
+        bounds = {"lower_bound_s": self.lower_bound_s, "model_parallel_s": self.model_parallel_s}
+        return json.dumps({"schedulers": schedules, **bounds}, indent=2)
+
+    def draw(self, path: Path, scheduler: fleet.SchedulerName) -> None:
+        """Which job was on which device when."""
+        rows: dict[str, list[tuple[float, float, str]]] = {one.name: [] for one in self.problem.devices}
+        for unit in self.schedules[scheduler].units:
+            device, job = self.problem.devices[unit.device].name, self.problem.jobs[unit.job].name
+            rows[device].append((unit.start_s, unit.end_s, job))
+        gantt(path, rows, title=f"Units per device, {scheduler}")
+
+    def _over(self, end_s: float) -> str:
+        return f"{end_s / self.lower_bound_s:.2f}" if self.lower_bound_s else ""
+
+
+def compare(path: Path, recorded: fleet.SchedulerName | None = None) -> Comparison:
+    """Simulates the problem in a file under every scheduler; ``recorded``: the one whose units are kept to be drawn.
+
+    Raises ``OSError``, and ``ValueError`` with file, line and key of what is wrong.
+    """
+    document = read(path)
+    settings = document.check(ProblemSettings)
+    try:
+        problem = settings.problem()
+    except ValueError as error:
+        raise document.error(("jobs",), str(error)) from None
+    return Comparison(
+        problem=problem,
+        schedules={name: fleet.simulate(problem, name, records=name == recorded) for name in SCHEDULERS},
+        lower_bound_s=fleet.lower_bound_s(problem),
+        model_parallel_s=fleet.model_parallel_s(problem),
+    )
+
+
+def show(found: Comparison, console: Console) -> None:
+    """Prints the table."""
+    console.print(found.table())
+    units = sum(job.num_units for job in found.problem.jobs)
+    console.print(f"{len(found.problem.jobs)} jobs of {units} units in all, {len(found.problem.devices)} devices.")
+
+
+def _jobs_of(given: JobSettings) -> list[fleet.JobCost]:
+    shards = [fleet.ShardCost(**one.model_dump(exclude={"copies"})) for one in given.shards for _ in range(one.copies)]
+    fields: dict[str, Any] = given.model_dump(exclude={"copies", "shards", "name"})
+    return [fleet.JobCost(name=name, shards=tuple(shards), **fields) for name in _names(given.name, given.copies, " ")]
+
+
+def _devices_of(given: DeviceSettings) -> list[fleet.DeviceCost]:
+    fields = {key: value for key, value in given.model_dump(exclude={"copies", "name"}).items() if value is not None}
+    return [fleet.DeviceCost(name=name, **fields) for name in _names(given.name, given.copies, ":")]
+
+
+def _names(name: str, copies: int, between: str) -> list[str]:
+    return [name] if copies == 1 else [f"{name}{between}{at}" for at in range(copies)]

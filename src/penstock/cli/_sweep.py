@@ -1,0 +1,240 @@
+"""The file of `penstock fleet run`: the function that makes jobs, their parameters, and the fleet that trains them."""
+
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
+
+from penstock.cli._document import Document, Strict, message_of, read, to_bytes
+from penstock.fleet import Device, SchedulerName
+
+_TRIES = 200
+Parameters = dict[str, JsonValue]
+Bytes = Annotated[int, BeforeValidator(to_bytes)]
+
+
+def _unlike(values: list[Any]) -> list[Any]:
+    """Refuses to train one thing twice."""
+    texts = [json.dumps(one, sort_keys=True) for one in values]
+    for text in texts:
+        if texts.count(text) > 1:
+            raise ValueError(f"{text} stands there {texts.count(text)} times")
+    return values
+
+
+def _directories(given: object) -> object:
+    """One directory, or several, as directories with limits."""
+    if isinstance(given, str):
+        return {given: None}
+    return dict.fromkeys(given) if isinstance(given, list) and all(isinstance(one, str) for one in given) else given
+
+
+def _device(name: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ValueError(f"a device is cpu or cuda:0, not {name!r}")
+    return name
+
+
+class DeviceSettings(Strict):
+    """A device: its name alone, or a mapping."""
+
+    name: Annotated[str, AfterValidator(_device)]
+    """``cpu`` or ``cuda:0``."""
+    budget: Bytes | None = None
+    """Bytes; none: that of the fleet."""
+    threads: int | None = Field(default=None, ge=1)
+    """Of a CPU device; none: an equal share."""
+
+
+class FleetSettings(Strict):
+    """The key ``fleet``: options of `penstock.fleet.Fleet`. Directories are relative to the current one."""
+
+    devices: (
+        Annotated[
+            list[
+                Annotated[DeviceSettings, BeforeValidator(lambda one: {"name": one} if isinstance(one, str) else one)]
+            ],
+            Field(min_length=1),
+        ]
+        | None
+    ) = None
+    """None: all GPUs, else one CPU device."""
+    budget: Bytes | None = None
+    """Bytes of true peak per device; none: what is free."""
+    host_budget: Bytes | None = None
+    """Bytes of main memory for what is not on a device."""
+    disk: Annotated[dict[str, Bytes | None], BeforeValidator(_directories)] | None = None
+    """A directory, a list of them, or directories with the bytes that each may take."""
+    run_dir: str | None = None
+    """Folder of checkpoints, metrics and state; none: a temporary one."""
+    scheduler: SchedulerName = "sharded-lrtf"
+    """Which job a device takes next."""
+    checkpoint_every: int | None = Field(default=None, ge=1)
+    """Steps between checkpoints of a job; none: ten minutes."""
+    keep: int = Field(default=1, ge=1)
+    """Checkpoints kept per job."""
+    verify: bool = False
+    """Whether every fetch from disk is checked, and the memory of every unit measured, one at a time."""
+
+    def options(self) -> dict[str, Any]:
+        """For `penstock.fleet.Fleet`."""
+        given = {key: getattr(self, key) for key in type(self).model_fields if key != "devices"}
+        devices = None if self.devices is None else [Device(**one.model_dump()) for one in self.devices]
+        return {"devices": devices, **given}
+
+    def overridden(self, **given: str | list[str] | None) -> "FleetSettings":
+        """With what the command line gave. Raises ``ValueError`` that names the option."""
+        changes = {key: value for key, value in given.items() if value is not None}
+        try:
+            checked = FleetSettings.model_validate(changes)
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+            lines = [f"--{str(one['loc'][0]).replace('_', '-')}: {message_of(one, FleetSettings)}" for one in faults]
+            raise ValueError("\n".join(lines)) from None
+        update = {key: getattr(checked, key) for key in changes}
+        if "budget" in changes and "devices" not in changes and self.devices is not None:
+            update["devices"] = [one.model_copy(update={"budget": None}) for one in self.devices]
+        return self.model_copy(update=update)
+
+
+class Sweep(Strict):
+    """What all sweeps have."""
+
+    job: str
+    """``file.py:function``, relative to the sweep's file, or ``package.module:function``; it returns a job."""
+    fleet: FleetSettings = FleetSettings()
+    """The fleet that trains them."""
+
+    def points(self) -> list[Parameters]:
+        """The parameters of each job."""
+        raise NotImplementedError
+
+
+class GridSweep(Sweep):
+    """All combinations; the last parameter changes fastest."""
+
+    search: Literal["grid"] = "grid"
+    """The kind."""
+    parameters: dict[str, Annotated[list[JsonValue], Field(min_length=1), AfterValidator(_unlike)]] = {}
+    """Values of each."""
+
+    def points(self) -> list[Parameters]:
+        """Their product."""
+        return [
+            dict(zip(self.parameters, values, strict=True)) for values in itertools.product(*self.parameters.values())
+        ]
+
+
+class Drawn(Strict):
+    """How a parameter is drawn: ``{low: 1e-5, high: 1e-3, log: true}`` or ``{choices: [4, 8]}``."""
+
+    low: float | None = Field(default=None, allow_inf_nan=False)
+    """The smallest value."""
+    high: float | None = Field(default=None, allow_inf_nan=False)
+    """The largest value."""
+    log: bool = False
+    """Whether each factor is as likely as any other, instead of each difference."""
+    integer: bool = False
+    """Whether values are rounded to whole numbers."""
+    choices: list[JsonValue] | None = Field(default=None, min_length=1)
+    """Values to choose from instead."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.choices is None) == (self.low is None or self.high is None):
+            raise ValueError("give low and high, as in {low: 1e-5, high: 1e-3, log: true}, or {choices: [4, 8]}")
+        if self.choices is not None and not {"low", "high", "log", "integer"}.isdisjoint(self.model_fields_set):
+            raise ValueError("low, high, log and integer do not go with choices")
+        if self.low is not None and self.high is not None and not self.low < self.high:
+            raise ValueError(f"low is below high, not {self.low} and {self.high}")
+        if self.log and self.low is not None and self.low <= 0:
+            raise ValueError(f"with log: true, low is above 0, not {self.low}")
+        return self
+
+    def draw(self, source: random.Random) -> JsonValue:
+        """A value, to six digits."""
+        if self.choices is not None:
+            return source.choice(self.choices)
+        assert self.low is not None and self.high is not None
+        if self.log:
+            value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            value = source.uniform(self.low, self.high)
+        value = min(max(float(f"{value:.6g}"), self.low), self.high)
+        return round(value) if self.integer else value
+
+
+class RandomSweep(Sweep):
+    """Parameters drawn independently; the same for the same seed, and no job twice."""
+
+    search: Literal["random"]
+    """The kind."""
+    parameters: dict[str, Drawn] = Field(min_length=1)
+    """How each is drawn."""
+    num_jobs: int = Field(ge=1)
+    """How many jobs."""
+    seed: int = 0
+    """Of the draws."""
+
+    def points(self) -> list[Parameters]:
+        """``num_jobs`` of them."""
+        source, found = random.Random(self.seed), dict[str, Parameters]()
+        for _ in range(self.num_jobs * _TRIES):
+            point = {name: one.draw(source) for name, one in self.parameters.items()}
+            found.setdefault(json.dumps(point), point)
+            if len(found) == self.num_jobs:
+                break
+        return list(found.values())
+
+
+class ListSweep(Sweep):
+    """Jobs one by one."""
+
+    search: Literal["list"]
+    """The kind."""
+    jobs: Annotated[list[Parameters], Field(min_length=1), AfterValidator(_unlike)]
+    """The parameters of each."""
+
+    def points(self) -> list[Parameters]:
+        """As they stand there."""
+        return self.jobs
+
+
+_KINDS: dict[object, type[Sweep]] = {"grid": GridSweep, "random": RandomSweep, "list": ListSweep}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFile:
+    """A sweep that was read and checked."""
+
+    document: Document
+    """The file, for errors that name a line."""
+    sweep: Sweep
+    """What it says."""
+    points: Sequence[Parameters]
+    """The parameters of each job."""
+
+    def error_at(self, at: int, name: str | None, message: str) -> ValueError:
+        """What is wrong with the parameter ``name`` of the job at place ``at``, or with all of them."""
+        keys: tuple[str | int, ...] = ("jobs", at) if isinstance(self.sweep, ListSweep) else ("parameters",)
+        return self.document.error(keys if name is None else (*keys, name), message)
+
+
+def read_sweep(path: Path) -> SweepFile:
+    """Reads a sweep. Raises ``OSError``, and ``ValueError`` with file, line and key of what is wrong."""
+    document = read(path)
+    kind = document.data.get("search", "grid") if isinstance(document.data, dict) else "grid"
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise document.error(("search",), f"a search is grid, random or list, not {kind!r}")
+    sweep = document.check(_KINDS[kind])
+    points = sweep.points()
+    if isinstance(sweep, RandomSweep) and len(points) < sweep.num_jobs:
+        raise document.error(("num_jobs",), f"only {len(points)} different jobs were found, not {sweep.num_jobs}")
+    return SweepFile(document=document, sweep=sweep, points=points)

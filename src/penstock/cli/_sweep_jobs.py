@@ -1,0 +1,98 @@
+"""The jobs of a sweep: its function called with the parameters of each, and a name of its own for each."""
+
+import inspect
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cli._sweep import Parameters, SweepFile
+from penstock.cli._target import function_of
+from penstock.errors import PenstockError
+from penstock.fleet import Job, JobSource
+
+_MOST_CHARACTERS = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMaker:
+    """The sweep's function; errors in it become one line that says where."""
+
+    function: Callable[..., Any]
+    """From parameters to a job."""
+    path: str
+    """Where it is, the same from any directory."""
+
+    def __call__(self, **parameters: Any) -> Job:  # any: JSON
+        """A job. Raises ``PenstockError`` where the function raises or returns something else."""
+        shown = f"{self.path}({', '.join(f'{key}={value!r}' for key, value in parameters.items())})"
+        try:
+            job = self.function(**parameters)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}, line {last.lineno}"
+            raise PenstockError(f"{shown} failed in {where}: {type(error).__name__}: {error}") from error
+        if not isinstance(job, Job):
+            raise PenstockError(f"{shown} returns a penstock.fleet.Job, not {type(job).__name__}")
+        return job
+
+    def source(self, parameters: Parameters) -> JobSource:
+        """How a job was made, for clones."""
+        return JobSource(make=self, path=self.path, parameters=parameters)
+
+
+def maker_of(file: SweepFile) -> JobMaker:
+    """The function that makes jobs. Raises ``ValueError`` where there is none, or it takes other parameters."""
+    target, folder = file.sweep.job, file.document.path.parent
+    try:
+        function = function_of(target, "makes jobs", "(**parameters) returns a penstock.fleet.Job", folder)
+    except PenstockError as error:
+        raise file.document.error(("job",), str(error)) from None
+    _check_parameters(file, function)
+    is_file = target.rpartition(":")[0].endswith(".py")
+    return JobMaker(function=function, path=str((folder / target).resolve()) if is_file else target)
+
+
+def make_jobs(file: SweepFile, make: JobMaker) -> list[tuple[Job, JobSource]]:
+    """The jobs of a sweep with names of their own. Raises ``PenstockError`` where one cannot be made."""
+    jobs = with_own_names([make(**point) for point in file.points], file.points)
+    return [(job, make.source(point)) for job, point in zip(jobs, file.points, strict=True)]
+
+
+def with_own_names(jobs: Sequence[Job], points: Sequence[Parameters]) -> list[Job]:
+    """The jobs; those whose name is another's too get their parameters behind it: ``"gpt lr=0.0001,batch=4"``."""
+    counts, taken, named = Counter(job.name for job in jobs), set[str](), []
+    for job, point in zip(jobs, points, strict=True):
+        name = job.name if counts[job.name] == 1 else f"{job.name} {_label(point)}".strip(" .")
+        if name in taken:
+            name = next(other for number in range(2, len(jobs) + 2) if (other := f"{name} {number}") not in taken)
+        taken.add(name)
+        named.append(job if name == job.name else job.with_changes(name=name))
+    return named
+
+
+def _label(point: Parameters) -> str:
+    """``lr=0.0001,batch=4``, of characters that a job's name may have."""
+    text = ",".join(f"{key}={value}" for key, value in point.items())
+    return re.sub(r"[^a-zA-Z0-9._=+, -]+", "-", text)[:_MOST_CHARACTERS]
+
+
+def _check_parameters(file: SweepFile, function: Callable[..., Any]) -> None:
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # built in
+        return
+    kinds = {one.kind for one in takes.parameters.values()}
+    known = [
+        name for name, one in takes.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    for at, point in enumerate(file.points):
+        for name in point:
+            if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
+                raise file.error_at(at, name, f"{file.sweep.job} takes {', '.join(known) or 'nothing'}, not {name}")
+        try:
+            takes.bind(**point)
+        except TypeError as error:
+            raise file.error_at(at, None, f"{file.sweep.job}: {error}") from None
