@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -131,13 +132,13 @@ class Results(Mapping[str, JobResult]):
                 key: value for key, value in (one.validations[-1] if one.validations else {}).items() if key != "step"
             }
             table.add_row(
-                one.name,
+                escape(one.name),
                 one.state.value,
                 str(len(one.losses)),
                 f"{one.losses[-1]:.4f}" if one.losses else "",
                 ", ".join(f"{key} {value:.4f}" for key, value in last.items()),
                 f"{one.seconds_per_step:.3g}",
-                one.error or "",
+                escape(one.error or ""),
             )
         return table
 

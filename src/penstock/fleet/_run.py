@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from penstock.errors import CheckpointError, PenstockError, TierDegradedWarning
+from penstock.errors import CheckpointError, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Device, Job
@@ -143,7 +143,6 @@ class Fleet:
         self._rates: tuple[float, float] | None = None
         self._warned = False
         self._sources: dict[str, JobSource] = {}
-        self._warm: dict[str, Path] = {}
         self._over: dict[str, JobResult] = {}
         self._num_places = 0
         self._engine = Engine(
@@ -214,7 +213,7 @@ class Fleet:
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Another job. Raises ``ValueError`` if one has its name already."""
         with self._engine.condition:
-            if job.name in self._over or any(run.job.name == job.name for run in self._engine.runs):
+            if job.name in self:
                 raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
             place, self._num_places = self._num_places, self._num_places + 1
             if source is not None:
@@ -230,6 +229,10 @@ class Fleet:
             if known is not None and known.state == JobState.PAUSED.value:
                 run.state = JobState.PAUSED
             self._engine.add(run)
+
+    def __contains__(self, name: object) -> bool:
+        """Whether a job has that name."""
+        return name in self._over or any(run.job.name == name for run in self._engine.runs)
 
     def pause(self, name: str) -> None:
         """The job leaves its device after the mini-batch at hand, until `resume`."""
@@ -249,21 +252,23 @@ class Fleet:
         A job that was added with its `JobSource` takes that function's parameters as ``changes``; another takes
         fields of `Job`. Raises ``ValueError`` or ``TypeError`` for changes that it cannot have.
         """
-        run = self._find(name)
+        over = self._over.get(name)
+        original = self._find(name).job if over is None else over.job
+        if new_name in self:
+            raise ValueError(f"a job is called {new_name!r} already; a clone needs a name of its own")
         source = self._sources.get(name)
         if source is not None:
             parameters = {**source.parameters, **changes}
             job = source.make(**parameters).with_changes(name=new_name)
             source = replace(source, parameters=parameters)
         else:
-            job = run.job.with_changes(name=new_name, **changes)
+            job = original.with_changes(name=new_name, **changes)
         if warm:
-            path = _checkpoint.latest(self._records.folder(run.job))
+            path = _checkpoint.latest(self._records.folder(original))
             if path is None:
                 raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
             kept = self._records.folder(job) / "origin" / path.name
             shutil.copytree(path, kept, dirs_exist_ok=True)  # the source's own goes when its next one is there
-            self._warm[new_name] = kept
         self.add(job, source)
 
     def wait(self, more: Callable[[], bool] | None = None) -> Results:
@@ -311,7 +316,8 @@ class Fleet:
     def rows(self) -> list[JobRow]:
         """What is known of the jobs of this process now."""
         with self._engine.condition:
-            return [self._row_of(run) for run in self._engine.runs]
+            found = [self._row_of(run) for run in self._engine.runs]
+        return sorted([*found, *(self._known[name] for name in self._over)], key=lambda row: row.place)
 
     @property
     def records(self) -> list[UnitRecord]:
@@ -362,8 +368,8 @@ class Fleet:
         path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
         if path is None:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
-            warm = self._warm.get(run.job.name)
-            return None if warm is None else _checkpoint.restore(run, warm, warm=True)
+            origin = sorted((folder / "origin").glob("step-*"))
+            return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
         resume = _checkpoint.restore(run, path)
         run.saved_step = run.training.position.step
         run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
@@ -385,7 +391,7 @@ class Fleet:
         for command in self.state.commands():
             try:
                 self._carry_out(command)
-            except (PenstockError, ValueError, TypeError, OSError) as error:
+            except Exception as error:  # whatever a user's function raises: the fleet goes on
                 self.state.answer(command.id, str(error) or type(error).__name__)
             else:
                 self.state.answer(command.id, "")

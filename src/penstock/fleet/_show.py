@@ -6,6 +6,7 @@ from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.fleet._life import JobState
@@ -85,8 +86,8 @@ def jobs_table(rows: Sequence[JobRow]) -> Table:
         left_s = max(0, row.num_steps - row.step) * row.seconds_per_step
         last = [f"{key} {value:.4g}" for key, value in row.validation.items() if key != "step"]
         table.add_row(
-            row.name,
-            row.state if row.error is None else f"{row.state}: {row.error[:60]}",
+            escape(row.name),
+            row.state if row.error is None else f"{row.state}: {escape(row.error[:60])}",
             str(row.step),
             str(row.num_steps or "?"),
             "" if row.loss is None else f"{row.loss:.4f}",

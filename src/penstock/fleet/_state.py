@@ -92,13 +92,18 @@ class FleetState:
     @property
     def exists(self) -> bool:
         """Whether a fleet was ever run in that folder."""
-        return self.path.is_file()
+        if not self.path.is_file():
+            return False
+        with self._open() as database:
+            names = database.execute("SELECT name FROM sqlite_master WHERE name = 'fleet'").fetchall()
+        return bool(names)
 
     def create(self) -> None:
         """Makes the tables where they are missing, and says that this process runs the fleet."""
         with self._open() as database:
             database.execute("PRAGMA journal_mode=WAL")
             database.executescript(_SCHEMA)
+            database.execute("UPDATE commands SET answer = 'the fleet had ended' WHERE answer IS NULL")
         self.say_alive()
 
     def say_alive(self) -> None:
@@ -169,13 +174,14 @@ class FleetState:
     def answer_to(self, number: int, timeout_s: float) -> str | None:
         """The answer to a command, waiting for it; ``None`` if none came."""
         end_s = time.monotonic() + timeout_s
-        while time.monotonic() < end_s:
+        while True:
             with self._open() as database:
                 (text,) = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
             if text is not None:
                 return str(text)
+            if time.monotonic() > end_s:
+                return None
             time.sleep(0.05)
-        return None
 
     def _set(self, key: str, value: str) -> None:
         with self._open() as database:

@@ -184,7 +184,10 @@ class Training:
             at.batch += 1
             return flatten(batch)
         if not at.batch:
-            raise ValueError(f"job {self.job.name!r}: its data yields no batch in epoch {at.epoch}")
+            raise ValueError(
+                f"job {self.job.name!r}: its data yields no batch in epoch {at.epoch}; data() "
+                "returns what can be iterated again, a list or a DataLoader, not a generator"
+            )
         self._batches = None
         at.epoch, at.batch = at.epoch + 1, 0
         return None

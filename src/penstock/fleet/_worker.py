@@ -174,7 +174,7 @@ class Worker:
     def _look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:
         """What comes next comes in as far as it fits, and what would be in its way begins to leave."""
         memory, now_bytes = self.memory, expected.transient_bytes(index)
-        if index == len(mini.tasks) - 1:
+        if index == len(mini.tasks) - 1 and self.following is None:  # a validation has several mini-batches
             self.following = self._look_ahead(self, self._owner)
         if not self.overlap.double_buffer:
             return
