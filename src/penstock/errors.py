@@ -16,6 +16,8 @@ __all__ = [
     "FleetStateError",
     "ForkedProcessError",
     "InternalError",
+    "NodeLostError",
+    "NodeLostWarning",
     "OffloadDeclinedWarning",
     "PenstockError",
     "PenstockWarning",
@@ -91,6 +93,10 @@ class FleetStateError(PenstockError):
     """The database of a fleet, in its run's folder, cannot be used."""
 
 
+class NodeLostError(PenstockError):
+    """No machine is left that could train a fleet's jobs. Their checkpoints are whole."""
+
+
 class DoubleBackwardError(PenstockError, RuntimeError):
     """``create_graph=True`` was used on a graph whose saved tensors were offloaded."""
 
@@ -105,6 +111,10 @@ class PenstockWarning(UserWarning):
 
 class TierDegradedWarning(PenstockWarning):
     """A tier works, but with less than was asked: no direct I/O, no pinned memory, or a failed write."""
+
+
+class NodeLostWarning(PenstockWarning):
+    """A machine was lost; its jobs go on elsewhere from their last checkpoints."""
 
 
 class CompilerDeclinedWarning(PenstockWarning):

@@ -3,6 +3,7 @@
 - `run`: trains `Job`s on `Device`s under a byte budget and returns `Results` (a `JobResult` per job with its
   `JobState`, `DeviceStatistics` per device); `Fleet` does it for jobs that come, pause, stop and are cloned
   (`JobSource`) meanwhile.
+- `stored_result`: a job's result from its folder.
 - `Stopper`, `Tracker`: what decides to stop a job early, and where metrics go; `UnitRecord`: what ran when.
 - `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it; `jobs_table` shows it.
 - `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share; a job
@@ -29,6 +30,7 @@ from penstock.fleet._records import Tracker as Tracker
 from penstock.fleet._results import DeviceStatistics as DeviceStatistics
 from penstock.fleet._results import JobResult as JobResult
 from penstock.fleet._results import Results as Results
+from penstock.fleet._results import stored_result as stored_result
 from penstock.fleet._run import Ablation as Ablation
 from penstock.fleet._run import Fleet as Fleet
 from penstock.fleet._run import JobSource as JobSource

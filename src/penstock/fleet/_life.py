@@ -73,6 +73,13 @@ class JobRun:
     """Times it was cut smaller because a device ran out of memory."""
 
     @property
+    def size_bytes(self) -> int:
+        """Parameters, gradients and optimizer state; 0 before they were measured."""
+        if not self.is_prepared:
+            return 0
+        return sum(2 * one.parameter_bytes + one.state_bytes for one in self.measures)
+
+    @property
     def remaining_s(self) -> float:
         """Seconds of its units that are left, on one device; infinite before it was measured."""
         if not self.is_prepared:

@@ -33,15 +33,16 @@ class Tracker(Protocol):
 class Records:
     """The files of a run's folder that grow, and the trackers beside them."""
 
-    def __init__(self, run_dir: Path, trackers: Sequence[Tracker]):
+    def __init__(self, run_dir: Path, trackers: Sequence[Tracker], jobs_dir: str | Path | None = None):
         self._run_dir = run_dir
+        self._jobs_dir = run_dir / "jobs" if jobs_dir is None else Path(jobs_dir)
         self._trackers = list(trackers)
         self._lock = threading.RLock()
         self._num_written: dict[int, int] = {}
 
     def folder(self, job: Job) -> Path:
         """Where everything of a job is."""
-        return self._run_dir / "jobs" / job.name
+        return self._jobs_dir / job.name
 
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """A line of metrics. A disk that is full loses lines, and nothing else."""

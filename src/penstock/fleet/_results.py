@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from penstock.fleet._checkpoint import load_model
+from penstock.fleet._checkpoint import latest, load_model
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
@@ -151,10 +151,9 @@ class Results(Mapping[str, JobResult]):
         return "\n".join(lines)
 
 
-def stored_result(
-    job: Job, state: JobState, error: str | None, seconds_per_step: float, path: Path | None
-) -> JobResult:
-    """Of a job that is over, or was when the process ended, from its last checkpoint."""
+def stored_result(job: Job, folder: Path, state: JobState, error: str | None, seconds_per_step: float) -> JobResult:
+    """Of a job that is over, or was when the process ended, from the last checkpoint in its folder."""
+    path = latest(folder)
     known: dict[str, Any] = {} if path is None else json.loads((path / "state.json").read_text())
     return JobResult(
         job=job,

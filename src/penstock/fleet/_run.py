@@ -98,12 +98,13 @@ class Fleet:
     ``devices``: names or `Device`s, by default all CUDA devices, else one CPU device. ``budget``: bytes of true peak
     per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
     default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints,
-    metrics and state, on a local disk; by default a temporary one that goes with the results. ``resume=True`` goes on
-    with what an earlier process left there; otherwise a folder with a fleet in it is refused. ``scheduler``: see
-    `Scheduler`. ``stopper``: sees every validation and may stop the job. ``checkpoint_every``: steps between
-    checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go
-    beside the folder. ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing.
-    ``verify=True`` checks a checksum on every fetch from disk and measures the memory of every unit, one at a time.
+    metrics and state, on a local disk; by default a temporary one that goes with the results. ``jobs_dir``: folder of
+    checkpoints and metrics, if they are to be apart from it. ``resume=True`` goes on with what an earlier process left
+    there; otherwise a folder with a fleet in it is refused. ``scheduler``: see `Scheduler`. ``stopper``: sees every
+    validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes.
+    ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"``
+    shows a live table on a terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every
+    fetch from disk and measures the memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
@@ -116,6 +117,7 @@ class Fleet:
         host_budget: Size | None = None,
         disk: DiskSpec = None,
         run_dir: str | Path | None = None,
+        jobs_dir: str | Path | None = None,
         resume: bool = False,
         scheduler: SchedulerName | Scheduler = "sharded-lrtf",
         stopper: Stopper | None = None,
@@ -136,9 +138,12 @@ class Fleet:
         self._temporary = None if run_dir is not None else _TemporaryFolder()
         self.run_dir = Path(self._temporary.path if self._temporary is not None else str(run_dir))
         """Where checkpoints, metrics and the fleet's state are."""
+        self.host_bytes = None if self._budget.disk_bytes else self._budget.host_bytes
+        """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what host memory cannot."""
         self.state = FleetState(self.run_dir)
-        self._refuse_strangers()
-        self._records = Records(self.run_dir, trackers)
+        self.state.refuse_strangers(resume=resume)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._records = Records(self.run_dir, trackers, jobs_dir)
         self._ablation = ablation or Ablation()
         self._rates: tuple[float, float] | None = None
         self._warned = False
@@ -220,10 +225,8 @@ class Fleet:
                 self._sources[job.name] = source
             known = self._known.get(job.name)
             if known is not None and JobState(known.state).is_over:
-                path = _checkpoint.latest(self._records.folder(job))
-                self._over[job.name] = stored_result(
-                    job, JobState(known.state), known.error, known.seconds_per_step, path
-                )
+                state, folder = JobState(known.state), self._records.folder(job)
+                self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
                 return
             run = JobRun(job=job, place=place, training=Training(job))
             if known is not None and known.state == JobState.PAUSED.value:
@@ -245,6 +248,14 @@ class Fleet:
     def stop(self, name: str) -> None:
         """The job ends after the mini-batch at hand, with a checkpoint."""
         self._want(name, JobState.STOPPED)
+
+    def forget(self, name: str) -> None:
+        """A job that is over leaves the fleet: its name is free again, its folder stays. ``ValueError`` for another."""
+        run = self._find(name)
+        with self._engine.condition:
+            if not run.state.is_over:
+                raise ValueError(f"job {name!r} is {run.state.value}; stop it first")
+            self._engine.runs.remove(run)
 
     def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
         """A new job like ``name`` with other hyperparameters; ``warm`` begins with its last checkpoint's parameters.
@@ -318,6 +329,11 @@ class Fleet:
         with self._engine.condition:
             found = [self._row_of(run) for run in self._engine.runs]
         return sorted([*found, *(self._known[name] for name in self._over)], key=lambda row: row.place)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state of the jobs that have begun, by name."""
+        with self._engine.condition:
+            return {run.job.name: run.size_bytes for run in self._engine.runs if run.size_bytes}
 
     @property
     def records(self) -> list[UnitRecord]:
@@ -483,19 +499,6 @@ class Fleet:
             fetched_bytes=tiers.fetched_bytes,
             written_to_disk_bytes=tiers.written_to_disk_bytes,
         )
-
-    def _refuse_strangers(self) -> None:
-        if self.state.exists:
-            if not self._resume:
-                raise ValueError(
-                    f"{self.run_dir} holds a fleet already; go on with it, fleet.run(..., resume=True), or give "
-                    "another run_dir"
-                )
-            if self.state.is_alive:
-                raise ValueError(
-                    f"a process is running the fleet in {self.run_dir}; `penstock fleet ps {self.run_dir}` shows it"
-                )
-        self.run_dir.mkdir(parents=True, exist_ok=True)
 
     def _lane_rate(self) -> tuple[float, float]:
         """Bytes per second out and in, for one device."""

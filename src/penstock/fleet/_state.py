@@ -116,6 +116,16 @@ class FleetState:
         """No process runs the fleet any more."""
         self._set("alive_s", "0")
 
+    def refuse_strangers(self, *, resume: bool) -> None:
+        """Raises ``ValueError`` where another fleet was run and is not to go on, or where one runs now."""
+        folder = self.path.parent
+        if self.exists and not resume:
+            raise ValueError(
+                f"{folder} holds a fleet already; go on with it, fleet.run(..., resume=True), or give another run_dir"
+            )
+        if self.exists and self.is_alive:
+            raise ValueError(f"a process is running the fleet in {folder}; `penstock fleet ps {folder}` shows it")
+
     @property
     def is_alive(self) -> bool:
         """Whether a process runs the fleet now."""

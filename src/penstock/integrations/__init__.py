@@ -4,9 +4,11 @@
 - `search`: Optuna's sampler says which jobs come next, while others train (`fleet` extra).
 - `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
 - `MLflowTracker`: the same as runs of an MLflow experiment (`mlflow` extra).
+- `run_on_ray`: a fleet over several machines (`ray` extra).
 """
 
 from penstock.integrations._mlflow import MLflowTracker as MLflowTracker
 from penstock.integrations._optuna import OptunaStopper as OptunaStopper
 from penstock.integrations._optuna import search as search
+from penstock.integrations._ray import run_on_ray as run_on_ray
 from penstock.integrations._tensorboard import TensorBoardTracker as TensorBoardTracker
