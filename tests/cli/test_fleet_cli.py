@@ -377,7 +377,7 @@ def test_commands_reach_a_fleet_that_runs(written, tmp_path):
     assert fleet.rows()["clone"]["source"]["parameters"] == {"lr": 0.03, "steps": 1000000}
 
     for arguments, words in [
-        (("clone", run_dir, "clone", "line lr=0.1"), "two jobs are called"),
+        (("clone", run_dir, "clone", "line lr=0.1"), "a job is called"),
         (("clone", run_dir, "clone", "other", "--set", "rate=1"), "unexpected keyword argument 'rate'"),
         (("clone", run_dir, "clone", "other", "--set", "lr"), "--set lr: give a parameter and its value"),
         (("stop", run_dir, "nobody"), "no job is called 'nobody'"),

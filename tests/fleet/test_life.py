@@ -287,6 +287,37 @@ def test_pause_resume_stop_and_clone_while_the_fleet_runs(tmp_path):
     assert "import path" in answers[3] and "no job is called" in answers[4]
 
 
+def test_a_job_that_accumulates_stops_between_two_steps(tmp_path):
+    made = fleet.Fleet(
+        [fleet.Device(name="cpu", threads=1)], "2MB", host_budget="64MiB", run_dir=tmp_path, progress=None
+    )
+    seen = []
+
+    def loss(model, batch):
+        return model(*batch)
+
+    def data():
+        for batch in batches() * 100:
+            seen.append(1)
+            if len(seen) == 6:  # the second of four batches of a step
+                made.stop("job")
+            yield batch
+
+    with made:
+        made.add(job(accumulate=4, data=data, loss=loss, steps=50))
+        results = made.wait()
+    assert results["job"].state is JobState.STOPPED
+    assert len(results["job"].losses) == 2 and results["job"].checkpoint.name == "step-00000002"
+
+
+def test_checkpoints_of_another_fleet_are_not_mistaken_for_ones_own(tmp_path):
+    train([job(steps=2)], num_devices=1, run_dir=tmp_path)
+    for file in tmp_path.glob("fleet.db*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="holds checkpoints"):
+        train([job(steps=2)], num_devices=1, run_dir=tmp_path)
+
+
 def test_a_stopper_ends_a_job_early(tmp_path):
     seen = []
 

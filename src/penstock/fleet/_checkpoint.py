@@ -43,7 +43,8 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
     name = f"step-{training.position.step:08}"
     target, draft = parent / name, parent / f".{name}.draft"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        for old in parent.glob(".step-*.draft"):  # of a process that was killed
+            shutil.rmtree(old, ignore_errors=True)
         draft.mkdir(parents=True)
         for index, group in enumerate(training.groups):
             if group.kind == "frozen" or group.item is None:

@@ -206,7 +206,7 @@ class JobTurn:
         try:
             if run.state.is_over:
                 return  # chosen before its last turn had ended
-            if run.wanted is JobState.STOPPED:
+            if run.wanted is JobState.STOPPED and not (run.is_prepared and run.training.position.micro):
                 if run.is_prepared:
                     engine.hooks.save(run, worker)
                 engine.end(run, worker, JobState.STOPPED)

@@ -70,7 +70,9 @@ def run(
     budget: Size | Budget | None = None,
     **options: Any,  # those of Fleet
 ) -> Results:
-    """Trains all jobs and returns what came of them. Options are those of `Fleet`; ``backend="ray"`` is `run_on_ray`'s.
+    """Trains all jobs and returns what came of them. Options are those of `Fleet`.
+
+    Several machines: `penstock.integrations.run_on_ray`.
 
     >>> import torch
     >>> from penstock import fleet
@@ -224,6 +226,11 @@ class Fleet:
             if source is not None:
                 self._sources[job.name] = source
             known = self._known.get(job.name)
+            if not self._resume and _checkpoint.latest(self._records.folder(job)) is not None:
+                raise ValueError(
+                    f"{self._records.folder(job)} holds checkpoints of such a job already; go on with them, "
+                    "fleet.run(..., resume=True), or give another run_dir"
+                )
             if known is not None and JobState(known.state).is_over:
                 state, folder = JobState(known.state), self._records.folder(job)
                 self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
@@ -246,7 +253,7 @@ class Fleet:
         self._want(name, JobState.RUNNING)
 
     def stop(self, name: str) -> None:
-        """The job ends after the mini-batch at hand, with a checkpoint."""
+        """The job ends after the optimizer step at hand, with a checkpoint."""
         self._want(name, JobState.STOPPED)
 
     def forget(self, name: str) -> None:
