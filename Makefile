@@ -25,12 +25,14 @@ check: .venv/ready
 bench: .venv/ready
 	$(RUN) -m benchmarks.offload --json benchmarks/results/offload.json
 	$(RUN) -m benchmarks.fleet --json benchmarks/results/fleet.json
+	$(RUN) -m benchmarks.fleet_training --json benchmarks/results/fleet-training.json
 	$(RUN) -m benchmarks.planner --json benchmarks/results/planner.json
 	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
 
-# A long campaign, outside CI: 10,000 put/get cycles under random faults.
+# Long campaigns, outside CI: 10,000 put/get cycles under random faults, and 100 faults against fleets.
 soak: .venv/ready
 	$(RUN) -m benchmarks.soak_tiers
+	$(RUN) -m benchmarks.fleet_faults
 
 # From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.
 GPU_OUT ?= gpu-results
@@ -38,4 +40,6 @@ gpu:
 	mkdir -p $(GPU_OUT)
 	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/gpu -q 2>&1 | tee $(GPU_OUT)/tests.txt
 	PYTHONPATH=src timeout 120 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
+	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
+		--budget 8GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
 	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json

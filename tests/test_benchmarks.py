@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import fleet, offload, planner, remat, soak_tiers
+from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, remat, soak_tiers
 
 
 def test_offload_benchmark(tmp_path):
@@ -33,6 +33,25 @@ def test_fleet_benchmark(tmp_path):
     assert rows["model parallelism", f"makespan, {where}"]["ratio"] > 4
     assert rows["2,000 jobs on 256 devices", "over the lower bound"]["value"] < 1.05
     assert (tmp_path / "fleet.png").stat().st_size > 0
+
+
+def test_fleet_training_benchmark(tmp_path):
+    file = tmp_path / "training.json"
+    fleet_training.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["fleet", "losses equal to plain training"]["value"] is True
+    assert 0 < rows["fleet", "measured peak over budget"]["value"] <= 1
+    assert 0 < rows["fleet", "peak"]["value"] <= rows["fleet", "budget"]["value"]
+    assert rows["fleet", "throughput"]["ratio"] > 0
+    assert rows["no double buffer", "throughput"]["value"] > 0
+    for name in ("training.units.png", "training.losses.png"):
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_campaign_of_faults(tmp_path):
+    rows = fleet_faults.main(["--quick", "--disk", str(tmp_path)])
+    assert sum(row.value for row in rows if row.metric == "faults") >= 4
+    assert all(row.value == 0 for row in rows if row.metric == "trials with something wrong")
 
 
 def test_planner_benchmark(tmp_path):

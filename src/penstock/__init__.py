@@ -4,10 +4,10 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 
 - `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
 - `penstock.remat`: one budget in bytes; a plan that keeps, recomputes or swaps every storage of a step.
-- `penstock.fleet`: many models on few devices; so far their schedule, simulated.
+- `penstock.fleet`: many models, each larger than a device, trained together on few devices.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
-- `penstock.integrations`: fleets beside Optuna, TensorBoard and MLflow.
+- `penstock.integrations`: fleets beside Optuna, TensorBoard, MLflow and Ray.
 - `penstock.report`: pictures of what happened.
 - `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
 - `penstock.units` and `penstock.errors`: sizes as text, and everything that can go wrong.
