@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_TRIED_ELEMENTS = 65536
 State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
 
 
@@ -32,6 +33,21 @@ class ShardedOptimizer:
         if unknown:
             raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
         self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
+
+    def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
+        """Bytes of state per byte of parameters, tried on a copy of one of middling size."""
+        trained = [one for name, one in named.items() if name in self.trained and one.numel() > 1]
+        if not trained:
+            return 0.0
+        parameter = min(trained, key=lambda one: (one.dim() < 2, abs(one.numel() - _TRIED_ELEMENTS)))
+        data = parameter.data
+        parameter.data, parameter.grad = data.clone(), torch.zeros_like(data)
+        try:
+            (state,) = self.step({"": parameter}, {}).values()
+        finally:
+            parameter.data, parameter.grad = data, None
+        tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
+        return sum(one.nbytes for one in tensors) / data.nbytes
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
         """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place."""

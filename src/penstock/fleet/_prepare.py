@@ -8,6 +8,7 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._gate import gate
 from penstock.fleet._groups import content_key
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
@@ -75,7 +76,9 @@ class Preparation:
             ],
             _MOST_ATOMS,
         )
-        factor, share = 1.0, 2.0
+        with gate.computing():
+            share = training.optimizer.state_share(training.parameters)
+        factor = 1.0
         error: BudgetError | None = None
         for _ in range(_MOST_CUTS):
             problem = PartitionProblem(

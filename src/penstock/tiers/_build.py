@@ -100,8 +100,7 @@ def waterfalls_for(
             movers.append(
                 StreamMover(CudaStreams(device), staging, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
             )
-        else:
-            give_back_freed_memory()
+        else:  # malloc keeps what is freed: shards come and go all the time, and mapping them anew costs page faults
             movers.append(MemoryMover(log, max_in_flight_bytes=max_in_flight_bytes, verify=verify))
     return [_joined(tiers, mover, log) for mover, log in zip(movers, logs, strict=True)]
 
