@@ -45,4 +45,9 @@ def _walk(thing: Any, tensors: list[torch.Tensor]) -> tuple[Callable[[Sequence[t
                 tuple(part[1] for part in parts),
             )
         return lambda given: make(part[0](given) for part in parts), ("list", tuple(part[1] for part in parts))
-    return lambda _: thing, ("constant", repr(thing))
+    if thing is None or isinstance(thing, bool | int | float | str | bytes | torch.dtype | torch.device):
+        return lambda _: thing, ("constant", repr(thing))
+    raise TypeError(
+        f"batches are tensors, numbers and text in tuples, lists and dicts; this one holds a {type(thing).__name__}. "
+        "Let data() yield its tensors: {'x': batch.x, 'y': batch.y}"
+    )

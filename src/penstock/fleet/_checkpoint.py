@@ -60,7 +60,7 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
         _synchronize(parent)
         for old in sorted(parent.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, TypeError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the "

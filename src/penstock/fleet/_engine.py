@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from penstock.errors import InternalError
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._life import Hooks, JobRun, JobState
 from penstock.fleet._memory import Item
@@ -69,7 +70,7 @@ class Engine:
                     self.condition.notify_all()
                     return None
                 self.condition.wait(timeout=0.01)
-            worker.memory.waterfall.reap()
+            worker.memory.held_bytes()  # lets go of what has left, or gone to another device
 
     def look_ahead(self, worker: Worker, current: Any) -> Turn | None:  # any: a JobRun
         """The turn after the one at hand, chosen before that has ended; ``None`` leaves it to `take`."""
@@ -133,8 +134,11 @@ class Engine:
             return None
         run = best[2]
         if run is not own:
+            try:
+                self._move(run, worker)
+            except InternalError:  # a frozen item began to move this very moment
+                return None
             run.is_taken = True
-            self._move(run, worker)
         return JobTurn(self, run)
 
     def _priority(self, run: JobRun) -> float:
@@ -160,20 +164,24 @@ class Engine:
         if run.home is None or run.home is worker:
             return True
         return all(item.is_settled for item in run.training.items()) and all(
-            one.item is None or one.item.is_settled for one in run.training.groups if one.kind == "frozen"
+            one.item is None or self._is_on(one.item, worker) or one.item.is_settled
+            for one in run.training.groups
+            if one.kind == "frozen"
         )
+
+    def _is_on(self, item: Item, worker: Worker) -> bool:
+        """Whether the device has the frozen item, or one with the same bytes."""
+        return any(worker.index in places for places in self.frozen.values() if item in places.values())
 
     def _move(self, run: JobRun, worker: Worker) -> None:
         """Hands the job's items over to ``worker``. Holds the lock."""
         if run.home is not None and run.home is not worker:
             waterfall = worker.memory.waterfall
-            for group in run.training.groups:
-                if group.item is None:
-                    continue
-                if group.kind == "frozen":
-                    group.item = self._frozen_on(group.item, worker)
-                else:
-                    group.item = group.item.borrowed(waterfall)
+            groups = [group for group in run.training.groups if group.item is not None]
+            frozen = {id(one): self._frozen_on(one.item, worker) for one in groups if one.kind == "frozen" and one.item}
+            for group in groups:
+                assert group.item is not None
+                group.item = frozen.get(id(group)) or group.item.borrowed(waterfall)
             for packed in (*run.training.gradients.values(), *run.training.states.values()):
                 packed.item = packed.item.borrowed(waterfall)
         run.home = worker
@@ -238,6 +246,8 @@ class JobTurn:
                 engine.hooks.save(run, worker)
                 engine.end(run, worker, JobState.STOPPED)
                 return
+            for item in training.drop_unfinished_step():
+                worker.memory.discard(item)
             engine.hooks.save(run, worker)
             engine.end(run, worker, JobState.DONE)
             return
@@ -324,7 +334,8 @@ class JobTurn:
         mini = MiniBatch(
             training, worker.memory, program, leaves, structure, run.saves, behaviour=Behaviour(trains=False)
         )
-        most = max(max(one.saving_bytes, one.backward_bytes) for one in run.measures)
+        larger = max(1.0, sum(one.nbytes for one in leaves) / max(1, run.leaf_bytes))
+        most = int(larger * max(max(one.saving_bytes, one.backward_bytes) for one in run.measures))
         worker.run_minibatch(run, mini, _AtMost(most))
         result = program.rebuild_result(mini.results)
         named = result if isinstance(result, dict) else {"loss" if training.job.metric is None else "metric": result}

@@ -69,6 +69,8 @@ class JobRun:
     """When that was."""
     started_s: float = 0.0
     ended_s: float = 0.0
+    leaf_bytes: int = 0
+    """Of its first batch."""
     is_smaller: int = 0
     """Times it was cut smaller because a device ran out of memory."""
 

@@ -20,6 +20,7 @@ from penstock.units import format_bytes
 
 SMALL_BYTES = 64 * 1024
 """Storages below it are not worth a copy of their own; where it matters they are packed."""
+_TRIES = 4
 _SLACK_BYTES = 4096
 """What an aligned allocation may take beside its bytes."""
 
@@ -130,6 +131,10 @@ class DeviceMemory:
         if item.storages is None and item.handles is not None:
             self._items[item] = None
             self._leaving.pop(item, None)
+            states = {handle.state for handle in item.handles if handle is not None}
+            if states & {HandleState.LEAVING, HandleState.KEPT}:  # still here: taken back as it is
+                self.get(item)
+                return
             for handle in item.handles:
                 if handle is not None:
                     handle.prefetch()
@@ -154,6 +159,8 @@ class DeviceMemory:
 
     def write(self, item: Item) -> None:
         """Begins to copy out what has no copy below; it stays usable on the device."""
+        if item.storages is not None and not item.has_copy_below:
+            self.changed(item)  # a copy that failed is tried again
         if item.handles is None:
             assert item.storages is not None
             item.handles = [
@@ -163,6 +170,7 @@ class DeviceMemory:
 
     def evict(self, item: Item) -> None:
         """Lets it go, once its bytes are below."""
+        self.get(item)  # one that is on its way in, and turned out not to be next
         self.write(item)
         item.storages = None
         self._leaving[item] = None
@@ -229,20 +237,27 @@ class DeviceMemory:
             self._leaving.pop(item, None)
 
     def _farthest(self, pinned: set[Item]) -> Item | None:
-        held = [item for item in self._items if item.storages is not None and item not in pinned]
+        held = [item for item in self._items if item not in self._leaving and item not in pinned and item.held_bytes()]
         return max(held, key=lambda item: (item.next_use, item.has_copy_below, item.size_bytes), default=None)
 
     def _wait_for_oldest(self) -> None:
+        """Waits for a copy out; one that failed is tried a few times, since others may give room back meanwhile."""
         item = next(iter(self._leaving))
-        for handle in item.handles or ():
-            if handle is not None and handle.state is HandleState.LEAVING:
-                handle.finish_out()
-        del self._leaving[item]
-        if any(handle is not None and handle.state is HandleState.KEPT for handle in item.handles or ()):
-            raise BudgetError(
-                f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
-                "full or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
-            )
+        for attempt in range(_TRIES):
+            for handle in item.handles or ():
+                if handle is not None and handle.state is HandleState.LEAVING:
+                    handle.finish_out()
+            if item.has_copy_below:
+                self._leaving.pop(item, None)
+                return
+            time.sleep(0.1 * attempt)
+            self._reap()
+            self.evict(item)
+        self._leaving.pop(item, None)
+        raise BudgetError(
+            f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
+            "full or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
+        )
 
     def _refuse(self, size_bytes: int, why: str) -> None:
         held = sum(item.held_bytes() for item in self._items)

@@ -63,5 +63,11 @@ class ShardedOptimizer:
             if state:
                 part.state[parameters[name]] = state
         type(part).step(part)
+        for own, group in zip(part.param_groups, master.param_groups, strict=True):
+            if any(key != "params" and value is not group[key] and value != group[key] for key, value in own.items()):
+                raise TypeError(
+                    f"{type(master).__name__} keeps state in its groups, which is of all parameters at once, and "
+                    "cannot be stepped shard by shard; take AdamW"
+                )
         master._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
         return {name: dict(part.state.get(parameter, {})) for name, parameter in parameters.items()}

@@ -42,6 +42,7 @@ class Preparation:
         training.build()
         resume = engine.hooks.restore(run)
         leaves, structure = training.peek()
+        run.leaf_bytes = sum(one.nbytes for one in leaves)
         captured = training.capture(leaves, structure, training=True)
         training.learn_constants(captured)
         self._cut(captured, leaves, structure)
@@ -146,7 +147,7 @@ class Preparation:
             if group.kind == "frozen":
                 memory.write(group.item)
                 with self.engine.condition:
-                    self.engine.frozen[key] = {self.worker.index: group.item}
+                    self.engine.frozen.setdefault(key, {})[self.worker.index] = group.item
 
     def _shared(self, places: dict[int, Item]) -> Item | None:
         if self.worker.index in places:

@@ -6,6 +6,7 @@ A value that skips shards passes them by. The operators are those that the model
 by autograd as ever, so results and gradients equal the model's own to the bit.
 """
 
+import copy
 import hashlib
 import itertools
 import operator
@@ -44,6 +45,8 @@ class Shard:
     """Names of values that shards after it read; of the last, the results."""
     label: str
     """What it is of the model, for messages."""
+    writes_buffers: bool
+    """Whether forward may change a buffer, as batch norm does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,8 @@ class Atom:
 class Captured:
     """One graph of ``function(model, batch)``, for batches with the signature of the one given.
 
-    ``names`` gives parameters and buffers (by ``id``) their names; constants of the graph are added to ``constants``.
+    ``names`` gives parameters and buffers (by ``id``) their names; constants of the graph are added to ``constants``,
+    with ``number`` in their names, so that those of a job's graphs differ.
     Raises ``CaptureError`` where the model cannot be traced.
     """
 
@@ -88,7 +92,9 @@ class Captured:
         leaves: Sequence[torch.Tensor],
         structure: Structure,
         names: dict[int, str],
+        number: int,
     ):
+        self._number = number
         results: list[Structure] = []
 
         def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -142,8 +148,9 @@ class Captured:
             elif kind == "BUFFER" and id(step.get_buffer(spec.target)) in names:
                 self._tensor_of[node] = names[id(step.get_buffer(spec.target))]
             elif kind in ("BUFFER", "CONSTANT_TENSOR"):
-                self.constants[f"constant.{spec.target}"] = exported.constants[spec.target]
-                self._tensor_of[node] = f"constant.{spec.target}"
+                name = f"constant.{self._number}.{spec.target}"
+                self.constants[name] = exported.constants[spec.target]
+                self._tensor_of[node] = name
             elif node.users:
                 raise CaptureError(f"the graph of the model takes {kind.lower()} {spec.target!r}; cut it with stages=")
 
@@ -219,6 +226,7 @@ class Captured:
             inputs=tuple(self._batch_of.get(node, node.name) for node in inputs),
             outputs=tuple(f"result.{at}" if is_last else node.name for at, node in enumerate(outputs)),
             label=f"{_label(inside[0])} to {_label(inside[-1])}",
+            writes_buffers=any(_may_write(node) for node in inside),
         )
         shapes = [(str(node.meta["val"].dtype), tuple(node.meta["val"].shape)) for node in (*tensors, *inputs)]
         return shard, _fingerprint(module, shapes)
@@ -254,12 +262,24 @@ class _GraphRun:
 
 
 def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        if isinstance(node.kwargs.get("device"), torch.device):
-            node.kwargs = {**node.kwargs, "device": device}
-    return fx.GraphModule(module, graph)
+    module = copy.deepcopy(module)
+    for child in module.modules():
+        if not isinstance(child, fx.GraphModule):
+            continue
+        for node in child.graph.nodes:
+            node.args, node.kwargs = fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda one: device if isinstance(one, torch.device) else one
+            )
+            if "wrap_with_autocast" in str(node.target):
+                node.args = (device.type, *node.args[1:])
+        child.recompile()
+    return module
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether the operator may change what it is given; the schema of batch norm does not say so."""
+    schema = getattr(node.target, "_schema", None)
+    return (schema is not None and schema.is_mutable) or "_norm" in str(node.target) or node.op == "get_attr"
 
 
 def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:

@@ -4,6 +4,7 @@ The user's function calls the model once. In the first shard that call is interr
 returns what the stages made. Values between stages may be any nest of tensors.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._program import BATCH, Atom, Program, Shard
 
 Stage = Callable[..., Any]
+_numbers = itertools.count()
 
 
 class Staged:
@@ -31,6 +33,7 @@ class Staged:
         if not stages:
             raise CaptureError("stages= returned nothing; for instance lambda model: [model.embed, *model.blocks]")
         self._stages = list(stages)
+        self._number = next(_numbers)
         self._function, self._structure = function, structure
         self._names = names
         self._num_leaves = len(leaves)
@@ -45,7 +48,7 @@ class Staged:
         """Shards that end behind the stages with these indexes."""
         bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
-        prints = tuple(f"{id(self)} {bound}" for bound in bounds)  # what a module computes cannot be compared
+        prints = tuple(f"{self._number} {bound}" for bound in bounds)  # what a module computes cannot be compared
         return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
 
     def _rebuild(self, given: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
@@ -101,6 +104,7 @@ class Staged:
             inputs=before + (batch if is_last or not first else ()),
             outputs=tuple(f"{kind}{at}" for at in range(num_outputs)),
             label=f"{_name_of(self._stages[first])} to {_name_of(self._stages[last])}",
+            writes_buffers=True,
         )
 
     def _compute(

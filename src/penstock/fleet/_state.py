@@ -31,6 +31,7 @@ _COLUMNS = (
     "name", "place", "state", "step", "num_steps", "epoch", "loss", "validation", "device", "seconds_per_step", "error",
     "tags", "source", "updated_s",
 )  # fmt: skip
+_AS_JSON = ("validation", "tags", "source")
 ALIVE_S = 10.0
 """A fleet that has not written for so long is not running."""
 
@@ -140,7 +141,9 @@ class FleetState:
         marks = ", ".join("?" for _ in _COLUMNS)
         values = [
             tuple(
-                json.dumps(getattr(row, column)) if column in ("validation", "tags", "source") else getattr(row, column)
+                json.dumps(getattr(row, column), default=str)
+                if column in ("validation", "tags", "source")
+                else getattr(row, column)
                 for column in _COLUMNS
             )
             for row in rows

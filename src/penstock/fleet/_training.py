@@ -127,7 +127,7 @@ class Training:
             self.model = job.model()
             if not isinstance(self.model, nn.Module):
                 raise TypeError(f"job {job.name!r}: model() returned {type(self.model).__name__}, not an nn.Module")
-            self.model.train()
+            self._modes = [(module, module.training) for module in self.model.modules()]
             self.parameters = dict(self.model.named_parameters())
             self.tensors: dict[str, torch.Tensor] = {**self.parameters, **dict(self.model.named_buffers())}
             self._refuse_what_is_not_there()
@@ -140,6 +140,11 @@ class Training:
             self.validation = None if job.validation is None else job.validation()
         self.originals = {name: tensor.data for name, tensor in self.tensors.items()}
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+
+    def _set_modes(self) -> None:
+        """Training or evaluation per module, as the factory left it."""
+        for module, mode in self._modes:
+            module.training = mode
 
     def _refuse_what_is_not_there(self) -> None:
         for name, tensor in self.tensors.items():
@@ -209,6 +214,13 @@ class Training:
             self.scheduler.step()
         at.step, at.micro = at.step + 1, 0
 
+    def drop_unfinished_step(self) -> list[Item]:
+        """Forgets batches since the last step; returns the items of their gradients, for whoever holds them."""
+        items = [packed.item for packed in self.gradients.values()]
+        self.gradients, self.norms, self._losses_of_step, self.is_finite = {}, {}, [], True
+        self.position.micro = 0
+        return items
+
     def count_steps(self) -> int:
         """Optimizer steps of the whole job; an estimate where the data does not tell its length."""
         if self.job.steps is not None:
@@ -240,15 +252,16 @@ class Training:
         """The graph of a step on batches like this one."""
         job = self.job
         function = job.loss if training else job.metric or job.loss
-        self.model.train(training)
+        if not training:
+            self.model.eval()
         try:
             names = self.names
             with gate.tracing(), self.randomness.undisturbed():
                 if job.stages is not None:
                     return Staged(job.stages(self.model), function, leaves, structure, names)
-                return Captured(self.model, function, leaves, structure, names)
+                return Captured(self.model, function, leaves, structure, names, len(self._programs))
         finally:
-            self.model.train()
+            self._set_modes()
 
     def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
         """Shards for batches like this one, cut where the first were."""
@@ -337,7 +350,7 @@ class Training:
 
     def let_go(self) -> None:
         """The job is over: nothing of its model, data or graphs is kept."""
-        self.groups, self.gradients, self.states, self.numbers = [], {}, {}, {}
+        self.groups, self.gradients, self.states, self.numbers, self._modes = [], {}, {}, {}, []
         self.originals, self._programs, self._batches, self._peeked = {}, {}, None, None
         for key in ("model", "parameters", "tensors", "optimizer", "scheduler", "data", "validation"):
             if hasattr(self, key):

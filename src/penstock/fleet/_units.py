@@ -76,10 +76,10 @@ class MiniBatch:
         self._graphs: dict[int, Graph] = {}
         self._marks: dict[int, Any] = {}
         self._gradients: dict[str, Value] = {}
+        self._made: dict[Item, None] = {}
         self._forward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _FORWARD}
         self._backward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _BACKWARD}
         self._step_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind is UnitKind.STEP}
-        self._versions: dict[str, int] = {}
         self._readers: dict[str, list[int]] = {}
         for at, shard in enumerate(program.shards):
             for name in shard.inputs:
@@ -152,7 +152,6 @@ class MiniBatch:
             assert one.item is not None
             (storage,) = self.memory.get(one.item)
             self.training.bind(one.views(storage))
-        self._versions = {name: self.training.tensors[name]._version for one in groups for name in one.layouts}
         try:
             if task.kind is UnitKind.STEP:
                 self._step(task.shard)
@@ -183,12 +182,12 @@ class MiniBatch:
 
     def abandon(self) -> None:
         """Gives back whatever is under way."""
-        for value in (*self._values.values(), *self._gradients.values()):
-            self.memory.discard(value.item)
+        for item in self._made:
+            self.memory.discard(item)
         for graph in self._graphs.values():
             if graph.saved is not None and graph.saved.item is not None:
                 self.memory.discard(graph.saved.item)
-        self._values, self._graphs, self._gradients = {}, {}, {}
+        self._values, self._graphs, self._gradients, self._made = {}, {}, {}, {}
 
     def _tasks(self) -> list[Task]:
         last = len(self.program.shards) - 1
@@ -366,7 +365,7 @@ class MiniBatch:
                 key = tensor.untyped_storage()._cdata
             if key not in items:
                 label = f"{self.training.job.name}: value behind shard {at}"
-                items[key] = self.memory.add(Item(label, [tensor.untyped_storage()]))
+                items[key] = self._make(label, tensor)
             self._values[name] = Value(items[key], ViewLayout.of(tensor), name in needing)
         return items
 
@@ -376,7 +375,7 @@ class MiniBatch:
             key = tensor.untyped_storage()._cdata
             if key not in items:
                 label = f"{self.training.job.name}: gradient of {name}"
-                items[key] = self.memory.add(Item(label, [tensor.untyped_storage()]))
+                items[key] = self._make(label, tensor)
             self._gradients[name] = Value(items[key], ViewLayout.of(tensor), False)
 
     def _fetched_gradients(self, at: int) -> dict[str, torch.Tensor]:
@@ -387,8 +386,6 @@ class MiniBatch:
             if value is not None:
                 (storage,) = self.memory.get(value.item)
                 found[name] = value.layout.rebuild(storage)
-                if all(other.item is not value.item for other in self._gradients.values()):
-                    self.memory.discard(value.item)
         return found
 
     def _lay_gradients_out(self, at: int) -> None:
@@ -414,9 +411,12 @@ class MiniBatch:
                 self._measure_gradients(gradients)
             if self.steps and not self.waits_for_all:
                 self._step_group(one, gradients)
-            elif one in training.gradients:
+            elif one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
                 self.memory.changed(training.gradients[one].item)
             else:
+                if one in training.gradients:  # a parameter got its first gradient
+                    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+                    self.memory.discard(training.gradients.pop(one).item)
                 for name in gradients:
                     training.tensors[name].grad = None
                 packed = Packed.of(f"{training.job.name}: {GRADIENTS} of shard {at}", gradients)
@@ -510,11 +510,9 @@ class MiniBatch:
                 view.copy_(tensor)
 
     def _note_changed_buffers(self, at: int) -> None:
-        """Copies below are old if forward wrote to a buffer, as the tensors' version counters tell."""
-        for one in self._groups[at]:
-            versions = {name: self.training.tensors[name]._version for name in one.layouts}
-            is_written = any(version != self._versions[name] for name, version in versions.items())
-            if one.kind == "buffer" and one.item is not None and is_written:
+        """Copies below are old if forward may have written to buffers."""
+        for one in self._groups[at] if self.program.shards[at].writes_buffers else ():
+            if one.kind == "buffer" and one.item is not None:
                 self.memory.changed(one.item)
 
     def _unchanged_buffers(self, at: int) -> AbstractContextManager[Any]:
@@ -522,13 +520,20 @@ class MiniBatch:
             [self.training.tensors[name] for one in self._groups[at] if one.kind == "buffer" for name in one.layouts]
         )
 
+    def _make(self, label: str, tensor: torch.Tensor) -> Item:
+        item = self.memory.add(Item(label, [tensor.untyped_storage()]))
+        self._made[item] = None
+        return item
+
     def _drop_values(self, index: int) -> None:
-        for name in [name for name in self._values if not self._uses_of_value(name, index + 1)]:
-            item = self._values.pop(name).item
-            shared = any(value.item is item for value in self._values.values())
-            in_graph = any(graph.saved is not None and item in graph.saved.homes for graph in self._graphs.values())
-            if not shared and not in_graph:
-                self.memory.discard(item)
+        """Lets go of what no later unit reads."""
+        self._values = {name: value for name, value in self._values.items() if self._uses_of_value(name, index + 1)}
+        used = {value.item for value in (*self._values.values(), *self._gradients.values())}
+        for graph in self._graphs.values():
+            used |= set(graph.saved.homes) if graph.saved is not None else set()
+        for item in [item for item in self._made if item not in used]:
+            del self._made[item]
+            self.memory.discard(item)
 
 
 _OF = "//"

@@ -162,6 +162,9 @@ class Worker:
     def _bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
         memory, needs = self.memory, mini.needs(index)
         mini.plan_uses(index)
+        for item in needs:
+            if item.held_bytes():  # what is on its way out comes back
+                memory.prefetch(item)
         missing = sum(item.size_bytes - item.held_bytes() for item in needs)
         label = f"job {mini.training.job.name!r}: {mini.tasks[index].kind.value} of shard {mini.tasks[index].shard}"
         memory.make_room(missing + transient_bytes, needs, label)

@@ -265,7 +265,8 @@ class StreamMover:
 
     def borrow(self, handle: Handle, original: Handle) -> None:
         known = original._in_transit
-        handle._in_transit = _Transit(is_on_disk=True, checksums=known.checksums if isinstance(known, _Transit) else [])
+        assert isinstance(known, _Transit)
+        handle._in_transit = _Transit(left=known.left, is_on_disk=True, checksums=known.checksums)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         return (
