@@ -301,7 +301,11 @@ def test_an_interrupted_run_says_how_to_go_on(written, monkeypatch, number):
         signal.raise_signal(number)
 
     monkeypatch.setattr(_fleet, "train", interrupted)
-    result = penstock("run", written(GRID))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    try:
+        result = penstock("run", written(GRID))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     assert "--resume goes on" in said(result)
 
