@@ -44,7 +44,7 @@ def random_problem(seed, num_forward=None):
         static_bytes=choices.choice([0, 1000]),
         out_bandwidth_bytes_per_s=choices.choice([0.0, 10.0, 100.0, 1000.0]),
         in_bandwidth_bytes_per_s=choices.choice([10.0, 100.0, 1000.0]),
-        swap_edge_bytes=choices.choice([0, 3]),
+        swap_page_bytes=choices.choice([0, 3]),
     )
 
 

@@ -1,5 +1,6 @@
 """The file of `penstock fleet run`: the function that makes jobs, their parameters, and the fleet that trains them."""
 
+import abc
 import itertools
 import json
 import math
@@ -112,9 +113,9 @@ class Sweep(Strict):
     fleet: FleetSettings = FleetSettings()
     """The fleet that trains them."""
 
+    @abc.abstractmethod
     def points(self) -> list[Parameters]:
         """The parameters of each job."""
-        raise NotImplementedError
 
 
 class GridSweep(Sweep):

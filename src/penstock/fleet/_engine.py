@@ -223,7 +223,7 @@ class JobTurn:
                 Preparation(engine, run, worker).run()
             else:
                 self._advance(worker)
-        except (Exception, torch.OutOfMemoryError) as error:
+        except Exception as error:
             self._handle(worker, error)
         finally:
             engine.give_back(run, worker)

@@ -30,7 +30,7 @@ class Item:
 
     __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "size_bytes", "sizes", "storages")
 
-    def __init__(self, label: str, storages: Sequence[torch.UntypedStorage], *, moves_small: bool = True):
+    def __init__(self, label: str, storages: Sequence[torch.UntypedStorage]):
         self.label = label
         self.sizes = tuple(storage.nbytes() for storage in storages)
         self.size_bytes = sum(self.sizes) + _SLACK_BYTES * len(self.sizes)
@@ -40,9 +40,7 @@ class Item:
         """When it is used next, in units from now; set by the worker."""
         self.is_stale = False
         """Whether the job has gone to another device, so that this copy counts no more."""
-        self._stays: list[torch.UntypedStorage | None] = [
-            one if one.nbytes() == 0 or (not moves_small and one.nbytes() < SMALL_BYTES) else None for one in storages
-        ]
+        self._stays = [None if one.nbytes() else one for one in storages]  # without bytes there is nothing to move
 
     def __repr__(self) -> str:
         return f"<Item {self.label!r} {self.size_bytes} bytes{'' if self.storages is None else ' on the device'}>"
@@ -174,10 +172,6 @@ class DeviceMemory:
         self.write(item)
         item.storages = None
         self._leaving[item] = None
-
-    def room_bytes(self) -> int:
-        """Bytes that may be taken now."""
-        return self.budget_bytes - self.held_bytes()
 
     def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
         """Waits until ``size_bytes`` more may be taken beside ``pinned``. Raises ``BudgetError`` if they never may."""

@@ -24,7 +24,7 @@ from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
-from penstock.fleet._worker import Overlap, UnitRecord, Worker
+from penstock.fleet._worker import UnitRecord, Worker
 from penstock.probe import bandwidths, can_record
 from penstock.tiers import Budget, DiskSpec, Size, waterfalls_for
 from penstock.units import parse_bytes
@@ -167,27 +167,30 @@ class Fleet:
             recompute=self._ablation.recompute,
             lane_rate=self._lane_rate,
         )
-        waterfalls = waterfalls_for([torch.device(one.name) for one in self._devices], self._budget, verify=verify)
-        self._waterfalls = waterfalls
-        self._engine.workers = [
-            Worker(
+        self._engine.workers = self._make_workers(sizes, verify)
+        self._is_started = False
+        self._news = threading.Event()
+        self._written_s = 0.0
+
+    def _make_workers(self, sizes: Sequence[int], verify: bool) -> list[Worker]:
+        """A thread and a waterfall per device, over tiers that all share."""
+        places = [torch.device(one.name) for one in self._devices]
+        self._waterfalls = waterfalls_for(places, self._budget, verify=verify)
+        workers = []
+        for index, (one, size) in enumerate(zip(self._devices, sizes, strict=True)):
+            worker = Worker(
                 index,
-                torch.device(one.name),
-                waterfall,
+                places[index],
+                self._waterfalls[index],
                 size,
                 num_threads=one.threads or 1,
                 take=self._engine.take,
                 look_ahead=self._engine.look_ahead,
-                overlap=Overlap(double_buffer=self._ablation.double_buffer),
+                double_buffer=self._ablation.double_buffer,
             )
-            for index, (one, waterfall, size) in enumerate(zip(self._devices, waterfalls, sizes, strict=True))
-        ]
-        if verify:
-            for worker in self._engine.workers:
-                worker.measuring = self._engine.pilot_lock
-        self._is_started = False
-        self._news = threading.Event()
-        self._written_s = 0.0
+            worker.measuring = self._engine.pilot_lock if verify else None
+            workers.append(worker)
+        return workers
 
     def __enter__(self) -> Self:
         self.state.create()

@@ -18,7 +18,7 @@ from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
 from penstock.probe import record_memory
-from penstock.tiers import EventLog, Waterfall
+from penstock.tiers import Waterfall
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,14 +60,6 @@ class Expected(Protocol):
         """Seconds in which it runs forward again."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Overlap:
-    """What is done beside computing; switched off for comparison."""
-
-    double_buffer: bool = True
-    """Whether the next unit's bytes come in while one computes."""
-
-
 @dataclass(slots=True)
 class Busy:
     """What became of a device's time, in seconds."""
@@ -92,14 +84,14 @@ class Worker:
         num_threads: int,
         take: Callable[["Worker"], Turn | None],
         look_ahead: Callable[["Worker", Any], Turn | None],
-        overlap: Overlap,
+        double_buffer: bool,
     ):
         self.index = index
         self.device = device
         self.memory = DeviceMemory(device, waterfall, budget_bytes)
         self.num_threads = num_threads
         self.busy = Busy()
-        self.overlap = overlap
+        self._double_buffer = double_buffer
         self.records: list[UnitRecord] = []
         self.error: BaseException | None = None
         self.measuring: threading.Lock | None = None
@@ -110,11 +102,6 @@ class Worker:
         """The turn after this one, once it is chosen."""
         self._take, self._look_ahead = take, look_ahead
         self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
-
-    @property
-    def events(self) -> EventLog:
-        """Copies of this device."""
-        return self.memory.waterfall.events
 
     def start(self) -> None:
         """Begins to take turns."""
@@ -179,7 +166,7 @@ class Worker:
         memory, now_bytes = self.memory, expected.transient_bytes(index)
         if index == len(mini.tasks) - 1 and self.following is None:  # a validation has several mini-batches
             self.following = self._look_ahead(self, self._owner)
-        if not self.overlap.double_buffer:
+        if not self._double_buffer:
             return
         upcoming, after, next_bytes = self._upcoming(mini, index, expected)
         used = [*needs, *upcoming]

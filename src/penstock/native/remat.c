@@ -19,7 +19,7 @@ typedef struct {
     const int32_t *input_starts, *input_ids, *output_starts, *output_ids, *need_starts, *need_ids;
     const uint8_t *is_output;
     double step_s, out_bandwidth, back_bandwidth;
-    int64_t edge_bytes;
+    int64_t page_bytes;
 } Graph;
 
 typedef struct {
@@ -263,8 +263,10 @@ static void close_intervals(Play *play, const int32_t *gone, const int32_t *fetc
             hold(play, play->births[storage], play->uses[storage], size_bytes);
         else if (play->decisions[storage] == SWAP && gone[storage] >= 0) {
             hold(play, play->births[storage], gone[storage] - 1, size_bytes);
-            hold(play, gone[storage], play->uses[storage], graph->edge_bytes);
-            hold(play, fetch[storage], play->uses[storage], size_bytes);
+            int64_t page_bytes = graph->page_bytes;
+            if (page_bytes)
+                hold(play, gone[storage], play->uses[storage], page_bytes + size_bytes % page_bytes);
+            hold(play, fetch[storage], play->uses[storage], size_bytes + page_bytes);
         } else if (play->decisions[storage] == SWAP)
             hold(play, play->births[storage], play->uses[storage], size_bytes);
     }

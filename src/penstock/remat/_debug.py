@@ -74,8 +74,8 @@ class _Checker(fx.Interpreter):
     def _unseen_bytes(self, slot: int) -> int:
         """What the plan counts, and handles or the caller may hold instead of the graph."""
         storages = self._problem.storages
-        edge_bytes = self._problem.swap_edge_bytes
-        unseen = sum(storages[one].size_bytes + edge_bytes for one in self._plan.gone_slots)
+        edges = 3 * self._problem.swap_page_bytes  # at most
+        unseen = sum(storages[one].size_bytes + edges for one in self._plan.gone_slots)
         if slot >= self._problem.num_forward:
             forward = [one for one in storages if one.producer < self._problem.num_forward]
             unseen += sum(one.size_bytes for one in forward if one.is_output)

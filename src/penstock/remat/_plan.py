@@ -34,9 +34,11 @@ MIN_SWAP_BYTES = 64 * 1024
 _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
-_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 1000, 300, 0.02
+_LOWEST_STARTS = 16
+"""Of these, at most so many are lowered for the smallest peak; a quarter where swaps make each slow."""
+_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
 """Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
-_SEARCH_OPERATORS = 20_000_000
+_SEARCH_OPERATORS = 60_000_000
 """Exchanges and annealing end, each, when their simulations have played so many operators."""
 _MAX_REPAIRS = 200
 _RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
@@ -142,8 +144,16 @@ class _Planner:
         return best
 
     def _lowest_of(self, seeds: list[_Candidate]) -> _Candidate:
-        best = min(seeds, key=lambda one: one.peak_bytes)
-        for target in np.linspace(best.peak_bytes, best.peak_bytes * 0.5, 6)[1:]:
+        """The lowest that repairing the lowest seeds leads to: the very lowest may be a dead end."""
+        most = _LOWEST_STARTS // 4 if self.may_swap.any() else _LOWEST_STARTS
+        num_starts = min(max(_START_OPERATORS // max(1, self.graph.num_operators), 1), most)
+        starts = {one.peak_bytes: one for one in reversed(seeds)}.values()
+        lowest = heapq.nsmallest(num_starts, starts, key=lambda one: one.peak_bytes)
+        return min(map(self._lowered, lowest), key=lambda one: one.peak_bytes)
+
+    def _lowered(self, start: _Candidate) -> _Candidate:
+        best = start
+        for target in np.linspace(start.peak_bytes, start.peak_bytes * 0.5, 6)[1:]:
             repaired = self._repaired(best, int(target), weighs_time=False)
             if repaired.peak_bytes >= best.peak_bytes:
                 break
@@ -316,14 +326,35 @@ class _Planner:
             return
         seen: set[tuple[int, ...]] = set()
         for cap in np.geomspace(max(1.0, 4 * total / num_forward), total, _NUM_CAPS):
-            boundaries = _boundaries(cut, saved, float(cap))
-            if boundaries in seen:
-                continue
-            seen.add(boundaries)
-            kept = np.zeros(graph.num_storages, dtype=bool)
-            for boundary in boundaries:
-                kept |= (graph.producers <= boundary) & (graph.last_forward > boundary)
-            yield kept
+            for boundaries in (_boundaries(cut, saved, float(cap)), self._fresh_boundaries(cut, saved, float(cap))):
+                if boundaries in seen:
+                    continue
+                seen.add(boundaries)
+                kept = np.zeros(graph.num_storages, dtype=bool)
+                for boundary in boundaries:
+                    kept |= (graph.producers <= boundary) & (graph.last_forward > boundary)
+                yield kept
+
+    def _fresh_boundaries(self, cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) -> tuple[int, ...]:
+        """As `_boundaries`, but counting only what no boundary before keeps, in the later half of each stretch.
+
+        Where something crosses all of forward (outputs of all time steps) the cheapest cut is always the next one.
+        """
+        graph, total = self.graph, np.concatenate([[0.0], np.cumsum(saved)])
+        kept_until = np.zeros(len(cut) + 1, dtype=np.int64)
+        boundaries: list[int] = []
+        begin = 0
+        while total[-1] - total[begin] > cap:
+            end = int(np.searchsorted(total, total[begin] + cap, side="right"))
+            middle = min(int(np.searchsorted(total, total[begin] + cap / 2, side="right")), end - 1)
+            crossed = cut[middle:end] - np.cumsum(kept_until[::-1])[::-1][middle + 1 : end + 1]
+            boundary = end - 1 - int(np.argmin(crossed[::-1]))
+            for operator in range(begin, boundary + 1):
+                for storage in graph.outputs[operator]:
+                    kept_until[graph.last_forward[storage]] += graph.sizes[storage]
+            boundaries.append(boundary)
+            begin = boundary + 1
+        return tuple(boundaries)
 
     def _options(self, group: NDArray[np.int64], now: int) -> list[Decision]:
         """What the recomputed outputs of an operator may become instead."""

@@ -85,9 +85,10 @@ class RematProblem:
     """What the lane out of the device carries; 0 where there is no tier to swap to."""
     in_bandwidth_bytes_per_s: float = 0.0
     """What the lane back carries."""
-    swap_edge_bytes: int = 0
-    """Device bytes that a swapped storage takes besides, from when it leaves to its last use: on a CPU its edges stay
-    in memory, since direct I/O wants aligned blocks."""
+    swap_page_bytes: int = 0
+    """On a CPU, the blocks of direct I/O. A storage swapped from main memory leaves its unaligned edges there until its
+    last use, at most a page and what its size is past whole pages; and it comes back into memory that is larger by a
+    page, in which its place in a page is the same."""
 
     @property
     def step_s(self) -> float:

@@ -29,8 +29,8 @@ from penstock.units import parse_bytes
 Size = int | str
 _BESIDE_COMPUTING = 0.5
 """Share of the probe's rate that a CPU's lanes reach beside a step that uses all its cores; 0.45 to 0.65 measured."""
-_EDGE_BYTES = 3 * 4096
-"""What a storage swapped from main memory takes beside its size at most: two edges and its place in a page."""
+_PAGE_BYTES = 4096
+"""Blocks of direct I/O, for whose sake edges of a storage in main memory stay there."""
 _numbers = itertools.count()
 _PLAN = "penstock_plan"
 """In the ``meta`` of an emitted module: the number of its plan."""
@@ -149,7 +149,7 @@ class Compiler:
             static_bytes=static_bytes,
             out_bandwidth_bytes_per_s=out,
             in_bandwidth_bytes_per_s=back,
-            swap_edge_bytes=_EDGE_BYTES if device.type == "cpu" else 0,
+            swap_page_bytes=_PAGE_BYTES if device.type == "cpu" else 0,
         )
 
     def _budget_bytes(self, problem: RematProblem) -> int:

@@ -78,7 +78,7 @@ class Graph:
         self.need_starts, self.need_ids = _rows(self.needs)
         self.buffers: _Buffers | None = None
         self.bandwidths = (problem.out_bandwidth_bytes_per_s, problem.in_bandwidth_bytes_per_s)
-        self.edge_bytes = problem.swap_edge_bytes
+        self.page_bytes = problem.swap_page_bytes
 
 
 def _rows(rows: list[tuple[int, ...]] | list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -116,7 +116,7 @@ class _CGraph(ctypes.Structure):
             )
         ),
         *((name, ctypes.c_double) for name in ("step_s", "out_bandwidth", "back_bandwidth")),
-        ("edge_bytes", ctypes.c_int64),
+        ("page_bytes", ctypes.c_int64),
     )
 
 
@@ -377,7 +377,10 @@ class _Player:
             elif self.decisions[storage] == Decision.SWAP:
                 if storage in gone:
                     self.intervals.append((birth, gone[storage] - 1, size_bytes))
-                    self.intervals.append((gone[storage], self.uses[storage], graph.edge_bytes))
-                    self.intervals.append((fetch[storage], self.uses[storage], size_bytes))
+                    page_bytes = graph.page_bytes
+                    if page_bytes:
+                        edge_bytes = page_bytes + size_bytes % page_bytes
+                        self.intervals.append((gone[storage], self.uses[storage], edge_bytes))
+                    self.intervals.append((fetch[storage], self.uses[storage], size_bytes + page_bytes))
                 else:
                     self.intervals.append((birth, self.uses[storage], size_bytes))

@@ -77,8 +77,13 @@ def _split_at_swaps(problem: RematProblem, plan: RematPlan, copies: list[list[in
                     raise InternalError(
                         f"{problem.storages[storage].name} leaves at {gone} and returns at {back}, out of its life"
                     )
-                split += [[first, gone - 1, size_bytes], [back, last, size_bytes]]
-                split.append([gone, last, problem.swap_edge_bytes])
+                page_bytes = problem.swap_page_bytes
+                edge_bytes = page_bytes + size_bytes % page_bytes if page_bytes else 0
+                split += [
+                    [first, gone - 1, size_bytes],
+                    [gone, last, edge_bytes],
+                    [back, last, size_bytes + page_bytes],
+                ]
             else:
                 split.append([first, last, size_bytes])
     return split
