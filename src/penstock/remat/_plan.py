@@ -341,17 +341,22 @@ class _Planner:
         Where something crosses all of forward (outputs of all time steps) the cheapest cut is always the next one.
         """
         graph, total = self.graph, np.concatenate([[0.0], np.cumsum(saved)])
-        kept_until = np.zeros(len(cut) + 1, dtype=np.int64)
+        order = np.argsort(graph.producers, kind="stable")
+        producers, last_forward, sizes = graph.producers[order], graph.last_forward[order], graph.sizes[order]
+        ends = np.zeros(len(cut), dtype=np.int64)
+        """Bytes kept that forward uses for the last time at each operator."""
         boundaries: list[int] = []
-        begin = 0
+        begin, kept_bytes = 0, 0
         while total[-1] - total[begin] > cap:
             end = int(np.searchsorted(total, total[begin] + cap, side="right"))
             middle = min(int(np.searchsorted(total, total[begin] + cap / 2, side="right")), end - 1)
-            crossed = cut[middle:end] - np.cumsum(kept_until[::-1])[::-1][middle + 1 : end + 1]
-            boundary = end - 1 - int(np.argmin(crossed[::-1]))
-            for operator in range(begin, boundary + 1):
-                for storage in graph.outputs[operator]:
-                    kept_until[graph.last_forward[storage]] += graph.sizes[storage]
+            fresh = cut[begin:end] - (kept_bytes - np.cumsum(ends[begin:end]))
+            boundary = end - 1 - int(np.argmin(fresh[middle - begin :][::-1]))
+            kept_bytes -= int(ends[begin : boundary + 1].sum())
+            made = slice(*np.searchsorted(producers, [begin, boundary + 1]))
+            crosses = last_forward[made] > boundary
+            np.add.at(ends, last_forward[made][crosses], sizes[made][crosses])
+            kept_bytes += int(sizes[made][crosses].sum())
             boundaries.append(boundary)
             begin = boundary + 1
         return tuple(boundaries)
