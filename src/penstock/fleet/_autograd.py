@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._program import Shard
+from penstock.fleet._writes import run_watched
 from penstock.tiers import ViewLayout
 
 TIED = "@"
@@ -126,8 +127,12 @@ def forward(
     *,
     travelling: Sequence[str] = (),
     needing: Sequence[bool],
+    buffers: frozenset[str] = frozenset(),
 ) -> tuple[Graph, Sequence[torch.Tensor]]:
-    """Runs a shard with a graph of its own. ``travelling`` names those of its tensors that another shard owns."""
+    """Runs a shard with a graph of its own. ``travelling`` names those of its tensors that another shard owns.
+
+    It may write to ``buffers``; raises ``CaptureError`` if it writes to anything else that it is given.
+    """
     graph = Graph()
 
     def entered(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -145,7 +150,7 @@ def forward(
         entered(name, tensor) if needs else tensor
         for name, tensor, needs in zip(shard.inputs, inputs, needing, strict=True)
     ]
-    outputs = shard.run(own, given)
+    outputs = run_watched(shard, own, given, buffers)
     for name, tensor in zip(shard.outputs, outputs, strict=True):
         if tensor.requires_grad:
             graph.left[name] = get_gradient_edge(tensor)

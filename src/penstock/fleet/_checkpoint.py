@@ -53,7 +53,7 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
             packed = training.states.get(group)
             if packed is not None:
                 _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
-        _write_text(draft / _STATE, json.dumps(state_of(training)))
+        _write_text(draft / _STATE, json.dumps(state_of(training, wants_validation=run.wants_validation)))
         _synchronize(draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
@@ -88,6 +88,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         if warm:
             return lambda: None
         _load_state(training, state)
+        run.wants_validation = bool(state["wants_validation"])
     except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
         raise CheckpointError(
             f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from "
@@ -120,8 +121,8 @@ def _step_of(line: str) -> float:
         return math.inf  # the line that a killed process did not finish
 
 
-def state_of(training: Training) -> Json:
-    """What is no tensor worth a file."""
+def state_of(training: Training, *, wants_validation: bool) -> Json:
+    """What is no tensor worth a file. ``wants_validation`` says that one is due before the next batch."""
     master = training.optimizer.master
     return {
         "format": FORMAT,
@@ -130,6 +131,7 @@ def state_of(training: Training) -> Json:
         "epoch_random": training.epoch_random if training.position.batch else None,
         "losses": training.losses,
         "validations": training.validations,
+        "wants_validation": wants_validation,
         "scale": None if training.scale is None else [training.scale.value, training.scale.num_good],
         "numbers": encode(training.numbers),
         "groups": encode(

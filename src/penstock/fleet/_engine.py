@@ -103,6 +103,17 @@ class Engine:
         for item in run.training.items():
             worker.memory.discard(item)
         run.training.let_go()
+        self.let_frozen_go()
+
+    def let_frozen_go(self) -> None:
+        """Frozen groups that no job has any more are given back, each by its own device."""
+        with self.condition:
+            used = {one.item for run in self.runs for one in run.training.groups if one.kind == "frozen"}
+            for key, places in list(self.frozen.items()):
+                if used.isdisjoint(places.values()):
+                    del self.frozen[key]
+                    for item in places.values():
+                        item.is_stale = True
 
     def _obey(self, run: JobRun) -> None:
         """Carries out what a user wanted of a job that nobody has, but for stopping it, which takes a turn."""

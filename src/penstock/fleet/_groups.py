@@ -84,12 +84,14 @@ def group(
 ) -> list[Group]:
     """Groups of ``tensors`` by kind and by the shards that use them."""
     trained, buffers = set(trained), set(buffers)
-    members: dict[tuple[Kind, tuple[int, ...]], dict[str, torch.Tensor]] = {}
+    members: dict[tuple[Kind, tuple[int, ...], str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         kind: Kind = "trained" if name in trained else "buffer" if name in buffers else "frozen"
-        members.setdefault((kind, tuple(sorted(set(uses.get(name, ()))))), {})[name] = tensor
+        shards = tuple(sorted(set(uses.get(name, ()))))
+        apart = name if kind == "trained" and not shards else ""  # another shape of batch may use it, in some shard
+        members.setdefault((kind, shards, apart), {})[name] = tensor
     groups = []
-    for (kind, shards), found in members.items():
+    for (kind, shards, _), found in members.items():
         layouts, size_bytes = packed_layouts(found)
         groups.append(Group(kind=kind, shards=shards, layouts=layouts, size_bytes=size_bytes))
     return groups

@@ -198,6 +198,7 @@ class DeviceMemory:
             if not clean:
                 return False
             self.evict(max(clean, key=lambda item: (item.next_use, item.size_bytes)))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
         return True
 
     def begin_to_leave(self, size_bytes: int, pinned: Iterable[Item]) -> None:

@@ -107,6 +107,7 @@ class Preparation:
         else:
             assert error is not None
             raise error
+        self.engine.let_frozen_go()  # of cuts that were tried
         run.measures_of = {structure.signature: run.measures}
         run.saves = choose_saves(run.measures, memory.budget_bytes, self.engine.lane_rate(), self.engine.recompute)
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)

@@ -176,9 +176,8 @@ class Captured:
             alive = {one for one in alive | {node} if self._last_use[one] > at}
             is_end = at == len(self.nodes) - 1
             if is_end or all(_may_cross(one, last_change, at) for one in alive):
-                open_atom.crossing_bytes = sum(
-                    {_key(one.meta["val"]): _size(one) for one in alive if not is_end}.values()
-                )
+                crossing = [one for one in alive if not is_end and one.op != "get_attr"]
+                open_atom.crossing_bytes = sum({_key(one.meta["val"]): _size(one) for one in crossing}.values())
                 open_atom.label = _label(node)
                 atoms.append(open_atom)
                 open_atom = Atom(end=at)
@@ -188,13 +187,9 @@ class Captured:
         """Per storage, the last node that writes to it in place."""
         found: dict[int, int] = {}
         for at, node in enumerate(self.nodes):
-            schema = getattr(node.target, "_schema", None)
-            if schema is None or not schema.is_mutable:
-                continue
-            for argument, given in zip(schema.arguments, node.args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, fx.Node):
-                    for one in _tensors_of(given):
-                        found[_key(one)] = at
+            for given in _written_by(node):
+                for one in _tensors_of(given):
+                    found[_key(one)] = at
         return found
 
     def _shard(self, first: int, last: int) -> tuple[Shard, str]:
@@ -276,10 +271,25 @@ def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     return module
 
 
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """What the operator writes to in place; one that runs a graph of its own may write to all that it is given."""
+    if any(one.op == "get_attr" for one in node.all_input_nodes):
+        return [one for one in node.all_input_nodes if one.op != "get_attr"]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    arguments = {one.name: one.alias_info for one in schema.arguments}
+    given = [*zip(arguments, node.args, strict=False), *node.kwargs.items()]
+    return [
+        one
+        for name, one in given
+        if isinstance(one, fx.Node) and arguments[name] is not None and arguments[name].is_write
+    ]
+
+
 def _may_write(node: fx.Node) -> bool:
     """Whether the operator may change what it is given; the schema of batch norm does not say so."""
-    schema = getattr(node.target, "_schema", None)
-    return (schema is not None and schema.is_mutable) or "_norm" in str(node.target) or node.op == "get_attr"
+    return bool(_written_by(node)) or "_norm" in str(node.target)
 
 
 def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:

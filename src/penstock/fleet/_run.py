@@ -399,8 +399,6 @@ class Fleet:
         resume = _checkpoint.restore(run, path)
         run.saved_step = run.training.position.step
         run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
-        every, at = run.job.evaluate_every, run.training.position.step
-        run.wants_validation = bool(every) and at % (every or 1) == 0 and run.last_validation != at
         _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
         return resume
 

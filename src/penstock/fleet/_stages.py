@@ -45,8 +45,9 @@ class Staged:
         self.atoms = self._find_atoms(leaves)
 
     def cut(self, ends: Sequence[int]) -> Program:
-        """Shards that end behind the stages with these indexes."""
-        bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
+        """Shards that end behind the atoms with these indexes."""
+        last = [self.atoms[end].end for end in ends]
+        bounds = list(zip([0, *(end + 1 for end in last)], last, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
         prints = tuple(f"{self._number} {bound}" for bound in bounds)  # what a module computes cannot be compared
         return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
@@ -55,11 +56,12 @@ class Staged:
         return self.result.rebuild(given)
 
     def _find_atoms(self, leaves: Sequence[torch.Tensor]) -> list[Atom]:
-        """Shapes between stages, from a run without numbers."""
+        """Shapes between stages, from a run without numbers. One that writes to its input is not cut off from it."""
         given: list[torch.Tensor] = [one.to("meta") for one in leaves]
         tensors = {name: tensor.to("meta") for stage in self._stages for name, tensor in self._tensors_of(stage)}
-        atoms = []
+        atoms: list[Atom] = []
         for at, stage in enumerate(self._stages):
+            versions = [one._version for one in given]
             try:
                 outputs = self._compute(at, at, tensors, given, leaves=[one.to("meta") for one in leaves])
             except Exception as error:  # whatever the user's stage raises
@@ -67,6 +69,8 @@ class Staged:
                     f"stage {at} ({_name_of(stage)}) cannot follow the stages before it: {error}"
                 ) from error
             own = [name for name, _ in self._tensors_of(stage)]
+            if at and any(one._version != version for one, version in zip(given, versions, strict=True)):
+                own = [*atoms.pop().tensors, *own]
             sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in outputs}
             atoms.append(Atom(end=at, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
             given = list(outputs)

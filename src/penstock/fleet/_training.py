@@ -269,8 +269,18 @@ class Training:
         if key not in self._programs:
             captured = self.capture(leaves, structure, training=training)
             self.learn_constants(captured)
-            self._programs[key] = captured.cut(self._ends_for(captured))
+            self._programs[key] = program = captured.cut(self._ends_for(captured))
+            self._adopt(program)
         return self._programs[key]
+
+    def _adopt(self, program: Program) -> None:
+        """Notes which shards use what here; what no graph before used belongs to the first that does."""
+        for at, shard in enumerate(program.shards):
+            for name in shard.tensors:
+                found = self.group_of.get(name)
+                if found is not None and found.kind == "trained":
+                    found.shards = tuple(sorted({*found.shards, at}))
+                    self._owners.setdefault(name, found.owner)
 
     def knows(self, structure: Structure, *, training: bool = True) -> bool:
         """Whether such a batch came before."""
@@ -316,17 +326,16 @@ class Training:
             return tuple(ends)
         found: list[int] = []
         owners: dict[str, int] = {}
-        shard = 0
+        shard, busy_until = 0, 0
         for at, atom in enumerate(captured.atoms):
-            wanted = max(
-                (self._owners[name] for name in atom.tensors if name in self._owners and name not in owners),
-                default=shard,
-            )
-            while wanted > shard:
-                found.append(at - 1)
-                shard += 1
-            for name in atom.tensors:
-                owners.setdefault(name, shard)
+            first_uses = [name for name in atom.tensors if name in self._owners and name not in owners]
+            wanted = max((self._owners[name] for name in first_uses), default=shard)
+            if wanted > shard:  # shards that this graph leaves nothing to do end early
+                found += [busy_until + one for one in range(wanted - shard - 1)] + [at - 1]
+                shard = wanted
+            if any(self._owners.get(name) == shard for name in atom.tensors):
+                busy_until = at
+            owners |= dict.fromkeys(atom.tensors, shard)
         found += [len(captured.atoms) - 1]
         if any(end < 0 for end in found) or sorted(set(found)) != found:
             raise CaptureError(

@@ -21,6 +21,7 @@ from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._program import BATCH, Program
 from penstock.fleet._training import Packed, Training
+from penstock.fleet._writes import StandIns, run_watched
 from penstock.tiers import ViewLayout
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
@@ -77,6 +78,8 @@ class MiniBatch:
         self._marks: dict[int, Any] = {}
         self._gradients: dict[str, Value] = {}
         self._made: dict[Item, None] = {}
+        self._before: dict[int, Packed] = {}
+        """Per shard that will run forward again, the buffers that forward changed, as they were."""
         self._forward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _FORWARD}
         self._backward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _BACKWARD}
         self._step_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind is UnitKind.STEP}
@@ -85,6 +88,8 @@ class MiniBatch:
             for name in shard.inputs:
                 self._readers.setdefault(name, []).append(at)
         self._groups = [self._groups_of(at) for at in range(len(program.shards))]
+        self._buffers = frozenset(name for name in training.tensors if training.group_of[name].kind == "buffer")
+        self._add_groups_of_other_batches()
 
     @property
     def steps(self) -> bool:
@@ -110,6 +115,8 @@ class MiniBatch:
             found += list(graph.saved.homes)
         else:
             found += [self._values[name].item for name in shard.inputs if name in self._values]
+        if task.kind is UnitKind.BACKWARD and task.shard in self._before:
+            found.append(self._before[task.shard].item)
         if task.kind in _BACKWARD and self.behaviour.trains:
             names = {*shard.inputs, *shard.outputs, *(TIED + name for name in shard.tensors)}
             found += [value.item for name, value in self._gradients.items() if name in names]
@@ -138,6 +145,8 @@ class MiniBatch:
             graph = self._graphs.get(at)
             if graph is not None and graph.saved is not None and graph.saved.item is not None:
                 graph.saved.item.next_use = base + self._backward_at[at] - index
+        for at, packed in self._before.items():
+            packed.item.next_use = base + self._backward_at[at] - index
         for name, value in self._values.items():
             value.item.next_use = base + min(self._uses_of_value(name, index), default=math.inf)
         for name, value in self._gradients.items():
@@ -187,7 +196,7 @@ class MiniBatch:
         for graph in self._graphs.values():
             if graph.saved is not None and graph.saved.item is not None:
                 self.memory.discard(graph.saved.item)
-        self._values, self._graphs, self._gradients, self._made = {}, {}, {}, {}
+        self._values, self._graphs, self._gradients, self._made, self._before = {}, {}, {}, {}, {}
 
     def _tasks(self) -> list[Task]:
         last = len(self.program.shards) - 1
@@ -202,6 +211,13 @@ class MiniBatch:
     def _groups_of(self, at: int) -> list[Group]:
         names = self.program.shards[at].tensors
         return list(dict.fromkeys(self.training.group_of[name] for name in names))
+
+    def _add_groups_of_other_batches(self) -> None:
+        """Groups with gradients from batches of another shape, which this one's graph does not use: they step too."""
+        used = {one for groups in self._groups for one in groups}
+        for one in self.training.gradients if self.behaviour.trains and not self.behaviour.is_pilot else ():
+            if one not in used:
+                self._groups[one.owner].append(one)
 
     def _owned(self, at: int) -> list[Group]:
         return [one for one in self._groups[at] if one.kind == "trained" and one.owner == at]
@@ -268,36 +284,45 @@ class MiniBatch:
         inputs, needing = self._inputs(at)
         with self._context(at):
             return forward(
-                self.program.shards[at], self._tensors(at), inputs, travelling=self._travelling(at), needing=needing
+                self.program.shards[at],
+                self._tensors(at),
+                inputs,
+                travelling=self._travelling(at),
+                needing=needing,
+                buffers=self._buffers,
             )
 
     def _forward(self, at: int) -> None:
         self._marks[at] = self.training.randomness.mark()
         with self._unchanged_buffers(at) if self.behaviour.is_pilot else nullcontext():
             if not self._saves[at]:
+                before = self._copies_of_buffers(at)
                 with dropping():
                     graph, outputs = self._run_forward(at)
                 needing = set(graph.left)
                 del graph
                 self._keep_values(at, outputs, needing)
-                self._note_changed_buffers(at)
-                return
-            saved = Saved(self._homes(at))
-            with saved.hooks():
-                graph, outputs = self._run_forward(at)
-            items = self._keep_values(at, outputs, set(graph.left))
-            del outputs
-            saved.finish(f"{self.training.job.name}: {ACTIVATIONS} of shard {at}", items)
-            if saved.item is not None:
-                self.memory.add(saved.item)
-            graph.saved = saved
-            self._graphs[at] = graph
+                self._keep_buffers(at, before)
+            else:
+                self._forward_and_save(at)
             self._note_changed_buffers(at)
+
+    def _forward_and_save(self, at: int) -> None:
+        saved = Saved(self._homes(at))
+        with saved.hooks():
+            graph, outputs = self._run_forward(at)
+        items = self._keep_values(at, outputs, set(graph.left))
+        del outputs
+        saved.finish(f"{self.training.job.name}: {ACTIVATIONS} of shard {at}", items)
+        if saved.item is not None:
+            self.memory.add(saved.item)
+        graph.saved = saved
+        self._graphs[at] = graph
 
     def _evaluate(self, at: int) -> None:
         inputs, _ = self._inputs(at)
         with torch.no_grad(), self._context(at):
-            outputs = self.program.shards[at].run(self._tensors(at), inputs)
+            outputs = run_watched(self.program.shards[at], self._tensors(at), inputs, self._buffers)
             if at == len(self.program.shards) - 1:
                 self.results = [one.detach() for one in outputs]
             else:
@@ -311,15 +336,15 @@ class MiniBatch:
             graph.saved.fetched = self.memory.get
             backward(graph, gradients, self._shared(at))
         else:
-            again = not is_last
-            replay = self.training.randomness.replaying(self._marks[at]) if again else nullcontext()
-            unchanged = again or self.behaviour.is_pilot
-            with replay, self._unchanged_buffers(at) if unchanged else nullcontext():
+            replay = nullcontext() if is_last else self.training.randomness.replaying(self._marks[at])
+            tries = is_last and self.behaviour.is_pilot
+            unchanged = self._unchanged_buffers(at) if tries else self._buffers_before(at)
+            with replay, unchanged:
                 graph, outputs = self._run_forward(at)
             if is_last:
                 self.results = [one.detach() for one in outputs]
                 gradients["result.0"] = self._seed(outputs[0])
-                if not unchanged:
+                if not self.behaviour.is_pilot:
                     self._note_changed_buffers(at)
             del outputs
             backward(graph, gradients, self._shared(at))
@@ -464,7 +489,7 @@ class MiniBatch:
         parameters = {name: training.parameters[name] for name in gradients}
         before = training.states.get(one)
         moved = {} if before is None else before.views(memory.get(before.item))
-        states = {name: dict(training.numbers.get(name, {})) for name in one.layouts}
+        states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
         for key, tensor in moved.items():
             name, _, field = key.rpartition(_OF)
             states[name][field] = tensor
@@ -475,6 +500,14 @@ class MiniBatch:
         self._take_back_moved_parameters(one)
         if one in training.gradients:
             memory.discard(training.gradients.pop(one).item)
+
+    def _on_device(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Numbers of the optimizer that were on the device which ran the job before come along."""
+        device = self.memory.device
+        return {
+            key: value.to(device) if isinstance(value, torch.Tensor) and value.device.type == device.type else value
+            for key, value in state.items()
+        }
 
     def _keep_states(
         self, one: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
@@ -515,10 +548,31 @@ class MiniBatch:
             if one.kind == "buffer" and one.item is not None:
                 self.memory.changed(one.item)
 
-    def _unchanged_buffers(self, at: int) -> AbstractContextManager[Any]:
-        return _Unchanged(
-            [self.training.tensors[name] for one in self._groups[at] if one.kind == "buffer" for name in one.layouts]
-        )
+    def _copies_of_buffers(self, at: int) -> dict[str, torch.Tensor]:
+        """Of those that forward of the shard may write to."""
+        shard, tensors = self.program.shards[at], self.training.tensors
+        if not shard.writes_buffers:
+            return {}
+        return {name: tensors[name].detach().clone() for name in shard.tensors if name in self._buffers}
+
+    def _keep_buffers(self, at: int, before: dict[str, torch.Tensor]) -> None:
+        """Those that forward changed, as it found them, for when it runs again. Batch norm raises no version."""
+        tensors = self.training.tensors
+        for name in [name for name, copy in before.items() if torch.equal(copy, tensors[name].detach())]:
+            del before[name]
+        if before:
+            self._before[at] = Packed.of(f"{self.training.job.name}: buffers before shard {at}", before)
+            self._made[self.memory.add(self._before[at].item)] = None
+
+    def _unchanged_buffers(self, at: int) -> StandIns:
+        """What is written to buffers is forgotten."""
+        return StandIns(self.training.tensors, self._copies_of_buffers(at))
+
+    def _buffers_before(self, at: int) -> StandIns:
+        """Buffers are as forward found them, and what is written to them is forgotten."""
+        before = self._before.pop(at, None)
+        views = {} if before is None else before.views(self.memory.get(before.item))
+        return StandIns(self.training.tensors, views)
 
     def _make(self, label: str, tensor: torch.Tensor) -> Item:
         item = self.memory.add(Item(label, [tensor.untyped_storage()]))
@@ -531,6 +585,7 @@ class MiniBatch:
         used = {value.item for value in (*self._values.values(), *self._gradients.values())}
         for graph in self._graphs.values():
             used |= set(graph.saved.homes) if graph.saved is not None else set()
+        used |= {packed.item for packed in self._before.values()}
         for item in [item for item in self._made if item not in used]:
             del self._made[item]
             self.memory.discard(item)
@@ -540,22 +595,6 @@ _OF = "//"
 """Between the name of a parameter and the field of its state."""
 _FORWARD = (UnitKind.FORWARD, UnitKind.FUSED)
 _BACKWARD = (UnitKind.FUSED, UnitKind.BACKWARD)
-
-
-class _Unchanged:
-    """Lets tensors stand for copies of themselves meanwhile, so that what is written to them is forgotten."""
-
-    def __init__(self, tensors: list[torch.Tensor]):
-        self._tensors = tensors
-
-    def __enter__(self) -> None:
-        self._data = [tensor.data for tensor in self._tensors]
-        for tensor in self._tensors:
-            tensor.data = tensor.data.clone()
-
-    def __exit__(self, *_: object) -> None:
-        for tensor, data in zip(self._tensors, self._data, strict=True):
-            tensor.data = data
 
 
 def _keys(storages: list[torch.UntypedStorage]) -> list[int]:

@@ -44,6 +44,7 @@ class Handle:
         "_extent",
         "_in_transit",
         "_is_wanted",
+        "_missed_its_tier",
         "_num_moving",
         "_origin",
         "_state",
@@ -75,6 +76,7 @@ class Handle:
         self._is_wanted = False  # prefetched before its copy out ended
         self._was_forwarded = False  # handed back from memory, so that the end of its copy out frees nothing
         self._num_moving = 0  # copies that still touch the extent; its room is given back after the last
+        self._missed_its_tier = False  # a later hop failed: the bytes are still in the memory on the way
         self._error: Exception | None = None
         self._origin: Handle | None = None  # the handle whose room this one borrows
 
@@ -93,7 +95,7 @@ class Handle:
     @property
     def is_settled(self) -> bool:
         """Whether the bytes are in a tier and no copy touches them, so that ``Waterfall.borrow`` takes the handle."""
-        return self._state is HandleState.PARKED and not self._num_moving
+        return self._state is HandleState.PARKED and not self._num_moving and not self._missed_its_tier
 
     @property
     def is_held_elsewhere(self) -> bool:

@@ -414,7 +414,7 @@ class StreamMover:
         )
         transit.is_on_disk = job.error is None
         if job.error is not None:
-            self.waterfall._write_failed(job.error)  # the bytes stay in pinned memory
+            self.waterfall._write_failed(handle, job.error)  # the bytes stay in pinned memory
         self._drop_staging(transit)
         self.waterfall._landed(handle)
 

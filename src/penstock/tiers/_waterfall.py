@@ -359,9 +359,10 @@ class Waterfall:
             self._counts["num_failed_writes"] += 1
             self._troubles.append(str(error))
 
-    def _write_failed(self, error: Exception) -> None:
+    def _write_failed(self, handle: Handle, error: Exception) -> None:
         """A later hop failed; the bytes are whole in the tier before it."""
         with self._lock:
+            handle._missed_its_tier = True
             self._counts["num_failed_writes"] += 1
             self._troubles.append(str(error))
 
