@@ -279,6 +279,18 @@ def test_a_sweep_runs_and_goes_on(written, tmp_path):
     assert refused.exit_code == 1
     assert "no process runs the fleet in" in said(refused)
 
+    with (run_dir / "units.jsonl").open("a") as file:
+        file.write('{"job": "torn')  # a process that was killed in mid-line
+    drawn = penstock("draw", run_dir, "--to", tmp_path / "pictures")
+    assert drawn.exit_code == 0, drawn.output
+    trace = json.loads((tmp_path / "pictures" / "units.trace.json").read_text())["traceEvents"]
+    units = [one for one in trace if one["ph"] == "X" and one["cat"] != "stall"]
+    assert len(units) == len((run_dir / "units.jsonl").read_text().splitlines()) - 1
+    assert all((tmp_path / "pictures" / name).stat().st_size > 5000 for name in ("units.png", "losses.png"))
+    nothing = penstock("draw", tmp_path)
+    assert nothing.exit_code == 1
+    assert "holds no units of a fleet" in said(nothing)
+
     other = "job: jobs.py:make_job\nsearch: list\njobs: [{lr: 1, name: line lr=0.1}]\n"
     changed = penstock("run", written(other + FLEET), "--run-dir", run_dir, "--resume")
     assert changed.exit_code == 1

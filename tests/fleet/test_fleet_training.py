@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from penstock import fleet
+from penstock.errors import PenstockError
 from penstock.testing import GPT
 
 
@@ -256,3 +257,39 @@ def test_three_architectures_of_hugging_face():
         assert results[one.name].error is None
         assert list(results[one.name].losses) == train_plainly(one)[0], one.name
     assert all(len(made.checkpoint.name) for made in results.values())
+
+
+def test_measured_jobs_are_simulated_and_not_trained():
+    calls = []
+
+    def counted():
+        calls.append(1)
+        return gpt()
+
+    jobs = [job(name=f"{at}", model=counted, clip_norm=1.0 if at else None, accumulate=2, steps=3) for at in range(2)]
+    costs = fleet.measure(jobs, budget="2500KB", host_budget="256MiB")
+    assert len(calls) == 2
+    assert [(one.name, one.num_steps, one.accumulate, one.clips) for one in costs] == [
+        ("0", 3, 2, False),
+        ("1", 3, 2, True),
+    ]
+    parameters = sum(one.nbytes for one in gpt().parameters())
+    for cost in costs:
+        assert len(cost.shards) > 1
+        assert all(one.forward_s > 0 for one in cost.shards[:-1]) and all(one.backward_s > 0 for one in cost.shards)
+        assert all((one.step_s > 0) == (one.parameter_bytes > 0) for one in cost.shards)
+        assert parameters <= sum(one.parameter_bytes for one in cost.shards) < 1.1 * parameters
+        assert sum(one.state_bytes for one in cost.shards) >= 2 * parameters
+    devices = tuple(fleet.DeviceCost(name=f"cpu:{at}", budget_bytes=2_500_000) for at in range(2))
+    problem = fleet.FleetProblem(jobs=costs, devices=devices)
+    schedule = fleet.simulate(problem)
+    fleet.verify(problem, schedule)
+    trained = [one.with_changes(name=f"{one.name} trained") for one in jobs]
+    results = train(trained, budget="2500KB")
+    units = sum(len(cost.step_units) * cost.num_steps for cost in costs)
+    assert len(schedule.units) == units == sum(one.num_units for one in results.devices)
+
+
+def test_what_cannot_be_measured_is_said():
+    with pytest.raises(PenstockError, match="job 'large' could not be measured: .*above the budget"):
+        fleet.measure([job(name="large")], budget="300KB", host_budget="64MiB")

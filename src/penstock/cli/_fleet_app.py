@@ -108,6 +108,25 @@ def ps(run_dir: _RunDir, as_json: _Json = False) -> None:
 
 
 @fleet_app.command()
+def draw(
+    run_dir: _RunDir,
+    folder: Annotated[Path | None, typer.Option("--to", help="Where to; by default the run's folder.")] = None,
+    last_s: Annotated[float, typer.Option("--last", help="Seconds that the picture of units shows.")] = 60.0,
+) -> None:
+    """Draw which job was on which device and all losses, and write a trace for ui.perfetto.dev.
+
+    Example: penstock fleet draw runs/1
+    """
+    from penstock.report import draw_fleet
+
+    try:
+        for file in draw_fleet(run_dir, folder, last_s=last_s):
+            typer.echo(f"wrote {file}")
+    except _FAULTS as error:
+        fail(error)
+
+
+@fleet_app.command()
 def pause(run_dir: _RunDir, job: _Job) -> None:
     """Have a job leave its device after the mini-batch at hand, until it is resumed.
 

@@ -8,7 +8,8 @@
 - `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it; `jobs_table` shows it.
 - `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share; a job
   is a chain of `Unit`s of a `UnitKind`.
-- `simulate`: a `Schedule` on a virtual clock, made of `ScheduledUnit`s and a `DeviceUse` per device.
+- `measure`: the costs of jobs, from pilot runs. `simulate`: a `Schedule` on a virtual clock, made of `ScheduledUnit`s
+  and a `DeviceUse` per device.
 - `Scheduler`: which job comes next, from its `Progress`; by `SchedulerName`, or one of yours.
 - `lower_bound_s`, `model_parallel_s`, `pipeline_s`: what no schedule beats, and what others reach.
 - `verify`: an independent check of a schedule. `Ablation`: what the engine does, switched off for comparison.
@@ -20,6 +21,7 @@ from penstock.fleet._bounds import pipeline_s as pipeline_s
 from penstock.fleet._job import Device as Device
 from penstock.fleet._job import Job as Job
 from penstock.fleet._life import JobState as JobState
+from penstock.fleet._measure import measure as measure
 from penstock.fleet._problem import DeviceCost as DeviceCost
 from penstock.fleet._problem import FleetProblem as FleetProblem
 from penstock.fleet._problem import JobCost as JobCost

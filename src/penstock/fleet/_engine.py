@@ -47,6 +47,8 @@ class Engine:
         self.recompute = recompute
         self.lane_rate = lane_rate
         self.is_stopping = False
+        self.only_measures = False
+        """Whether jobs end as soon as their shards were measured."""
         self.accepts_jobs = False
         """Whether jobs may still come, so that workers wait rather than end."""
         self._scheduler = scheduler
@@ -232,6 +234,8 @@ class JobTurn:
                 return
             if not run.is_prepared:
                 Preparation(engine, run, worker).run()
+                if engine.only_measures:
+                    engine.end(run, worker, JobState.STOPPED)
             else:
                 self._advance(worker)
         except Exception as error:

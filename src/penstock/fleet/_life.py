@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.fleet._job import Job
 from penstock.fleet._pilot import ShardMeasure
+from penstock.fleet._problem import JobCost
 from penstock.fleet._training import Training
 from penstock.fleet._worker import Worker
 
@@ -80,6 +81,16 @@ class JobRun:
         if not self.is_prepared:
             return 0
         return sum(2 * one.parameter_bytes + one.state_bytes for one in self.measures)
+
+    def cost(self) -> JobCost:
+        """As schedulers and simulations take it. The job was prepared."""
+        return JobCost(
+            name=self.job.name,
+            shards=tuple(one.cost(saves) for one, saves in zip(self.measures, self.saves, strict=True)),
+            num_steps=self.num_steps,
+            accumulate=self.job.accumulate,
+            clips=self.job.clip_norm is not None or self.job.precision == "float16",
+        )
 
     @property
     def remaining_s(self) -> float:

@@ -16,6 +16,9 @@ from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._worker import UnitRecord, Worker
 
+_MOST_RECORDS = 100_000
+"""Units of a device that stay in memory; the file has them all."""
+
 
 class Tracker(Protocol):
     """Where metrics go. Called by one thread at a time, which is one of the fleet's."""
@@ -69,7 +72,9 @@ class Records:
         lines = []
         for worker in workers:
             fresh = worker.records[self._num_written.get(worker.index, 0) :]
-            self._num_written[worker.index] = self._num_written.get(worker.index, 0) + len(fresh)
+            excess = max(0, len(worker.records) - _MOST_RECORDS)
+            del worker.records[:excess]
+            self._num_written[worker.index] = self._num_written.get(worker.index, 0) + len(fresh) - excess
             lines += [json.dumps({key: getattr(one, key) for key in UnitRecord.__slots__}) for one in fresh]
         if lines:
             try:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from penstock.fleet._autograd import TIED, Graph, Saved, Value, backward, dropping, forward
 from penstock.fleet._batch import Structure
@@ -20,6 +19,7 @@ from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._program import BATCH, Program
+from penstock.fleet._stepper import Stepper
 from penstock.fleet._training import Packed, Training
 from penstock.fleet._writes import StandIns, run_watched
 from penstock.tiers import ViewLayout
@@ -65,6 +65,7 @@ class MiniBatch:
         is_random: Sequence[bool] = (),
     ):
         self.training, self.memory, self.program = training, memory, program
+        self._stepper = Stepper(training, memory)
         self.structure = structure
         self.behaviour = behaviour or Behaviour()
         self.tasks = self._tasks()
@@ -433,9 +434,9 @@ class MiniBatch:
             if self.behaviour.is_pilot or not gradients:
                 continue
             if self.steps:
-                self._measure_gradients(gradients)
+                self._stepper.measure(gradients)
             if self.steps and not self.waits_for_all:
-                self._step_group(one, gradients)
+                self._stepper.step(one, gradients)
             elif one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
                 self.memory.changed(training.gradients[one].item)
             else:
@@ -447,18 +448,6 @@ class MiniBatch:
                 packed = Packed.of(f"{training.job.name}: {GRADIENTS} of shard {at}", gradients)
                 training.gradients[one] = packed
                 self.memory.add(packed.item)
-
-    def _measure_gradients(self, gradients: dict[str, torch.Tensor]) -> None:
-        training = self.training
-        if training.scale is not None:
-            inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
-            for gradient in gradients.values():
-                gradient.mul_(inverse)
-            if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
-                training.is_finite = False
-        if training.job.clip_norm is not None:
-            for name, gradient in gradients.items():
-                training.norms[name] = torch.linalg.vector_norm(gradient, 2.0).cpu()
 
     def _step(self, at: int) -> None:
         """The optimizer's unit, once all gradients are known."""
@@ -472,75 +461,10 @@ class MiniBatch:
                 for name, gradient in gradients.items():
                     training.tensors[name].grad = gradient
                 if training.job.clip_norm is not None:
-                    self._clip(gradients)
-                self._step_group(one, gradients)
+                    self._stepper.clip(gradients)
+                self._stepper.step(one, gradients)
             else:
                 self.memory.discard(training.gradients.pop(one).item)
-
-    def _clip(self, gradients: dict[str, torch.Tensor]) -> None:
-        training = self.training
-        assert training.job.clip_norm is not None
-        norms = [training.norms[name] for name in training.parameters if name in training.norms]
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0).to(self.memory.device)
-        nn.utils.clip_grads_with_norm_([training.tensors[name] for name in gradients], training.job.clip_norm, total)
-
-    def _step_group(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
-        training, memory = self.training, self.memory
-        parameters = {name: training.parameters[name] for name in gradients}
-        before = training.states.get(one)
-        moved = {} if before is None else before.views(memory.get(before.item))
-        states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
-        for key, tensor in moved.items():
-            name, _, field = key.rpartition(_OF)
-            states[name][field] = tensor
-        after = training.optimizer.step(parameters, {name: states[name] for name in parameters})
-        self._keep_states(one, {**states, **after}, before, moved)
-        assert one.item is not None
-        memory.changed(one.item)
-        self._take_back_moved_parameters(one)
-        if one in training.gradients:
-            memory.discard(training.gradients.pop(one).item)
-
-    def _on_device(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of the optimizer that were on the device which ran the job before come along."""
-        device = self.memory.device
-        return {
-            key: value.to(device) if isinstance(value, torch.Tensor) and value.device.type == device.type else value
-            for key, value in state.items()
-        }
-
-    def _keep_states(
-        self, one: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
-    ) -> None:
-        training, memory = self.training, self.memory
-        worth: dict[str, torch.Tensor] = {}
-        for name, state in states.items():
-            training.numbers[name] = {}
-            for field, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.device.type == memory.device.type:
-                    worth[f"{name}{_OF}{field}"] = value
-                else:
-                    training.numbers[name][field] = value
-        stays = before is not None and worth.keys() == moved.keys()
-        if stays and all(tensor.data_ptr() == moved[key].data_ptr() for key, tensor in worth.items()):
-            assert before is not None
-            memory.changed(before.item)
-            return
-        if before is not None:
-            worth = {key: tensor.clone() for key, tensor in worth.items()}
-            memory.discard(training.states.pop(one).item)
-        if worth:
-            training.states[one] = Packed.of(f"{training.job.name}: optimizer state of shard {one.owner}", worth)
-            memory.add(training.states[one].item)
-
-    def _take_back_moved_parameters(self, one: Group) -> None:
-        """An optimizer may give a parameter new bytes; they belong into the group's."""
-        assert one.item is not None
-        (storage,) = self.memory.get(one.item)
-        for name, view in one.views(storage).items():
-            tensor = self.training.tensors[name].data
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor)
 
     def _note_changed_buffers(self, at: int) -> None:
         """Copies below are old if forward may have written to buffers."""
@@ -591,8 +515,6 @@ class MiniBatch:
             self.memory.discard(item)
 
 
-_OF = "//"
-"""Between the name of a parameter and the field of its state."""
 _FORWARD = (UnitKind.FORWARD, UnitKind.FUSED)
 _BACKWARD = (UnitKind.FUSED, UnitKind.BACKWARD)
 

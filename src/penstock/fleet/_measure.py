@@ -1,0 +1,36 @@
+"""What jobs cost, measured on one device without training them: for simulations of devices that need not exist."""
+
+from collections.abc import Iterable
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.fleet._job import Device, Job
+from penstock.fleet._problem import JobCost
+from penstock.fleet._run import Fleet
+from penstock.tiers import Budget, DiskSpec, Size
+
+
+def measure(
+    jobs: Iterable[Job],
+    device: str | torch.device | Device = "cpu",
+    budget: Size | Budget | None = None,
+    *,
+    host_budget: Size | None = None,
+    disk: DiskSpec = None,
+) -> tuple[JobCost, ...]:
+    """Cuts every job for a device with that budget and measures its shards there, for `FleetProblem` and `simulate`.
+
+    Takes what `Fleet` takes; the jobs' factories are called as for training. Jobs that compute the same on the same
+    shapes are measured once. Raises ``PenstockError`` for a job that cannot be measured, with the reason.
+    """
+    with Fleet([device], budget, host_budget=host_budget, disk=disk, progress=None) as made:
+        made._engine.only_measures = True
+        for job in jobs:
+            made.add(job)
+        made.wait()
+        runs = made._engine.runs
+    for run in runs:
+        if run.error is not None:
+            raise PenstockError(f"job {run.job.name!r} could not be measured: {run.error}")
+    return tuple(run.cost() for run in runs)

@@ -1,0 +1,100 @@
+"""A step of the optimizer on one group of parameters, and the state that it leaves."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.fleet._groups import Group
+from penstock.fleet._memory import DeviceMemory
+from penstock.fleet._training import Packed, Training
+
+_OF = "//"
+"""Between the name of a parameter and the field of its state."""
+
+
+class Stepper:
+    """Steps a job's groups on one device."""
+
+    def __init__(self, training: Training, memory: DeviceMemory):
+        self._training, self._memory = training, memory
+
+    def measure(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Takes the loss scale off, and notes norms and whether all is finite."""
+        training = self._training
+        if training.scale is not None:
+            inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
+            for gradient in gradients.values():
+                gradient.mul_(inverse)
+            if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+                training.is_finite = False
+        if training.job.clip_norm is not None:
+            for name, gradient in gradients.items():
+                training.norms[name] = torch.linalg.vector_norm(gradient, 2.0).cpu()
+
+    def clip(self, gradients: dict[str, torch.Tensor]) -> None:
+        """By the norm of all gradients of the step, of which every one was measured."""
+        training = self._training
+        assert training.job.clip_norm is not None
+        norms = [training.norms[name] for name in training.parameters if name in training.norms]
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0).to(self._memory.device)
+        nn.utils.clip_grads_with_norm_([training.tensors[name] for name in gradients], training.job.clip_norm, total)
+
+    def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
+        """The optimizer's step; parameters have these gradients, and all is on the device."""
+        training, memory = self._training, self._memory
+        parameters = {name: training.parameters[name] for name in gradients}
+        before = training.states.get(one)
+        moved = {} if before is None else before.views(memory.get(before.item))
+        states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
+        for key, tensor in moved.items():
+            name, _, field = key.rpartition(_OF)
+            states[name][field] = tensor
+        after = training.optimizer.step(parameters, {name: states[name] for name in parameters})
+        self._keep_states(one, {**states, **after}, before, moved)
+        assert one.item is not None
+        memory.changed(one.item)
+        self._take_back_moved_parameters(one)
+        if one in training.gradients:
+            memory.discard(training.gradients.pop(one).item)
+
+    def _on_device(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Numbers of the optimizer that were on the device which ran the job before come along."""
+        device = self._memory.device
+        return {
+            key: value.to(device) if isinstance(value, torch.Tensor) and value.device.type == device.type else value
+            for key, value in state.items()
+        }
+
+    def _keep_states(
+        self, one: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
+    ) -> None:
+        training, memory = self._training, self._memory
+        worth: dict[str, torch.Tensor] = {}
+        for name, state in states.items():
+            training.numbers[name] = {}
+            for field, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.device.type == memory.device.type:
+                    worth[f"{name}{_OF}{field}"] = value
+                else:
+                    training.numbers[name][field] = value
+        stays = before is not None and worth.keys() == moved.keys()
+        if stays and all(tensor.data_ptr() == moved[key].data_ptr() for key, tensor in worth.items()):
+            assert before is not None
+            memory.changed(before.item)
+            return
+        if before is not None:
+            worth = {key: tensor.clone() for key, tensor in worth.items()}
+            memory.discard(training.states.pop(one).item)
+        if worth:
+            training.states[one] = Packed.of(f"{training.job.name}: optimizer state of shard {one.owner}", worth)
+            memory.add(training.states[one].item)
+
+    def _take_back_moved_parameters(self, one: Group) -> None:
+        """An optimizer may give a parameter new bytes; they belong into the group's."""
+        assert one.item is not None
+        (storage,) = self._memory.get(one.item)
+        for name, view in one.views(storage).items():
+            tensor = self._training.tensors[name].data
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
