@@ -277,7 +277,7 @@ def test_measured_jobs_are_simulated_and_not_trained():
     for cost in costs:
         assert len(cost.shards) > 1
         assert all(one.forward_s > 0 for one in cost.shards[:-1]) and all(one.backward_s > 0 for one in cost.shards)
-        assert all((one.step_s > 0) == (one.parameter_bytes > 0) for one in cost.shards)
+        assert all((one.step_s > 0) == (one.state_bytes > 0) for one in cost.shards)
         assert parameters <= sum(one.parameter_bytes for one in cost.shards) < 1.1 * parameters
         assert sum(one.state_bytes for one in cost.shards) >= 2 * parameters
     devices = tuple(fleet.DeviceCost(name=f"cpu:{at}", budget_bytes=2_500_000) for at in range(2))

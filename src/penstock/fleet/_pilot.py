@@ -113,7 +113,7 @@ class _Pilot:
     ):
         self._training, self._memory, self._program = training, memory, program
         self._given = leaves, structure
-        self._found = [ShardMeasure() for _ in program.shards]
+        self._found = [ShardMeasure(parameter_bytes=self._size_bytes(at)) for at in range(len(program.shards))]
 
     def run(self) -> list[ShardMeasure]:
         training = self._training
@@ -128,6 +128,12 @@ class _Pilot:
             training.randomness.cpu, training.randomness.cuda = mark[0], cuda
             training.is_finite, training.scale = mode, scale
         return self._found
+
+    def _size_bytes(self, at: int) -> int:
+        """Of the groups that the shard uses."""
+        return sum(
+            one.size_bytes for one in {self._training.group_of[name] for name in self._program.shards[at].tensors}
+        )
 
     def _pass(self, *, saves: bool) -> None:
         num_shards = len(self._program.shards)
@@ -179,12 +185,8 @@ class _Pilot:
     def _after_forward(
         self, mini: MiniBatch, before: ShardMeasure, at: int, taken_s: float, peak_bytes: int, saves: bool
     ) -> ShardMeasure:
-        groups = {self._training.group_of[name] for name in self._program.shards[at].tensors}
         before = replace(
-            before,
-            forward_s=min(taken_s, before.forward_s or taken_s),
-            parameter_bytes=sum(one.size_bytes for one in groups),
-            boundary_bytes=mini.value_bytes(at),
+            before, forward_s=min(taken_s, before.forward_s or taken_s), boundary_bytes=mini.value_bytes(at)
         )
         if not saves:
             return replace(before, dropping_bytes=peak_bytes)
