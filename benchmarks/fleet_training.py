@@ -3,7 +3,9 @@
 The setting of Hydra's paper at a machine's size: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads of
 one core each, or CUDA devices under a cap. Peers run in turn with the fleet, several rounds: plain training of two such
 models side by side, each in a process and on a core of its own (what two devices could reach if everything fitted), and
-naive model parallelism of one after the other, which is half of that by definition of its one busy device.
+naive model parallelism of one after the other, which is half of that by definition of its one busy device. The same
+two trainings are also run with as many bytes moved beside them as the fleet moves, in vain: on a CPU lanes take cores,
+caches and memory bandwidth from the computation, which a GPU's copy engines do not.
 """
 
 import json
@@ -22,11 +24,13 @@ from benchmarks.common import Row, paired_ratio, parser, show, write
 from penstock import fleet
 from penstock.report import curves, gantt
 from penstock.testing import GPT
+from penstock.tiers import Budget, Handle, waterfall_for
 from penstock.units import format_bytes, parse_bytes
 
 TEXT = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"
 RATES = (1e-4, 3e-4, 6e-4, 1e-3, 3e-3, 6e-3)
 BATCHES = (8, 16)
+PIECE_BYTES = 4 * 2**20
 
 
 def batches(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -62,7 +66,35 @@ def jobs_of(given: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
     return made[:: len(made) // num_jobs][:num_jobs]
 
 
-def train_plainly(job: fleet.Job, device: str, steps: int) -> tuple[list[float], float, int]:
+class Traffic:
+    """So many bytes that leave and come back beside a step, on lanes of their own, and that nobody needs."""
+
+    def __init__(self, disk: Path, out_bytes: int, in_bytes: int):
+        self._waterfall = waterfall_for(torch.device("cpu"), Budget(disk=disk))
+        pieces = [torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage() for _ in range(out_bytes // PIECE_BYTES)]
+        self._pieces = pieces
+        self._below = [self._waterfall.park(pieces[at % len(pieces)]) for at in range(in_bytes // PIECE_BYTES)]
+        self._leaving: list[Handle] = []
+        self._waterfall.drain()
+
+    def begin(self) -> None:
+        """Both lanes have the step's bytes to move from here on."""
+        self._leaving = [self._waterfall.park(one) for one in self._pieces]
+        for handle in self._below:
+            handle.prefetch()
+
+    def end(self) -> None:
+        """Waits for them."""
+        for handle in self._leaving:
+            handle.finish_out()
+            handle.release()
+        for handle in self._below:
+            handle.get()
+
+
+def train_plainly(
+    job: fleet.Job, device: str, steps: int, traffic: Traffic | None = None
+) -> tuple[list[float], float, int]:
     """Losses, seconds and samples of the loop that everybody writes, after one step to warm up."""
     torch.manual_seed(job.seed)
     model = job.model().to(device)
@@ -71,19 +103,27 @@ def train_plainly(job: fleet.Job, device: str, steps: int) -> tuple[list[float],
     for number, batch in zip(range(steps + 1), job.data(), strict=False):
         if number == 1:
             start_s = time.perf_counter()
+        if traffic is not None:
+            traffic.begin()
         loss = job.loss(model, tuple(one.to(device) for one in batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        if traffic is not None:
+            traffic.end()
         losses.append(loss.item())
         num_samples += len(batch[0]) if number else 0
     return losses, time.perf_counter() - start_s, num_samples
 
 
-def side_by_side(given: Any, steps: int) -> float:
-    """Samples per second of two plain trainings at once, each in a process with one thread."""
+def side_by_side(given: Any, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
+    """Samples per second of two plain trainings at once, each in a process with one thread.
+
+    ``moved``: bytes out and in per sample that each moves beside its steps, in vain.
+    """
     command = [sys.executable, "-m", "benchmarks.fleet_training", "--plain", str(steps)]
-    command += [f"--{name}={getattr(given, name)}" for name in ("layers", "width", "length")]
+    command += [f"--{name}={getattr(given, name)}" for name in ("layers", "width", "length", "disk")]
+    command += ["--moved", str(moved[0]), str(moved[1])]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(given.devices)]
     found = [json.loads(child.communicate()[0].splitlines()[-1]) for child in children]
     return sum(one["samples"] / one["seconds"] for one in found)
@@ -95,7 +135,9 @@ def plain_child(given: Any) -> None:
     samples, seconds = 0, 0.0
     for batch in BATCHES:
         job = make_job(3e-4, batch, 1, given.layers, given.width, given.length)
-        _, taken_s, count = train_plainly(job, "cpu", given.plain * BATCHES[-1] // batch)
+        out_bytes, in_bytes = (one * batch for one in given.moved)
+        traffic = Traffic(given.disk, out_bytes, in_bytes) if out_bytes + in_bytes else None
+        _, taken_s, count = train_plainly(job, "cpu", given.plain * BATCHES[-1] // batch, traffic)
         samples, seconds = samples + count, seconds + taken_s
     print(json.dumps({"samples": samples, "seconds": seconds}))
 
@@ -127,6 +169,12 @@ class Run:
         computes_s = sum(one.end_s - one.start_s - one.stall_s for one in inside)
         self.useful_share = computes_s / total_s - self.recompute_share
         self.stall_s = sum(one.stall_s for one in inside)
+        devices, all_samples = self.results.devices, sum(batch_of[one.job] / num_units[one.job] for one in self.records)
+        self.moved = (
+            int(sum(one.parked_bytes for one in devices) / all_samples),
+            int(sum(one.fetched_bytes for one in devices) / all_samples),
+        )
+        """Bytes out and in per sample."""
         self.failed = [one for one in self.results.values() if one.state is not fleet.JobState.DONE]
 
 
@@ -151,7 +199,7 @@ def state_bytes(given: Any) -> int:
 
 def rounds_of(given: Any, rows: list[Row]) -> None:
     """The fleet and plain training in turn."""
-    ours, plain, shares = [], [], []
+    ours, plain, moving, shares = [], [], [], []
     for number in range(given.rounds):
         before = side_by_side(given, given.steps)
         run = Run(given, jobs_of(given, given.jobs, given.steps))
@@ -159,10 +207,12 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         assert not run.failed, run.results
         ours.append(run.samples_per_s)
         plain.append((before + after) / 2)
+        moving.append(side_by_side(given, given.steps, run.moved))
         shares.append((run.useful_share, run.stall_share, run.recompute_share))
         print(
             f"round {number + 1}: fleet {ours[-1]:.2f} samples/s, {given.devices} plain trainings side by side "
-            f"{plain[-1]:.2f} ({before:.2f} before, {after:.2f} after); useful {shares[-1][0]:.1%}, stalls "
+            f"{plain[-1]:.2f} ({before:.2f} before, {after:.2f} after), and {moving[-1]:.2f} with as many bytes moved "
+            f"beside them; useful {shares[-1][0]:.1%}, stalls "
             f"{shares[-1][1]:.1%}, recomputes {shares[-1][2]:.1%}",
             flush=True,
         )
@@ -176,6 +226,10 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         Row(name="fleet", metric="stalls", value=median(one[1] for one in shares), unit="of the time"),
         Row(name="fleet", metric="recomputation", value=median(one[2] for one in shares), unit="of the time"),
     ]
+    as_moving = paired_ratio(ours, moving)[0]
+    peer += ", each beside as many bytes moved"
+    rows.append(Row(name="fleet", metric="the same", value=median(ours), unit="samples/s", peer=peer, ratio=as_moving))
+    rows.append(Row(name=peer, metric="throughput", value=median(moving), unit="samples/s"))
     statistics = run.results.devices
     rows += [
         Row(name="fleet", metric="peak", value=max(one.peak_bytes for one in statistics), unit="bytes"),
@@ -185,7 +239,7 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         Row(name="fleet", metric="moved in", value=sum(one.fetched_bytes for one in statistics), unit="bytes"),
         Row(name="fleet", metric="moved out", value=sum(one.parked_bytes for one in statistics), unit="bytes"),
     ]
-    print(f"throughput over plain: {middle:.3f} [{low:.3f}, {high:.3f}]")
+    print(f"throughput over plain: {middle:.3f} [{low:.3f}, {high:.3f}]; as many bytes moved: {as_moving:.3f}")
     if given.json:
         draw(given.json, run)
 
@@ -266,6 +320,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--budget", default="108MiB")
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations"])
     options.add_argument("--plain", type=int, default=0, help="used by the benchmark itself")
+    options.add_argument("--moved", type=int, nargs=2, default=(0, 0), help="used by the benchmark itself")
     given = options.parse_args(arguments)
     if given.plain:
         plain_child(given)
