@@ -336,7 +336,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         if name in (given.part or parts):
             part(given, rows)
     names = ("layers", "width", "length", "devices", "jobs", "steps", "rounds", "budget")
-    write(given.json, {name: getattr(given, name) for name in names}, rows)
+    text = "tinyshakespeare" if TEXT.is_file() else "bytes in order; tinyshakespeare was not beside the checkout"
+    write(given.json, {"text": text, **{name: getattr(given, name) for name in names}}, rows)
     return rows
 
 

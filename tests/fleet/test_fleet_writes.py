@@ -129,14 +129,124 @@ class Branching(nn.Module):
         return self.head(x + (self.short(x) if tokens.shape[1] < 32 else self.long(x)))
 
 
+class Ending(Branching):
+    """Short batches end with the embedding, tied."""
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        return self.long(x) @ self.token.weight.T if tokens.shape[1] < 32 else self.head(self.short(self.long(x)))
+
+
+@pytest.mark.parametrize("model", [Branching, Ending])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_what_only_an_earlier_batch_of_the_step_used_is_stepped_too(clip_norm):
+def test_what_only_an_earlier_batch_of_the_step_used_is_stepped_too(model, clip_norm):
     one = job(
         spectral,
         data=lambda: [pair for long in batches(4) for pair in (long, *batches(1, length=16))],
         accumulate=2,
         clip_norm=clip_norm,
-    ).with_changes(model=Branching)
+    ).with_changes(model=model)
     results = train([one], num_devices=1, budget="800KB")
     assert results["job"].error is None
     assert list(results["job"].losses) == train_plainly(one)[0]
+
+
+class Centred(nn.Module):
+    """What the first block reads, the last one writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(256, 64)
+        self.register_buffer("centre", torch.zeros(64))
+        self.linear = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        for at, linear in enumerate(self.linear):
+            x = linear((x - self.centre).relu() if at == 0 else x)
+        self.centre.lerp_(x.detach().mean((0, 1)), 0.5)
+        return self.head(x)
+
+
+def test_running_forward_again_reads_what_a_later_shard_wrote_since_as_it_was():
+    one = job(None).with_changes(model=Centred)
+    results = train([one], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=True))
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+
+
+class First(Branching):
+    """Long batches begin with the layer that short ones end with."""
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        if tokens.shape[1] >= 32:
+            x = self.long(x)
+        return self.head(self.long(self.short(x)))
+
+
+def test_a_batch_that_uses_parameters_in_another_order_is_refused_or_right():
+    one = job(
+        spectral, data=lambda: [pair for long in batches(4) for pair in (long, *batches(1, length=16))], accumulate=2
+    ).with_changes(model=First)
+    results = train([one], num_devices=1, budget="800KB")
+    error = results["job"].error
+    assert (error and "cannot be cut where the first was" in error) or (
+        list(results["job"].losses) == train_plainly(one)[0]
+    )
+
+
+def test_stages_are_evaluated_in_evaluation():
+    def make():
+        return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(32), nn.Dropout(0.5))
+
+    one = job(make, stages_of, validation=lambda: batches(3, seed=9), evaluate_every=5)
+    results = train([one], num_devices=1, budget="800KB")
+    losses, model = train_plainly(one)
+    assert list(results["job"].losses) == losses
+    model.eval()
+    with torch.no_grad():
+        expected = sum(one.loss(model, batch).item() for batch in batches(3, seed=9)) / 3
+    assert results["job"].validations[-1]["loss"] == expected
+
+
+def test_a_view_between_stages_does_not_hide_a_write():
+    def make():
+        return nn.Sequential(nn.Linear(64, 64), nn.Identity(), InPlace())
+
+    def stages(model):
+        return [model.token, *(part for block in model.blocks for part in block), model.head]
+
+    one = job(make, stages)
+    results = train([one], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=True))
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+
+
+class Shared(nn.Module):
+    """Regions without gradients in every block read one value."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(256, 64)
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 256)
+
+    def forward(self, tokens):
+        x = self.token(tokens)
+        mask = (tokens % 2).unsqueeze(-1).float()
+        for block in self.blocks:
+            with torch.no_grad():
+                scale = mask * 0.5 + 1.0
+            x = block(x) * scale
+        return self.head(x)
+
+
+def test_regions_that_only_read_do_not_forbid_cuts():
+    one = job(None).with_changes(model=Shared)
+    results = train([one], num_devices=1, budget="800KB")
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    (device,) = results.devices
+    assert device.num_units > 5 * 3  # more than one shard

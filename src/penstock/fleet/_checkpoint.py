@@ -88,7 +88,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         if warm:
             return lambda: None
         _load_state(training, state)
-        run.wants_validation = bool(state["wants_validation"])
+        run.wants_validation = bool(state.get("wants_validation", False))
     except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
         raise CheckpointError(
             f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from "

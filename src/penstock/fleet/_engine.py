@@ -366,6 +366,7 @@ class JobTurn:
         for item in run.training.items():
             worker.memory.discard(item)
         run.is_smaller += 1
+        run.wants_validation, run.last_validation, run.saved_step = False, -1, -1
         with engine.condition:
             run.training, run.is_prepared, run.home = Training(run.job), False, None
 

@@ -272,24 +272,43 @@ def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """What the operator writes to in place; one that runs a graph of its own may write to all that it is given."""
-    if any(one.op == "get_attr" for one in node.all_input_nodes):
-        return [one for one in node.all_input_nodes if one.op != "get_attr"]
+    """What the operator writes to in place, itself or in the graph that it runs."""
+    inner = next((one for one in node.all_input_nodes if one.op == "get_attr"), None)
+    if inner is not None:
+        return _written_inside(node, inner)
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
     arguments = {one.name: one.alias_info for one in schema.arguments}
     given = [*zip(arguments, node.args, strict=False), *node.kwargs.items()]
-    return [
-        one
-        for name, one in given
-        if isinstance(one, fx.Node) and arguments[name] is not None and arguments[name].is_write
-    ]
+    written = [one for name, one in given if arguments[name] is not None and arguments[name].is_write]
+    return _nodes_in(written)
+
+
+def _written_inside(node: fx.Node, inner: fx.Node) -> list[fx.Node]:
+    """Arguments of an operator that runs a graph to whose storage that graph writes."""
+    module = inner.graph.owning_module
+    graph = getattr(getattr(module, str(inner.target), None), "graph", None)
+    given = [one for one in _nodes_in(node.args) if one.op != "get_attr"]
+    if graph is None:
+        return given
+    places = [one for one in graph.nodes if one.op == "placeholder"]
+    if len(places) != len(given) or not all(map(_tensors_of, places)):
+        return given
+    written = {_key(tensor) for one in graph.nodes for used in _written_by(one) for tensor in _tensors_of(used)}
+    return [one for one, place in zip(given, places, strict=True) if written & {_key(t) for t in _tensors_of(place)}]
+
+
+def _nodes_in(given: Any) -> list[fx.Node]:  # any: arguments of an operator
+    found: dict[fx.Node, None] = {}
+    fx.map_arg(given, found.setdefault)
+    return list(found)
 
 
 def _may_write(node: fx.Node) -> bool:
     """Whether the operator may change what it is given; the schema of batch norm does not say so."""
-    return bool(_written_by(node)) or "_norm" in str(node.target)
+    runs_a_graph = any(one.op == "get_attr" for one in node.all_input_nodes)
+    return runs_a_graph or bool(_written_by(node)) or "_norm" in str(node.target)
 
 
 def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:

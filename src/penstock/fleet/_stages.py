@@ -60,8 +60,8 @@ class Staged:
         given: list[torch.Tensor] = [one.to("meta") for one in leaves]
         tensors = {name: tensor.to("meta") for stage in self._stages for name, tensor in self._tensors_of(stage)}
         atoms: list[Atom] = []
+        earlier: list[list[tuple[torch.Tensor, int]]] = []  # what each atom handed on, and its version
         for at, stage in enumerate(self._stages):
-            versions = [one._version for one in given]
             try:
                 outputs = self._compute(at, at, tensors, given, leaves=[one.to("meta") for one in leaves])
             except Exception as error:  # whatever the user's stage raises
@@ -69,10 +69,12 @@ class Staged:
                     f"stage {at} ({_name_of(stage)}) cannot follow the stages before it: {error}"
                 ) from error
             own = [name for name, _ in self._tensors_of(stage)]
-            if at and any(one._version != version for one, version in zip(given, versions, strict=True)):
+            while any(one._version != version for handed in earlier for one, version in handed):
                 own = [*atoms.pop().tensors, *own]
+                earlier.pop()
             sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in outputs}
             atoms.append(Atom(end=at, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
+            earlier.append([(one, one._version) for one in outputs])
             given = list(outputs)
         return atoms
 

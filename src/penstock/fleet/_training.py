@@ -4,7 +4,9 @@ Nothing here decides when or where; the worker of a device does (`_worker.py`). 
 in its groups, gradients and optimizer states, which move from device to device as items.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -140,6 +142,15 @@ class Training:
             self.validation = None if job.validation is None else job.validation()
         self.originals = {name: tensor.data for name, tensor in self.tensors.items()}
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model is in evaluation, for stages cut by hand, which run its modules; graphs were traced in it."""
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self._set_modes()
 
     def _set_modes(self) -> None:
         """Training or evaluation per module, as the factory left it."""
@@ -307,7 +318,7 @@ class Training:
         self.group_of = {name: one for one in self.groups for name in one.layouts}
         return program
 
-    def _owners_of(self, captured: Captured | Staged, ends: tuple[int, ...]) -> dict[str, int]:
+    def _owners_of(self, captured: Captured | Staged, ends: Sequence[int]) -> dict[str, int]:
         """Per tensor, the first shard that uses it."""
         owners: dict[str, int] = {}
         for shard, (first, last) in enumerate(zip([0, *(end + 1 for end in ends)], ends, strict=False)):
@@ -320,9 +331,8 @@ class Training:
         """The same cut in another graph of the model: shard by shard, behind the atoms that use the same tensors."""
         ends = list(self.ends[:-1])
         ends.append(len(captured.atoms) - 1)
-        if self._owners_of(captured, tuple(ends)) == {
-            name: owner for name, owner in self._owners.items() if name in self._owners_of(captured, tuple(ends))
-        }:
+        own = self._owners_of(captured, ends)
+        if _ascends(ends) and own == {name: owner for name, owner in self._owners.items() if name in own}:
             return tuple(ends)
         found: list[int] = []
         owners: dict[str, int] = {}
@@ -336,8 +346,9 @@ class Training:
             if any(self._owners.get(name) == shard for name in atom.tensors):
                 busy_until = at
             owners |= dict.fromkeys(atom.tensors, shard)
-        found += [len(captured.atoms) - 1]
-        if any(end < 0 for end in found) or sorted(set(found)) != found:
+        found += [busy_until + one for one in range(len(self.ends) - 1 - shard)] + [len(captured.atoms) - 1]
+        own = self._owners_of(captured, found) if _ascends(found) else {}
+        if not own or any(self._owners.get(name, owner) != owner for name, owner in own.items()):
             raise CaptureError(
                 f"job {self.job.name!r}: a batch of another shape cannot be cut where the first was; "
                 "let all batches have one shape (drop_last=True, padding)"
@@ -360,6 +371,7 @@ class Training:
     def let_go(self) -> None:
         """The job is over: nothing of its model, data or graphs is kept."""
         self.groups, self.gradients, self.states, self.numbers, self._modes = [], {}, {}, {}, []
+        self.group_of = {}
         self.originals, self._programs, self._batches, self._peeked = {}, {}, None, None
         for key in ("model", "parameters", "tensors", "optimizer", "scheduler", "data", "validation"):
             if hasattr(self, key):
@@ -389,6 +401,10 @@ class Training:
 
 
 _END = object()
+
+
+def _ascends(ends: Sequence[int]) -> bool:
+    return ends[0] >= 0 and all(one < other for one, other in itertools.pairwise(ends))
 
 
 def hollow(tensor: torch.Tensor) -> torch.Tensor:

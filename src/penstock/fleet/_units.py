@@ -297,7 +297,7 @@ class MiniBatch:
         self._marks[at] = self.training.randomness.mark()
         with self._unchanged_buffers(at) if self.behaviour.is_pilot else nullcontext():
             if not self._saves[at]:
-                before = self._copies_of_buffers(at)
+                before = self._copies_of_buffers(at) | self._copies_for_later(at)
                 with dropping():
                     graph, outputs = self._run_forward(at)
                 needing = set(graph.left)
@@ -322,12 +322,13 @@ class MiniBatch:
 
     def _evaluate(self, at: int) -> None:
         inputs, _ = self._inputs(at)
-        with torch.no_grad(), self._context(at):
+        with torch.no_grad(), self.training.evaluating(), self._context(at):
             outputs = run_watched(self.program.shards[at], self._tensors(at), inputs, self._buffers)
             if at == len(self.program.shards) - 1:
                 self.results = [one.detach() for one in outputs]
             else:
                 self._keep_values(at, outputs, set())
+        self._note_changed_buffers(at)
 
     def _backward(self, at: int, *, is_last: bool) -> None:
         graph = self._graphs.pop(at, None)
@@ -479,11 +480,21 @@ class MiniBatch:
             return {}
         return {name: tensors[name].detach().clone() for name in shard.tensors if name in self._buffers}
 
+    def _copies_for_later(self, at: int) -> dict[str, torch.Tensor]:
+        """Of buffers that the shard reads and a later one may write to."""
+        return {name: self.training.tensors[name].detach().clone() for name in self._written_after(at)}
+
+    def _written_after(self, at: int) -> set[str]:
+        shards = self.program.shards
+        later = {name for one in shards[at + 1 :] if one.writes_buffers for name in one.tensors}
+        return later & self._buffers & set(shards[at].tensors)
+
     def _keep_buffers(self, at: int, before: dict[str, torch.Tensor]) -> None:
-        """Those that forward changed, as it found them, for when it runs again. Batch norm raises no version."""
-        tensors = self.training.tensors
-        for name in [name for name, copy in before.items() if torch.equal(copy, tensors[name].detach())]:
-            del before[name]
+        """Those that forward changes, here or later, as it found them. Batch norm's kernel raises no version."""
+        tensors, later = self.training.tensors, self._written_after(at)
+        for name in [name for name in before if name not in later]:
+            if torch.equal(before[name], tensors[name].detach()):
+                del before[name]
         if before:
             self._before[at] = Packed.of(f"{self.training.job.name}: buffers before shard {at}", before)
             self._made[self.memory.add(self._before[at].item)] = None

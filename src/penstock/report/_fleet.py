@@ -17,6 +17,8 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
     by step, and ``units.trace.json`` is a trace of all units and stalls for ui.perfetto.dev. Raises ``PenstockError``
     where ``run_dir`` holds no units, or matplotlib is missing.
     """
+    if last_s <= 0:
+        raise PenstockError(f"the picture of units shows the last {last_s} s, which is nothing; give last_s=60")
     run_dir = Path(run_dir)
     folder = run_dir if folder is None else Path(folder)
     units = list(_lines(run_dir / "units.jsonl"))
