@@ -71,7 +71,10 @@ class Traffic:
 
     def __init__(self, disk: Path, out_bytes: int, in_bytes: int):
         self._waterfall = waterfall_for(torch.device("cpu"), Budget(disk=disk))
-        pieces = [torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage() for _ in range(out_bytes // PIECE_BYTES)]
+        pieces = [
+            torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage()
+            for _ in range(max(1, out_bytes // PIECE_BYTES))
+        ]
         self._pieces = pieces
         self._below = [self._waterfall.park(pieces[at % len(pieces)]) for at in range(in_bytes // PIECE_BYTES)]
         self._leaving: list[Handle] = []

@@ -54,6 +54,13 @@ def job(make, stages=None, **changes):
     )
 
 
+def assert_equals_the_plain_loop(one, **options):
+    results = train([one], num_devices=1, budget="800KB", **options)
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    return results
+
+
 def stages_of(model):
     return [model.token, *model.blocks, model.head]
 
@@ -111,9 +118,7 @@ def test_a_stage_that_writes_to_its_input_is_not_cut_off_from_it(between):
         return [model.token, *(part for block in model.blocks for part in block), model.head]
 
     one = job(make, stages)
-    results = train([one], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=True))
-    assert results["job"].error is None
-    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert_equals_the_plain_loop(one, ablation=fleet.Ablation(recompute=True))
 
 
 class Branching(nn.Module):
@@ -147,9 +152,7 @@ def test_what_only_an_earlier_batch_of_the_step_used_is_stepped_too(model, clip_
         accumulate=2,
         clip_norm=clip_norm,
     ).with_changes(model=model)
-    results = train([one], num_devices=1, budget="800KB")
-    assert results["job"].error is None
-    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert_equals_the_plain_loop(one)
 
 
 class Centred(nn.Module):
@@ -172,9 +175,7 @@ class Centred(nn.Module):
 
 def test_running_forward_again_reads_what_a_later_shard_wrote_since_as_it_was():
     one = job(None).with_changes(model=Centred)
-    results = train([one], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=True))
-    assert results["job"].error is None
-    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert_equals_the_plain_loop(one, ablation=fleet.Ablation(recompute=True))
 
 
 class First(Branching):
@@ -233,8 +234,6 @@ class Shared(nn.Module):
 
 def test_regions_that_only_read_do_not_forbid_cuts():
     one = job(None).with_changes(model=Shared)
-    results = train([one], num_devices=1, budget="800KB")
-    assert results["job"].error is None
-    assert list(results["job"].losses) == train_plainly(one)[0]
+    results = assert_equals_the_plain_loop(one)
     (device,) = results.devices
     assert device.num_units > 5 * 3  # more than one shard

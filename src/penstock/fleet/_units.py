@@ -5,7 +5,7 @@ backward of the others; and, where the optimizer has to wait for the norm of all
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -297,13 +297,14 @@ class MiniBatch:
         self._marks[at] = self.training.randomness.mark()
         with self._unchanged_buffers(at) if self.behaviour.is_pilot else nullcontext():
             if not self._saves[at]:
-                before = self._copies_of_buffers(at) | self._copies_for_later(at)
+                later = self._written_after(at)
+                before = self._copies_of_buffers(at, later)
                 with dropping():
                     graph, outputs = self._run_forward(at)
                 needing = set(graph.left)
                 del graph
                 self._keep_values(at, outputs, needing)
-                self._keep_buffers(at, before)
+                self._keep_buffers(at, before, later)
             else:
                 self._forward_and_save(at)
             self._note_changed_buffers(at)
@@ -473,25 +474,21 @@ class MiniBatch:
             if one.kind == "buffer" and one.item is not None:
                 self.memory.changed(one.item)
 
-    def _copies_of_buffers(self, at: int) -> dict[str, torch.Tensor]:
-        """Of those that forward of the shard may write to."""
-        shard, tensors = self.program.shards[at], self.training.tensors
-        if not shard.writes_buffers:
-            return {}
-        return {name: tensors[name].detach().clone() for name in shard.tensors if name in self._buffers}
-
-    def _copies_for_later(self, at: int) -> dict[str, torch.Tensor]:
-        """Of buffers that the shard reads and a later one may write to."""
-        return {name: self.training.tensors[name].detach().clone() for name in self._written_after(at)}
+    def _copies_of_buffers(self, at: int, others: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Of those that forward of the shard may write to, and of ``others``."""
+        shard = self.program.shards[at]
+        names = {*others, *(self._buffers & set(shard.tensors) if shard.writes_buffers else ())}
+        return {name: self.training.tensors[name].detach().clone() for name in shard.tensors if name in names}
 
     def _written_after(self, at: int) -> set[str]:
+        """Buffers that the shard reads and a later one may write to."""
         shards = self.program.shards
         later = {name for one in shards[at + 1 :] if one.writes_buffers for name in one.tensors}
         return later & self._buffers & set(shards[at].tensors)
 
-    def _keep_buffers(self, at: int, before: dict[str, torch.Tensor]) -> None:
-        """Those that forward changes, here or later, as it found them. Batch norm's kernel raises no version."""
-        tensors, later = self.training.tensors, self._written_after(at)
+    def _keep_buffers(self, at: int, before: dict[str, torch.Tensor], later: Collection[str]) -> None:
+        """Those that forward changes, here or ``later``, as it found them. Batch norm's kernel raises no version."""
+        tensors = self.training.tensors
         for name in [name for name in before if name not in later]:
             if torch.equal(before[name], tensors[name].detach()):
                 del before[name]

@@ -35,7 +35,7 @@ _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
 """A small graph can afford to refine more starts: so many that their operators add up to the last number."""
 _LOWEST_STARTS = 16
-"""Of these, at most so many are lowered for the smallest peak; a quarter where swaps make each slow."""
+"""At most so many starts are lowered for the smallest peak; a quarter where swaps make each slow."""
 _SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
 """Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
 _SEARCH_OPERATORS = 60_000_000

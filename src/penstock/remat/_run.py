@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock import tiers
+from penstock.directio import BLOCK_BYTES
 from penstock.errors import BudgetError, CaptureError
 from penstock.probe import bandwidths
 from penstock.remat import _capture, _swap
@@ -29,8 +30,6 @@ from penstock.units import parse_bytes
 Size = int | str
 _BESIDE_COMPUTING = 0.5
 """Share of the probe's rate that a CPU's lanes reach beside a step that uses all its cores; 0.45 to 0.65 measured."""
-_PAGE_BYTES = 4096
-"""Blocks of direct I/O, for whose sake edges of a storage in main memory stay there."""
 _numbers = itertools.count()
 _PLAN = "penstock_plan"
 """In the ``meta`` of an emitted module: the number of its plan."""
@@ -149,7 +148,7 @@ class Compiler:
             static_bytes=static_bytes,
             out_bandwidth_bytes_per_s=out,
             in_bandwidth_bytes_per_s=back,
-            swap_page_bytes=_PAGE_BYTES if device.type == "cpu" else 0,
+            swap_page_bytes=BLOCK_BYTES if device.type == "cpu" else 0,
         )
 
     def _budget_bytes(self, problem: RematProblem) -> int:
