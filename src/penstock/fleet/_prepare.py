@@ -64,19 +64,7 @@ class Preparation:
 
     def _cut(self, captured: Captured | Staged, leaves: list[torch.Tensor], structure: Structure) -> None:
         run, training, memory = self.run_of, self.run_of.training, self.worker.memory
-        sizes = {name: tensor.nbytes for name, tensor in training.originals.items()}
-        costs, ends = merged(
-            [
-                AtomCost(
-                    tensors={name: sizes[name] for name in atom.tensors},
-                    activation_bytes=atom.activation_bytes,
-                    crossing_bytes=atom.crossing_bytes,
-                    label=atom.label,
-                )
-                for atom in captured.atoms
-            ],
-            _MOST_ATOMS,
-        )
+        costs, ends = self._costs(captured)
         with gate.computing():
             share = training.optimizer.state_share(training.parameters)
         factor = 1.0
@@ -112,6 +100,20 @@ class Preparation:
         run.saves = choose_saves(run.measures, memory.budget_bytes, self.engine.lane_rate(), self.engine.recompute)
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
         run.seconds_per_step += sum(one.step_s for one in run.measures)
+
+    def _costs(self, captured: Captured | Staged) -> tuple[list[AtomCost], list[int]]:
+        """As estimated, of few enough atoms; and the index of the last one in each."""
+        sizes = {name: tensor.nbytes for name, tensor in self.run_of.training.originals.items()}
+        costs = [
+            AtomCost(
+                tensors={name: sizes[name] for name in atom.tensors},
+                activation_bytes=atom.activation_bytes,
+                crossing_bytes=atom.crossing_bytes,
+                label=atom.label,
+            )
+            for atom in captured.atoms
+        ]
+        return merged(costs, _MOST_ATOMS)
 
     def _check(self, measures: Sequence[ShardMeasure], program: Program) -> None:
         """Raises ``BudgetError`` where a unit takes more than the budget, next shard not counted."""

@@ -154,14 +154,7 @@ class Fleet:
         self._num_places = 0
         self._engine = Engine(
             scheduler_of(scheduler),
-            Hooks(
-                stepped=self._stepped,
-                validated=self._validated,
-                save=self._save,
-                wants_save=self._wants_save,
-                restore=self._restore,
-                ended=self._ended,
-            ),
+            self._hooks(),
             budget_bytes=min(sizes),
             sharp=self._ablation.sharp,
             recompute=self._ablation.recompute,
@@ -405,6 +398,16 @@ class Fleet:
     def _ended(self, run: JobRun, state: JobState) -> None:
         self._records.end(run.job, state, run.trace)
         self._news.set()
+
+    def _hooks(self) -> Hooks:
+        return Hooks(
+            stepped=self._stepped,
+            validated=self._validated,
+            save=self._save,
+            wants_save=self._wants_save,
+            restore=self._restore,
+            ended=self._ended,
+        )
 
     # The thread that waits
 
