@@ -1,155 +1,39 @@
-"""Twelve jobs of a GPT on tinyshakespeare, each several times a device's budget, beside plain training and ablations.
+"""Twelve jobs, each several times a device's budget, beside what else trains them, and with parts switched off.
 
 The setting of Hydra's paper at a machine's size: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads of
-one core each, or CUDA devices under a cap. Peers run in turn with the fleet, several rounds: plain training of two such
-models side by side, each in a process and on a core of its own (what two devices could reach if everything fitted), and
-naive model parallelism of one after the other, which is half of that by definition of its one busy device. The same
-two trainings are also run with as many bytes moved beside them as the fleet moves, in vain: on a CPU lanes take cores,
-caches and memory bandwidth from the computation, which a GPU's copy engines do not.
+one core each, or CUDA devices under a cap; below them is host memory, then disk. Peers run in turn with the fleet,
+several rounds: plain training of two such models side by side, each in a process and on a core of its own (what two
+devices could reach if everything fitted); the same with as many bytes moved beside them as the fleet moves, in vain (on
+a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines do not); one model
+at a time on one device after the other; a pipeline; FSDP2 with CPU offload (benchmarks/fleet_peers.py).
 """
 
-import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from benchmarks.common import Row, paired_ratio, parser, show, write
+from benchmarks.fleet_models import TEXT, jobs_of, state_bytes
+from benchmarks.fleet_peers import throughput, train_plainly
 from penstock import fleet
 from penstock.report import curves, gantt
-from penstock.testing import GPT
-from penstock.tiers import Budget, Handle, waterfall_for
 from penstock.units import format_bytes, parse_bytes
 
-TEXT = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"
-RATES = (1e-4, 3e-4, 6e-4, 1e-3, 3e-3, 6e-3)
-BATCHES = (8, 16)
-PIECE_BYTES = 4 * 2**20
-
-
-def batches(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random places of the text, the same every time; random bytes where the text is missing."""
-    generator = torch.Generator().manual_seed(0)
-    raw = TEXT.read_bytes() if TEXT.is_file() else bytes(range(256)) * 4096
-    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
-    for _ in range(num_batches):
-        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
-        rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
-        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def make_job(rate: float, batch: int, steps: int, layers: int, width: int, length: int) -> fleet.Job:
-    return fleet.Job(
-        name=f"lr={rate} batch={batch}",
-        model=lambda: GPT(num_layers=layers, width=width, num_heads=width // 64, context=length),
-        data=lambda: list(batches(batch, length, 64)),
-        loss=lambda model, given: model(*given),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False),
-        steps=steps,
-        tags={"lr": rate, "batch": batch},
-    )
-
-
-def jobs_of(given: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
-    """All see about as many samples: half the batch, twice the steps."""
-    made = [
-        make_job(rate, batch, steps * BATCHES[-1] // batch, given.layers, given.width, given.length)
-        for batch in BATCHES
-        for rate in RATES
-    ]
-    return made[:: len(made) // num_jobs][:num_jobs]
-
-
-class Traffic:
-    """So many bytes that leave and come back beside a step, on lanes of their own, and that nobody needs."""
-
-    def __init__(self, disk: Path, out_bytes: int, in_bytes: int):
-        self._waterfall = waterfall_for(torch.device("cpu"), Budget(disk=disk))
-        pieces = [
-            torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage()
-            for _ in range(max(1, out_bytes // PIECE_BYTES))
-        ]
-        self._pieces = pieces
-        self._below = [self._waterfall.park(pieces[at % len(pieces)]) for at in range(in_bytes // PIECE_BYTES)]
-        self._leaving: list[Handle] = []
-        self._waterfall.drain()
-
-    def begin(self) -> None:
-        """Both lanes have the step's bytes to move from here on."""
-        self._leaving = [self._waterfall.park(one) for one in self._pieces]
-        for handle in self._below:
-            handle.prefetch()
-
-    def end(self) -> None:
-        """Waits for them."""
-        for handle in self._leaving:
-            handle.finish_out()
-            handle.release()
-        for handle in self._below:
-            handle.get()
-
-
-def train_plainly(
-    job: fleet.Job, device: str, steps: int, traffic: Traffic | None = None
-) -> tuple[list[float], float, int]:
-    """Losses, seconds and samples of the loop that everybody writes, after one step to warm up."""
-    torch.manual_seed(job.seed)
-    model = job.model().to(device)
-    optimizer = job.optimizer(list(model.parameters()))
-    losses, start_s, num_samples = [], 0.0, 0
-    for number, batch in zip(range(steps + 1), job.data(), strict=False):
-        if number == 1:
-            start_s = time.perf_counter()
-        if traffic is not None:
-            traffic.begin()
-        loss = job.loss(model, tuple(one.to(device) for one in batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if traffic is not None:
-            traffic.end()
-        losses.append(loss.item())
-        num_samples += len(batch[0]) if number else 0
-    return losses, time.perf_counter() - start_s, num_samples
-
-
-def side_by_side(given: Any, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
-    """Samples per second of two plain trainings at once, each in a process with one thread.
-
-    ``moved``: bytes out and in per sample that each moves beside its steps, in vain.
-    """
-    command = [sys.executable, "-m", "benchmarks.fleet_training", "--plain", str(steps)]
-    command += [f"--{name}={getattr(given, name)}" for name in ("layers", "width", "length", "disk")]
-    command += ["--moved", str(moved[0]), str(moved[1])]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(given.devices)]
-    found = [json.loads(child.communicate()[0].splitlines()[-1]) for child in children]
-    return sum(one["samples"] / one["seconds"] for one in found)
-
-
-def plain_child(given: Any) -> None:
-    """One of them: half of its steps with the small batch, half with the large, as the fleet's jobs."""
-    torch.set_num_threads(1)
-    samples, seconds = 0, 0.0
-    for batch in BATCHES:
-        job = make_job(3e-4, batch, 1, given.layers, given.width, given.length)
-        out_bytes, in_bytes = (one * batch for one in given.moved)
-        traffic = Traffic(given.disk, out_bytes, in_bytes) if out_bytes + in_bytes else None
-        _, taken_s, count = train_plainly(job, "cpu", given.plain * BATCHES[-1] // batch, traffic)
-        samples, seconds = samples + count, seconds + taken_s
-    print(json.dumps({"samples": samples, "seconds": seconds}))
+WARM_BATCHES = 2
+"""First mini-batches of a job, in which memory is touched for the first time; plain training has one step for that."""
 
 
 class Run:
     """A fleet's run, measured while all devices had work."""
 
     def __init__(self, given: Any, jobs: list[fleet.Job], **options: Any):
-        options = {"disk": given.disk, "progress": None, **options}
+        options = {"host_budget": given.host, "disk": given.disk, "progress": None, **options}
         with fleet.Fleet(devices_of(given), given.budget, **options) as made:
             for job in jobs:
                 made.add(job)
@@ -160,12 +44,19 @@ class Run:
             by_device[record.device].append(record)
         self.begin_s = max(min(one.start_s for one in records) for records in by_device.values())
         self.end_s = min(max(one.end_s for one in records) for records in by_device.values())
+        if self.end_s <= self.begin_s:  # one device had ended before the other began
+            self.begin_s = min(one.start_s for one in self.records)
+            self.end_s = max(one.end_s for one in self.records)
         batch_of = {job.name: job.tags["batch"] for job in jobs}
         inside = [one for one in self.records if self.begin_s <= one.start_s and one.end_s <= self.end_s]
         num_units = {name: units_of_a_batch(self.records, name) for name in batch_of}
         samples = sum(batch_of[one.job] / num_units[one.job] for one in inside)
         span_s = self.end_s - self.begin_s
         self.samples_per_s = samples / span_s
+        warm = self._warm_units(num_units)
+        warm_samples = sum(batch_of[one.job] / num_units[one.job] for one in warm)
+        self.warm_samples_per_s = warm_samples / sum(one.end_s - one.start_s for one in warm) * len(by_device)
+        """Past the first mini-batches of each job."""
         total_s = span_s * len(by_device)
         self.stall_share = sum(one.stall_s for one in inside) / total_s
         self.recompute_share = sum(one.recompute_s for one in inside) / total_s
@@ -180,6 +71,13 @@ class Run:
         """Bytes out and in per sample."""
         self.failed = [one for one in self.results.values() if one.state is not fleet.JobState.DONE]
 
+    def _warm_units(self, num_units: dict[str, int]) -> list[fleet.UnitRecord]:
+        by_job: dict[str, list[fleet.UnitRecord]] = defaultdict(list)
+        for one in sorted(self.records, key=lambda record: record.start_s):
+            by_job[one.job].append(one)
+        warm = [one for job, units in by_job.items() for one in units[WARM_BATCHES * num_units[job] :]]
+        return warm or self.records
+
 
 def units_of_a_batch(records: list[fleet.UnitRecord], job: str) -> int:
     """Units that one mini-batch of a job takes: all its shards forward but the last, and all backward."""
@@ -193,46 +91,49 @@ def devices_of(given: Any) -> list[fleet.Device]:
     return [fleet.Device(name="cpu", threads=1) for _ in range(given.devices)]
 
 
-def state_bytes(given: Any) -> int:
-    """Parameters, gradients and AdamW's state of one model."""
-    with torch.device("meta"):
-        model = GPT(num_layers=given.layers, width=given.width, num_heads=given.width // 64, context=given.length)
-    return 4 * sum(one.nbytes for one in model.parameters())
-
-
 def rounds_of(given: Any, rows: list[Row]) -> None:
-    """The fleet and plain training in turn."""
-    ours, plain, moving, shares = [], [], [], []
+    """The fleet and its peers in turn."""
+    ours, warm, shares = [], [], []
+    theirs: dict[str, list[float]] = defaultdict(list)
+    side_by_side = f"{given.devices} plain trainings side by side"
+    moving = f"{side_by_side}, each beside as many bytes moved"
+    others = {"one model at a time": "one", "FSDP2 with CPU offload": "fsdp"}
+    if given.model == "gpt":
+        others["pipeline, 4 micro-batches"] = "pipeline"
     for number in range(given.rounds):
-        before = side_by_side(given, given.steps)
+        before = throughput(given, "plain", given.steps)
         run = Run(given, jobs_of(given, given.jobs, given.steps))
-        after = side_by_side(given, given.steps)
+        after = throughput(given, "plain", given.steps)
         assert not run.failed, run.results
         ours.append(run.samples_per_s)
-        plain.append((before + after) / 2)
-        moving.append(side_by_side(given, given.steps, run.moved))
+        warm.append(run.warm_samples_per_s)
+        theirs[side_by_side].append((before + after) / 2)
+        theirs[moving].append(throughput(given, "plain", given.steps, run.moved))
+        for name, kind in others.items():
+            theirs[name].append(throughput(given, kind, max(1, given.steps // 2)))
         shares.append((run.useful_share, run.stall_share, run.recompute_share))
         print(
-            f"round {number + 1}: fleet {ours[-1]:.2f} samples/s, {given.devices} plain trainings side by side "
-            f"{plain[-1]:.2f} ({before:.2f} before, {after:.2f} after), and {moving[-1]:.2f} with as many bytes moved "
-            f"beside them; useful {shares[-1][0]:.1%}, stalls "
-            f"{shares[-1][1]:.1%}, recomputes {shares[-1][2]:.1%}",
+            f"round {number + 1}: fleet {ours[-1]:.2f} samples/s ({warm[-1]:.2f} once warm), "
+            + ", ".join(f"{name} {found[-1]:.2f}" for name, found in theirs.items())
+            + f" ({before:.2f} before, {after:.2f} after); useful {shares[-1][0]:.1%}, stalls {shares[-1][1]:.1%}, "
+            f"recomputes {shares[-1][2]:.1%}",
             flush=True,
         )
-    middle, low, high = paired_ratio(ours, plain)
-    peer = f"{given.devices} plain trainings side by side"
-    rows += [
-        Row(name="fleet", metric="throughput", value=median(ours), unit="samples/s", peer=peer, ratio=middle),
-        Row(name="fleet", metric="the same, 95% low", value=low, unit="", peer=peer),
-        Row(name="fleet", metric="the same, 95% high", value=high, unit="", peer=peer),
-        Row(name="fleet", metric="useful computation", value=median(one[0] for one in shares), unit="of the time"),
-        Row(name="fleet", metric="stalls", value=median(one[1] for one in shares), unit="of the time"),
-        Row(name="fleet", metric="recomputation", value=median(one[2] for one in shares), unit="of the time"),
-    ]
-    as_moving = paired_ratio(ours, moving)[0]
-    peer += ", each beside as many bytes moved"
-    rows.append(Row(name="fleet", metric="the same", value=median(ours), unit="samples/s", peer=peer, ratio=as_moving))
-    rows.append(Row(name=peer, metric="throughput", value=median(moving), unit="samples/s"))
+    rows.append(Row(name="fleet", metric="throughput", value=median(ours), unit="samples/s"))
+    rows.append(Row(name="fleet", metric="throughput once warm", value=median(warm), unit="samples/s"))
+    for name, found in theirs.items():
+        middle, low, high = paired_ratio(ours, found)
+        rows += [
+            Row(name=name, metric="throughput", value=median(found), unit="samples/s"),
+            Row(name="fleet", metric="throughput over a peer's", value=middle, unit="", peer=name, ratio=middle),
+            Row(name="fleet", metric="the same, 95% low", value=low, unit="", peer=name),
+            Row(name="fleet", metric="the same, 95% high", value=high, unit="", peer=name),
+            Row(name="fleet", metric="throughput once warm over a peer's", value=paired_ratio(warm, found)[0], unit="",
+                peer=name),
+        ]  # fmt: skip
+        print(f"throughput over {name}: {middle:.3f} [{low:.3f}, {high:.3f}]; warm {paired_ratio(warm, found)[0]:.3f}")
+    for at, name in enumerate(("useful computation", "stalls", "recomputation")):
+        rows.append(Row(name="fleet", metric=name, value=median(one[at] for one in shares), unit="of the time"))
     statistics = run.results.devices
     rows += [
         Row(name="fleet", metric="peak", value=max(one.peak_bytes for one in statistics), unit="bytes"),
@@ -242,7 +143,6 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         Row(name="fleet", metric="moved in", value=sum(one.fetched_bytes for one in statistics), unit="bytes"),
         Row(name="fleet", metric="moved out", value=sum(one.parked_bytes for one in statistics), unit="bytes"),
     ]
-    print(f"throughput over plain: {middle:.3f} [{low:.3f}, {high:.3f}]; as many bytes moved: {as_moving:.3f}")
     if given.json:
         draw(given.json, run)
 
@@ -259,9 +159,12 @@ def ablations(given: Any, rows: list[Row]) -> None:
         "scheduler fifo": lambda: {"scheduler": "fifo"},
         "scheduler shortest-first": lambda: {"scheduler": "shortest-first"},
         "scheduler random": lambda: {"scheduler": "random"},
-        "host memory only": lambda: {"host_budget": "8GiB", "disk": None},
+        "host memory only": lambda: {"disk": None},
         "host memory and disk": lambda: {"host_budget": "512MiB"},
+        "disk only": lambda: {"host_budget": None},
     }
+    if given.quick:
+        off = {name: off[name] for name in ("all on", "no double buffer")}
     table, first = [], 0.0
     for name, options in off.items():
         start_s = time.perf_counter()
@@ -282,6 +185,30 @@ def ablations(given: Any, rows: list[Row]) -> None:
             Row(name=name, metric="moved", value=moved, unit="bytes"),
         ]  # fmt: skip
     show("ablations", ["", "samples/s", "of all on", "useful", "stalls", "moved", "whole run"], table)
+
+
+def scaling(given: Any, rows: list[Row]) -> None:
+    """Over the number of jobs, of devices, and the size of a model, all with the same budget."""
+    table = []
+    cases = {f"{count} jobs": {"jobs": count} for count in (1, 2, 4, 8)}
+    cases |= {f"{count} devices": {"devices": count} for count in (1, 2) if given.device == "cpu"}
+    cases |= {f"{factor} x layers": {"layers": int(given.layers * factor)} for factor in (0.5, 1, 2)}
+    if given.quick:
+        cases = {name: cases[name] for name in ("2 jobs", "2 x layers")}
+    for name, changes in cases.items():
+        one = SimpleNamespace(**{**vars(given), "jobs": 4, **changes})
+        run = Run(one, jobs_of(one, one.jobs, max(1, given.steps // 2)))
+        over = state_bytes(one) / parse_bytes(given.budget)
+        speed = run.samples_per_s * one.layers / given.layers
+        table.append([name, f"{over:.2f}", f"{run.samples_per_s:.2f}", f"{speed:.2f}", f"{run.useful_share:.1%}"])
+        print(table[-1], flush=True)
+        rows += [
+            Row(name=name, metric="throughput", value=run.samples_per_s, unit="samples/s"),
+            Row(name=name, metric="throughput by the layers of a model", value=speed, unit="samples/s"),
+            Row(name=name, metric="state over budget", value=over, unit=""),
+            Row(name=name, metric="useful computation", value=run.useful_share, unit="of the time"),
+        ]
+    show("scaling", ["", "state/budget", "samples/s", "times layers", "useful"], table)
 
 
 def equality(given: Any, rows: list[Row]) -> None:
@@ -313,34 +240,35 @@ def draw(path: Path, run: Run) -> None:
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
-    options.add_argument("--layers", type=int, default=16)
-    options.add_argument("--width", type=int, default=384)
+    options.add_argument("--model", default="gpt", choices=["gpt", "vit"])
+    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--width", type=int, default=768)
     options.add_argument("--length", type=int, default=128)
+    options.add_argument("--batches", type=int, nargs="+", default=[16, 32], help="the last one is the largest")
     options.add_argument("--devices", type=int, default=2)
     options.add_argument("--jobs", type=int, default=12)
-    options.add_argument("--steps", type=int, default=4)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--budget", default="108MiB")
-    options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations"])
-    options.add_argument("--plain", type=int, default=0, help="used by the benchmark itself")
-    options.add_argument("--moved", type=int, nargs=2, default=(0, 0), help="used by the benchmark itself")
+    options.add_argument("--steps", type=int, default=6, help="of jobs with the largest batch")
+    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
+    options.add_argument("--host", default="14GiB", help="host memory below the devices")
+    options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
     given = options.parse_args(arguments)
-    if given.plain:
-        plain_child(given)
-        return []
     if given.quick:
-        given.layers, given.width, given.length, given.budget = 4, 64, 32, "4MiB"
-        given.jobs, given.steps, given.rounds = 4, 2, 1
+        given.layers, given.width, given.length, given.budget, given.host = 4, 64, 32, "4MiB", "1GiB"
+        given.batches, given.jobs, given.steps, given.rounds = [8, 16], 4, 2, 1
+    given.budget = given.budget or int(state_bytes(given) / 4.05)
     rows: list[Row] = []
     share = state_bytes(given) / parse_bytes(given.budget)
     print(f"a model's state: {format_bytes(state_bytes(given))}, {share:.2f} budgets")
-    parts = {"equality": equality, "rounds": rounds_of, "ablations": ablations}
+    parts = {"equality": equality, "rounds": rounds_of, "ablations": ablations, "scaling": scaling}
     for name, part in parts.items():
         if name in (given.part or parts):
             part(given, rows)
-    names = ("layers", "width", "length", "devices", "jobs", "steps", "rounds", "budget")
-    text = "tinyshakespeare" if TEXT.is_file() else "bytes in order; tinyshakespeare was not beside the checkout"
-    write(given.json, {"text": text, **{name: getattr(given, name) for name in names}}, rows)
+    names = ("model", "layers", "width", "length", "batches", "devices", "jobs", "steps", "rounds", "budget", "host")
+    data = "images with planted classes"
+    if given.model == "gpt":
+        data = "tinyshakespeare" if TEXT.is_file() else "bytes in order; tinyshakespeare was not beside the checkout"
+    write(given.json, {"data": data, **{name: getattr(given, name) for name in names}}, rows)
     return rows
 
 

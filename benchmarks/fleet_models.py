@@ -1,0 +1,89 @@
+"""The jobs that fleets are measured with: GPTs on tinyshakespeare and Hugging Face's ViT, at any size."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.models import HuggingFace
+from penstock import fleet
+from penstock.testing import GPT
+
+TEXT = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"
+RATES = (1e-4, 3e-4, 6e-4, 1e-3, 3e-3, 6e-3)
+NUM_BATCHES = 64
+PATCH = 16
+NUM_CLASSES = 10
+
+
+def make_model(given: Any) -> nn.Module:
+    """``forward`` of two tensors of a batch gives the loss."""
+    heads = max(1, given.width // 64)
+    if given.model == "gpt":
+        return GPT(num_layers=given.layers, width=given.width, num_heads=heads, context=given.length)
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=given.width,
+        num_hidden_layers=given.layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * given.width,
+        image_size=image_size(given.length),
+        patch_size=PATCH,
+        num_labels=NUM_CLASSES,
+    )
+    return HuggingFace(transformers.ViTForImageClassification(config))
+
+
+def image_size(length: int) -> int:
+    """Pixels a side of a square image with about ``length`` patches."""
+    return PATCH * round(length**0.5)
+
+
+def batches(given: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same every time: random places of the text (of random bytes where it is missing), or images and classes."""
+    generator = torch.Generator().manual_seed(0)
+    if given.model == "vit":
+        side = image_size(given.length)
+        for _ in range(NUM_BATCHES):
+            classes = torch.randint(NUM_CLASSES, (batch,), generator=generator)
+            yield (
+                torch.randn(batch, 3, side, side, generator=generator) + classes.view(-1, 1, 1, 1) / NUM_CLASSES,
+                classes,
+            )
+        return
+    raw = TEXT.read_bytes() if TEXT.is_file() else bytes(range(256)) * 4096
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
+    for _ in range(NUM_BATCHES):
+        starts = torch.randint(len(text) - given.length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[start : start + given.length + 1] for start in starts.tolist()])
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def make_job(given: Any, rate: float, batch: int, steps: int) -> fleet.Job:
+    return fleet.Job(
+        name=f"lr={rate} batch={batch}",
+        model=lambda: make_model(given),
+        data=lambda: list(batches(given, batch)),
+        loss=lambda model, one: model(*one),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False),
+        steps=steps,
+        tags={"lr": rate, "batch": batch},
+    )
+
+
+def jobs_of(given: Any, num_jobs: int, steps: int) -> list[fleet.Job]:
+    """Learning rates x batch sizes; all see about as many samples: half the batch, twice the steps."""
+    made = [
+        make_job(given, rate, batch, steps * given.batches[-1] // batch) for batch in given.batches for rate in RATES
+    ]
+    return made[:: max(1, len(made) // num_jobs)][:num_jobs]
+
+
+def state_bytes(given: Any) -> int:
+    """Parameters, gradients and AdamW's state of one model."""
+    with torch.device("meta"):
+        model = make_model(given)
+    return 4 * sum(one.nbytes for one in model.parameters())

@@ -1,0 +1,233 @@
+"""What fleets are compared with, each in processes of one thread a device.
+
+- ``plain``: one training a device, side by side, as if everything fitted.
+- ``one``: one such training alone: model parallelism, of whose devices one works at a time.
+- ``pipeline``: one training cut in two stages, four micro-batches (`torch.distributed.pipelining`, GPipe's schedule).
+- ``fsdp``: one training, its batches split over the devices, its state sharded and in main memory between uses
+  (FSDP2 with `CPUOffloadPolicy`).
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn import functional
+
+from benchmarks.fleet_models import batches, make_job, make_model
+from penstock import fleet
+from penstock.testing import GPT
+from penstock.tiers import Budget, Handle, waterfalls_for
+
+PIECE_BYTES = 4 * 2**20
+NUM_MICRO_BATCHES = 4
+RATE = 3e-4
+Step = Callable[[tuple[torch.Tensor, ...]], None]
+
+
+def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
+    """Samples per second of all processes of the peer ``kind`` together.
+
+    ``moved``: bytes out and in per sample that each moves beside its steps, in vain.
+    """
+    num_processes = 1 if kind == "one" else given.devices
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.fleet_peers", kind, str(steps)]
+    command += [f"--{name}={getattr(given, name)}" for name in ("model", "layers", "width", "length", "disk")]
+    command += ["--batches", *map(str, given.batches), "--moved", *map(str, moved)]
+    common = {**os.environ, "WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**common, "RANK": str(rank)})
+        for rank in range(num_processes)
+    ]
+    texts = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise RuntimeError(f"the peer {kind!r} failed; its messages are above")
+    found = [json.loads(text.splitlines()[-1]) for text in texts]
+    if kind in ("pipeline", "fsdp"):  # one training by all of them
+        return float(found[0]["samples"] / max(one["seconds"] for one in found))
+    return float(sum(one["samples"] / one["seconds"] for one in found))
+
+
+class Traffic:
+    """So many bytes that leave and come back beside a step, on lanes of their own, and that nobody needs."""
+
+    def __init__(self, out_bytes: int, in_bytes: int):
+        budget = Budget(host=out_bytes + in_bytes + 2**30)
+        (self._waterfall,) = waterfalls_for([torch.device("cpu")], budget)
+        pieces = [
+            torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage()
+            for _ in range(max(1, out_bytes // PIECE_BYTES))
+        ]
+        self._pieces = pieces
+        self._below = [self._waterfall.park(pieces[at % len(pieces)]) for at in range(in_bytes // PIECE_BYTES)]
+        self._leaving: list[Handle] = []
+        self._waterfall.drain()
+
+    def begin(self) -> None:
+        """Both lanes have the step's bytes to move from here on."""
+        self._leaving = [self._waterfall.park(one) for one in self._pieces]
+        for handle in self._below:
+            handle.prefetch()
+
+    def end(self) -> None:
+        """Waits for them."""
+        for handle in self._leaving:
+            handle.finish_out()
+            handle.release()
+        for handle in self._below:
+            handle.get()
+
+
+def train_plainly(
+    job: fleet.Job, device: str, steps: int, traffic: Traffic | None = None
+) -> tuple[list[float], float, int]:
+    """Losses, seconds and samples of the loop that everybody writes, after one step to warm up."""
+    torch.manual_seed(job.seed)
+    model = job.model().to(device)
+    optimizer = job.optimizer(list(model.parameters()))
+    losses, start_s, num_samples = [], 0.0, 0
+    for number, batch in zip(range(steps + 1), job.data(), strict=False):
+        if number == 1:
+            start_s = time.perf_counter()
+        if traffic is not None:
+            traffic.begin()
+        loss = job.loss(model, tuple(one.to(device) for one in batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if traffic is not None:
+            traffic.end()
+        losses.append(loss.item())
+        num_samples += len(batch[0]) if number else 0
+    return losses, time.perf_counter() - start_s, num_samples
+
+
+class Stage(nn.Module):
+    """Some blocks of a GPT, with what comes before the first or after the last."""
+
+    def __init__(self, model: GPT, rank: int, num_stages: int):
+        super().__init__()
+        per_stage = -(-len(model.blocks) // num_stages)
+        self.blocks = nn.ModuleList(list(model.blocks)[rank * per_stage : (rank + 1) * per_stage])
+        self.first = nn.ModuleList([model.token, model.position] if rank == 0 else [])
+        self.last = nn.Sequential(*([model.norm, model.head] if rank == num_stages - 1 else []))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens, or ``[batch, length, width]``, to the same or to scores."""
+        if len(self.first):
+            token, position = self.first
+            x = token(x) + position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        scores: torch.Tensor = self.last(x)
+        return scores
+
+
+def pipeline_step(given: Any, batch: int) -> Step:
+    """A step of GPipe's schedule."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    if given.model != "gpt":
+        raise ValueError("the pipeline's stages are cut for --model gpt only")
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model = make_model(given)
+    assert isinstance(model, GPT)
+    module = Stage(model, rank, size)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, foreach=False)
+    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, min(NUM_MICRO_BATCHES, batch), loss_fn=_cross_entropy)
+
+    def step(one: tuple[torch.Tensor, ...]) -> None:
+        tokens, targets = one
+        schedule.step(*([tokens] if rank == 0 else []), target=targets if rank == size - 1 else None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def fsdp_step(given: Any, batch: int) -> Step:
+    """A step of FSDP2, every block a unit."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    model, policy = make_model(given), CPUOffloadPolicy(pin_memory=given.device == "cuda")
+    mesh = distributed.init_device_mesh("cpu", (size,))
+    for module in model.modules():
+        if type(module).__name__ in ("Block", "ViTLayer"):
+            fully_shard(module, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    share = batch // size
+
+    def step(one: tuple[torch.Tensor, ...]) -> None:
+        model(*(part[rank * share : (rank + 1) * share] for part in one)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _cross_entropy(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+def train_together(given: Any, make: Callable[[Any, int], Step], batch: int, steps: int) -> tuple[float, int]:
+    """Seconds and samples of ``steps`` steps, after one to warm up."""
+    torch.manual_seed(0)
+    step, start_s = make(given, batch), 0.0
+    for number, one in zip(range(steps + 1), batches(given, batch), strict=False):
+        if number == 1:
+            distributed.barrier()
+            start_s = time.perf_counter()
+        step(one)
+    distributed.barrier()
+    return time.perf_counter() - start_s, steps * batch
+
+
+def main() -> None:
+    """One process of a peer: half of its samples in small batches, half in large ones, as the fleet's jobs."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("kind", choices=["plain", "one", "pipeline", "fsdp"])
+    options.add_argument("steps", type=int)
+    options.add_argument("--model", default="gpt")
+    for name in ("layers", "width", "length"):
+        options.add_argument(f"--{name}", type=int)
+    options.add_argument("--disk", type=Path)
+    options.add_argument("--batches", type=int, nargs="+")
+    options.add_argument("--moved", type=int, nargs=2, default=(0, 0))
+    given = options.parse_args()
+    given.device = "cpu"
+    torch.set_num_threads(1)
+    samples, seconds = 0, 0.0
+    if given.kind in ("pipeline", "fsdp"):
+        distributed.init_process_group("gloo")
+    for batch in given.batches:
+        steps = given.steps * given.batches[-1] // batch
+        if given.kind in ("pipeline", "fsdp"):
+            taken_s, count = train_together(
+                given, pipeline_step if given.kind == "pipeline" else fsdp_step, batch, steps
+            )
+        else:
+            out_bytes, in_bytes = (one * batch for one in given.moved)
+            traffic = Traffic(out_bytes, in_bytes) if out_bytes + in_bytes else None
+            _, taken_s, count = train_plainly(make_job(given, RATE, batch, 1), "cpu", steps, traffic)
+        samples, seconds = samples + count, seconds + taken_s
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    print(json.dumps({"samples": samples, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
