@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import Row, parser, show, write
-from benchmarks.fleet_training import batches, train_plainly
+from benchmarks.fleet_models import texts
+from benchmarks.fleet_peers import train_plainly
 from penstock import fleet
 from penstock.fleet import JobState
 from penstock.testing import GPT
@@ -41,7 +42,7 @@ class Harm:
         self.kind, self.name, self.step = kind, name, step
 
     def data(self, name: str) -> Iterator[tuple[torch.Tensor, ...]]:
-        for number, batch in enumerate(batches(2, 32, STEPS)):
+        for number, batch in enumerate(texts(2, 32, STEPS)):
             is_hit = name == self.name and number == self.step
             if is_hit and self.kind == "exception":
                 raise OSError("injected")

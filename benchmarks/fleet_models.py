@@ -43,23 +43,30 @@ def image_size(length: int) -> int:
 
 
 def batches(given: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same every time: random places of the text (of random bytes where it is missing), or images and classes."""
+    """The same every time."""
+    if given.model == "gpt":
+        return texts(batch, given.length, NUM_BATCHES)
+    return images(batch, image_size(given.length), NUM_BATCHES)
+
+
+def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Random places of the text, or of bytes in order where it is missing, and what follows each character."""
     generator = torch.Generator().manual_seed(0)
-    if given.model == "vit":
-        side = image_size(given.length)
-        for _ in range(NUM_BATCHES):
-            classes = torch.randint(NUM_CLASSES, (batch,), generator=generator)
-            yield (
-                torch.randn(batch, 3, side, side, generator=generator) + classes.view(-1, 1, 1, 1) / NUM_CLASSES,
-                classes,
-            )
-        return
     raw = TEXT.read_bytes() if TEXT.is_file() else bytes(range(256)) * 4096
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
-    for _ in range(NUM_BATCHES):
-        starts = torch.randint(len(text) - given.length - 1, (batch,), generator=generator)
-        rows = torch.stack([text[start : start + given.length + 1] for start in starts.tolist()])
+    for _ in range(num_batches):
+        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def images(batch: int, size: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Noise that is brighter the higher the class, and the class."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_batches):
+        classes = torch.randint(NUM_CLASSES, (batch,), generator=generator)
+        noise = torch.randn(batch, 3, size, size, generator=generator)
+        yield noise + classes.view(-1, 1, 1, 1) / NUM_CLASSES, classes
 
 
 def make_job(given: Any, rate: float, batch: int, steps: int) -> fleet.Job:
