@@ -39,6 +39,9 @@ class Run:
                 made.add(job)
             self.results = made.wait()
             self.records = made.records
+        failed = [one for one in self.results.values() if one.state is not fleet.JobState.DONE]
+        if failed:
+            raise RuntimeError(f"{failed[0].name}: {failed[0].error}")
         by_device: dict[int, list[fleet.UnitRecord]] = defaultdict(list)
         for record in self.records:
             by_device[record.device].append(record)
@@ -69,7 +72,6 @@ class Run:
             int(sum(one.fetched_bytes for one in devices) / all_samples),
         )
         """Bytes out and in per sample."""
-        self.failed = [one for one in self.results.values() if one.state is not fleet.JobState.DONE]
 
     def _warm_units(self, num_units: dict[str, int]) -> list[fleet.UnitRecord]:
         by_job: dict[str, list[fleet.UnitRecord]] = defaultdict(list)
@@ -104,7 +106,6 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         before = throughput(given, "plain", given.steps)
         run = Run(given, jobs_of(given, given.jobs, given.steps))
         after = throughput(given, "plain", given.steps)
-        assert not run.failed, run.results
         ours.append(run.samples_per_s)
         warm.append(run.warm_samples_per_s)
         theirs[side_by_side].append((before + after) / 2)
@@ -241,16 +242,16 @@ def draw(path: Path, run: Run) -> None:
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--model", default="gpt", choices=["gpt", "vit"])
-    options.add_argument("--layers", type=int, default=8)
+    options.add_argument("--layers", type=int, default=12)
     options.add_argument("--width", type=int, default=768)
     options.add_argument("--length", type=int, default=128)
     options.add_argument("--batches", type=int, nargs="+", default=[16, 32], help="the last one is the largest")
     options.add_argument("--devices", type=int, default=2)
     options.add_argument("--jobs", type=int, default=12)
-    options.add_argument("--steps", type=int, default=6, help="of jobs with the largest batch")
-    options.add_argument("--rounds", type=int, default=2)
+    options.add_argument("--steps", type=int, default=4, help="of jobs with the largest batch")
+    options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
-    options.add_argument("--host", default="14GiB", help="host memory below the devices")
+    options.add_argument("--host", default="13GiB", help="host memory below the devices")
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
     given = options.parse_args(arguments)
     if given.quick:
