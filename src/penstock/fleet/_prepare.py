@@ -17,6 +17,7 @@ from penstock.fleet._pilot import ShardMeasure, measure
 from penstock.fleet._program import Captured, Program
 from penstock.fleet._stages import Staged
 from penstock.fleet._worker import Worker
+from penstock.tiers import trim_freed_memory
 
 if TYPE_CHECKING:
     from penstock.fleet._engine import Engine
@@ -50,6 +51,7 @@ class Preparation:
         if resume is not None:
             resume()
         run.num_steps = training.count_steps()
+        trim_freed_memory()  # a model was made and traced; a dozen prepared jobs would hold gigabytes of fragments
         with engine.condition:
             run.is_prepared = True
 

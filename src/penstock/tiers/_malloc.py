@@ -24,3 +24,12 @@ def give_back_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES))
+
+
+def trim_freed_memory() -> bool:
+    """Gives what malloc keeps in its heaps back to the system, once; returns whether the C library can.
+
+    For the ends of phases that make and free much: what comes next pays page faults for what it touches again.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and bool(trim(0))
