@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--steps", type=int, default=4, help="of jobs with the largest batch")
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
-    options.add_argument("--host", default="13GiB", help="host memory below the devices")
+    options.add_argument("--host", default="10GiB", help="host memory below the devices")
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
     given = options.parse_args(arguments)
     if given.quick:

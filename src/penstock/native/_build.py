@@ -4,6 +4,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -14,19 +15,24 @@ from penstock.errors import InternalError, PenstockWarning
 
 _FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-ffp-contract=off")
 """Results must not depend on the compiler: no fused multiply-add, no fast math."""
+_FLAGS_WITH_THREADS = ("-march=native", "-fopenmp", "-fno-math-errno", "-Wno-unused-function", "-Wno-unused-variable")
+"""The runtime is found by its name, libgomp.so.1: PyTorch's own, which is loaded already."""
 
 
-def load(name: str) -> ctypes.CDLL | None:
-    """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler."""
-    return _loaded(_source(name), name)
+def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
+    """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler.
+
+    ``openmp``: for this machine's own processor and with threads, those of PyTorch's OpenMP runtime.
+    """
+    return _loaded(_source(name), name, openmp)
 
 
-def compile_source(source: str, name: str) -> ctypes.CDLL | None:
+def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
     """The library compiled from ``source``; ``None`` on a machine without a C compiler.
 
     Raises ``InternalError`` with the compiler's message where the source is refused.
     """
-    return _loaded(source, name)
+    return _loaded(source, name, openmp)
 
 
 @functools.cache
@@ -35,24 +41,27 @@ def _source(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _loaded(source: str, name: str) -> ctypes.CDLL | None:
+def _loaded(source: str, name: str, openmp: bool) -> ctypes.CDLL | None:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         _warn_once()
         return None
-    key = hashlib.sha256("\0".join([source, compiler, *_FLAGS]).encode()).hexdigest()[:24]
+    flags = [*_FLAGS, *(_FLAGS_WITH_THREADS if openmp else ())]
+    key = hashlib.sha256("\0".join([source, compiler, *flags, _processor() if openmp else ""]).encode()).hexdigest()[
+        :24
+    ]
     file = _cache() / f"{name}-{key}.so"
     if not file.exists():
-        _compile(compiler, source, name, file)
+        _compile(compiler, flags, source, name, file)
     return ctypes.CDLL(str(file))
 
 
-def _compile(compiler: str, source: str, name: str, file: Path) -> None:
+def _compile(compiler: str, flags: list[str], source: str, name: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         text, made = Path(folder) / f"{name}.c", Path(folder) / file.name
         text.write_text(source)
         outcome = subprocess.run(
-            [compiler, *_FLAGS, "-o", str(made), str(text), "-lm"], capture_output=True, text=True, check=False
+            [compiler, *flags, "-o", str(made), str(text), "-lm"], capture_output=True, text=True, check=False
         )
         if outcome.returncode:
             raise InternalError(f"{compiler} refuses {name}.c: {outcome.stderr.strip()}")
@@ -74,6 +83,16 @@ def _cache() -> Path:
 @functools.cache
 def _folder_of_this_process() -> Path:
     return Path(tempfile.mkdtemp(prefix="penstock-native-"))
+
+
+@functools.cache
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(next((line for line in lines if line.startswith(what)), "") for what in ("model name", "flags"))
 
 
 @functools.cache
