@@ -1,0 +1,208 @@
+/* Products of rows with the matrix of their type, for penstock.relational.
+ *
+ * Rows lie type by type; where a row comes from is an index list, so that nothing is gathered but a block that stays in
+ * cache. The products themselves are the BLAS's that PyTorch brings along, called through a pointer. Blocks are shared
+ * out among OpenMP's threads; every result is written by one of them, in a fixed order: equal to the bit from run to run.
+ */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048 };
+
+typedef void (*Gemm)(const char *, const char *, const int *, const int *, const int *, const void *, const void *,
+                     const int *, const void *, const int *, const void *, void *, const int *);
+
+typedef struct {
+    const char *rows;       /* [.., heads or 1, width] */
+    const int32_t *index;   /* row of each of ours, or NULL: the same */
+    int64_t row_stride;     /* elements from row to row */
+    int64_t head_stride;    /* elements from head to head; 0: one for all */
+} Rows;
+
+typedef struct {
+    int64_t num_types, num_heads, inner, outer, element_bytes;
+    const int64_t *segments; /* [num_types + 1] */
+    Gemm gemm;
+} Typed;
+
+static void gather(char *block, const Rows *rows, int64_t head, int64_t start, int64_t count, int64_t width,
+                   int64_t element_bytes) {
+    for (int64_t at = 0; at < count; at++) {
+        const int64_t row = rows->index ? rows->index[start + at] : start + at;
+        memcpy(block + at * width * element_bytes,
+               rows->rows + (row * rows->row_stride + head * rows->head_stride) * element_bytes,
+               (size_t)(width * element_bytes));
+    }
+}
+
+/* C row-major [m, n] = A [m, k] @ op(B) (+ C), by a column-major BLAS. */
+static void product(const Typed *typed, int transpose_b, int64_t m, int64_t n, int64_t k, const char *a, int64_t lda,
+                    const char *b, int64_t ldb, char *c, int64_t ldc) {
+    const int mi = (int)n, ni = (int)m, ki = (int)k, la = (int)ldb, lb = (int)lda, lc = (int)ldc;
+    const float one_f = 1, zero_f = 0;
+    const double one_d = 1, zero_d = 0;
+    const int is_double = typed->element_bytes == 8;
+    typed->gemm(transpose_b ? "T" : "N", "N", &mi, &ni, &ki, is_double ? (const void *)&one_d : &one_f, b, &la, a, &lb,
+                is_double ? (const void *)&zero_d : &zero_f, c, &lc);
+}
+
+/* C [m, n] += A[rows, m]^T @ B[rows, n] */
+static void add_outer(const Typed *typed, int64_t m, int64_t n, int64_t rows, const char *a, const char *b, char *c) {
+    const int mi = (int)n, ni = (int)m, ki = (int)rows;
+    const float one_f = 1;
+    const double one_d = 1;
+    const void *one = typed->element_bytes == 8 ? (const void *)&one_d : &one_f;
+    typed->gemm("N", "T", &mi, &ni, &ki, one, b, &mi, a, &ni, one, c, &mi);
+}
+
+static int64_t blocks_before(const Typed *typed, int64_t size, int64_t *first) {
+    int64_t total = 0;
+    for (int64_t type = 0; type < typed->num_types; type++) {
+        first[type] = total;
+        total += (typed->segments[type + 1] - typed->segments[type] + size - 1) / size;
+    }
+    first[typed->num_types] = total;
+    return total;
+}
+
+static int64_t type_of(const int64_t *first, int64_t num_types, int64_t block) {
+    int64_t low = 0, high = num_types - 1; /* the last type with first[type] <= block */
+    while (low < high) {
+        const int64_t middle = (low + high + 1) / 2;
+        if (first[middle] <= block)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    return low;
+}
+
+/* results [rows, heads, outer] = left [rows, heads, inner] @ matrices [types, heads, inner, outer] (or transposed) */
+int penstock_typed_matmul(const Typed *typed, const Rows *left, const char *matrices, int64_t matrix_head_stride,
+                          int64_t matrix_stride, int transposed, char *results, int64_t num_threads) {
+    int64_t *first = malloc((size_t)(typed->num_types + 1) * sizeof *first);
+    if (!first)
+        return 1;
+    const int64_t num_blocks = blocks_before(typed, BLOCK_ROWS, first), size = typed->element_bytes;
+    int failed = 0;
+#pragma omp parallel num_threads((int)num_threads) if (num_blocks > 1)
+    {
+        char *block = malloc((size_t)(BLOCK_ROWS * typed->inner * size));
+        if (!block) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t at = 0; at < num_blocks; at++) {
+            if (!block)
+                continue;
+            const int64_t type = type_of(first, typed->num_types, at);
+            const int64_t start = typed->segments[type] + (at - first[type]) * BLOCK_ROWS;
+            const int64_t left_over = typed->segments[type + 1] - start;
+            const int64_t count = left_over < BLOCK_ROWS ? left_over : BLOCK_ROWS;
+            for (int64_t head = 0; head < typed->num_heads; head++) {
+                const char *matrix = matrices + (type * matrix_stride + head * matrix_head_stride) * size;
+                const char *rows = block;
+                int64_t stride = typed->inner;
+                if (left->index) {
+                    if (head == 0 || left->head_stride)
+                        gather(block, left, head, start, count, typed->inner, size);
+                } else {
+                    rows = left->rows + (start * left->row_stride + head * left->head_stride) * size;
+                    stride = left->row_stride;
+                }
+                product(typed, transposed, count, typed->outer, typed->inner, rows, stride, matrix,
+                        transposed ? typed->inner : typed->outer,
+                        results + (start * typed->num_heads + head) * typed->outer * size,
+                        typed->num_heads * typed->outer);
+            }
+        }
+        free(block);
+    }
+    free(first);
+    return failed;
+}
+
+/* results [types, heads, inner, outer] = per type the sum over its rows of left outer right */
+int penstock_typed_outer(const Typed *typed, const Rows *left, const Rows *right, char *results, int64_t num_threads) {
+    const int64_t size = typed->element_bytes, heads = typed->num_heads, matrix = typed->inner * typed->outer;
+    int64_t *first = malloc((size_t)(typed->num_types + 1) * sizeof *first);
+    if (!first)
+        return 1;
+    const int64_t num_splits = blocks_before(typed, SPLIT_ROWS, first);
+    char *parts = calloc((size_t)(num_splits ? num_splits : 1), (size_t)(heads * matrix * size));
+    if (!parts) {
+        free(first);
+        return 1;
+    }
+    int failed = 0;
+#pragma omp parallel num_threads((int)num_threads) if (num_splits > 1)
+    {
+        char *a = malloc((size_t)(BLOCK_ROWS * typed->inner * size)), *b = malloc((size_t)(BLOCK_ROWS * typed->outer * size));
+        if (!a || !b) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t at = 0; at < num_splits; at++) {
+            if (!a || !b)
+                continue;
+            const int64_t type = type_of(first, typed->num_types, at);
+            int64_t start = typed->segments[type] + (at - first[type]) * SPLIT_ROWS;
+            const int64_t limit = start + SPLIT_ROWS, border = typed->segments[type + 1];
+            const int64_t end = limit < border ? limit : border;
+            for (; start < end; start += BLOCK_ROWS) {
+                const int64_t count = end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS;
+                for (int64_t head = 0; head < heads; head++) {
+                    if (head == 0 || left->head_stride)
+                        gather(a, left, head, start, count, typed->inner, size);
+                    if (head == 0 || right->head_stride)
+                        gather(b, right, head, start, count, typed->outer, size);
+                    add_outer(typed, typed->inner, typed->outer, count, a, b, parts + (at * heads + head) * matrix * size);
+                }
+            }
+        }
+        free(a);
+        free(b);
+    }
+    for (int64_t type = 0; type < typed->num_types; type++) {
+        const int64_t begin = first[type], count = first[type + 1] - begin;
+        char *result = results + type * heads * matrix * size;
+        if (!count) {
+            memset(result, 0, (size_t)(heads * matrix * size));
+            continue;
+        }
+        memcpy(result, parts + begin * heads * matrix * size, (size_t)(heads * matrix * size));
+        for (int64_t split = 1; split < count; split++) {
+            const char *part = parts + (begin + split) * heads * matrix * size;
+            for (int64_t at = 0; at < heads * matrix; at++) {
+                if (size == 8)
+                    ((double *)result)[at] += ((const double *)part)[at];
+                else
+                    ((float *)result)[at] += ((const float *)part)[at];
+            }
+        }
+    }
+    free(parts);
+    free(first);
+    return failed;
+}
+
+/* Counting sort: positions[rank] = place of an element, in order of key, equal keys in order of place.
+ * starts [num_keys + 1] gets where each key's begin. */
+int penstock_counting_sort(const int64_t *keys, int64_t size, int64_t num_keys, int32_t *positions, int64_t *starts) {
+    int64_t *next = calloc((size_t)(num_keys + 1), sizeof *next);
+    if (!next)
+        return 1;
+    for (int64_t at = 0; at < size; at++)
+        next[keys[at] + 1]++;
+    for (int64_t key = 0; key < num_keys; key++)
+        next[key + 1] += next[key];
+    memcpy(starts, next, (size_t)(num_keys + 1) * sizeof *next);
+    for (int64_t at = 0; at < size; at++)
+        positions[next[keys[at]]++] = (int32_t)at;
+    free(next);
+    return 0;
+}

@@ -1,0 +1,44 @@
+"""Relational graph layers, compiled: no message is copied that an index can find (Hector, ASPLOS 2024, and past it).
+
+Ready-made layers take PyG's arguments, or a graph whose indexes are kept:
+
+>>> import torch
+>>> from penstock.relational import RGCNConv, RelationalGraph
+>>> graph = RelationalGraph(torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 0]))
+>>> RGCNConv(4, 8, num_relations=2)(torch.randn(3, 4), graph).shape
+torch.Size([3, 8])
+
+- `RGCNConv`, `RGATConv`, `HGTConv`: as PyG's, numerically too; `CompGCNConv`, `SimpleHGNConv`, `RGraphSAGEConv`.
+- `RelationalGraph`: edges with types, from tensors, PyG, DGL, N-Triples or id files.
+- `layer`: a layer of one's own, a Python function over an edge and a node; `Layer` is what it makes, `Options` how.
+- The language: `dot`, `concat`, `softmax`, `dropout`, `maximum`, and `exp`, `log`, `sqrt`, `tanh`, `sigmoid`, `relu`,
+  `leaky_relu`, `elu`, `gelu`.
+
+A layer is traced to an IR over domains (`_domain`, `_ir`), rewritten (`_passes`), differentiated (`_differentiate`),
+lowered (`_lower`), and run by generated C and a BLAS (`_emit_c`, `_native`) or by PyTorch (`_eager`).
+"""
+
+from penstock.relational._graph import RelationalGraph as RelationalGraph
+from penstock.relational._hgt import HGTConv as HGTConv
+from penstock.relational._language import concat as concat
+from penstock.relational._language import dot as dot
+from penstock.relational._language import dropout as dropout
+from penstock.relational._language import elu as elu
+from penstock.relational._language import exp as exp
+from penstock.relational._language import gelu as gelu
+from penstock.relational._language import leaky_relu as leaky_relu
+from penstock.relational._language import log as log
+from penstock.relational._language import maximum as maximum
+from penstock.relational._language import relu as relu
+from penstock.relational._language import sigmoid as sigmoid
+from penstock.relational._language import softmax as softmax
+from penstock.relational._language import sqrt as sqrt
+from penstock.relational._language import tanh as tanh
+from penstock.relational._more_layers import CompGCNConv as CompGCNConv
+from penstock.relational._more_layers import RGraphSAGEConv as RGraphSAGEConv
+from penstock.relational._more_layers import SimpleHGNConv as SimpleHGNConv
+from penstock.relational._rgat import RGATConv as RGATConv
+from penstock.relational._rgcn import RGCNConv as RGCNConv
+from penstock.relational._run import Layer as Layer
+from penstock.relational._run import Options as Options
+from penstock.relational._run import layer as layer

@@ -1,0 +1,378 @@
+"""Reverse-mode differentiation on the IR.
+
+The rule for domains is one: an operation that has rows per ``d`` and reads a value with rows per ``v`` contributes to
+that value's gradient in ``d``, and the contributions are summed over ``d`` into ``v``. What an operation contributes,
+row by row, is in `_RULES`. The gradient of a matrix is an `OuterSum`, which never exists per row.
+
+`differentiate` gives one program for forward and backward together; `split` cuts it after the passes have run on it: a
+forward program that also returns what is worth keeping, and a backward program that takes it. What is cheap is computed
+again: element-wise functions, in whatever kernel reads them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.errors import InternalError
+from penstock.relational._domain import Domain, common
+from penstock.relational._ir import (
+    Builder,
+    Concat,
+    Constant,
+    Dot,
+    Dropout,
+    Input,
+    Map,
+    Matmul,
+    Operation,
+    OuterSum,
+    Program,
+    Reduce,
+    Reshape,
+    SameRows,
+    Shape,
+    Slice,
+    SumTo,
+    broadcast,
+    matmul_shape,
+    rewritten,
+)
+
+GRADIENT = "gradient of output {}"
+"""Names of the backward program's inputs from above."""
+KEPT = "kept {}"
+"""Names of what forward hands to backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derivative:
+    """Forward and backward in one program."""
+
+    program: Program
+    """Outputs: the layer's first, then the gradients."""
+    num_outputs: int
+    """How many are the layer's."""
+    wanted: tuple[int, ...]
+    """For each gradient, the place in the layer's own program of the input it belongs to."""
+
+
+def differentiate(program: Program, wanted: Sequence[int]) -> Derivative:
+    """Gradients of the inputs at ``wanted`` (places in ``program``), given those of the outputs as further inputs."""
+    builder = Builder(program.operations)
+    chain = _Chain(builder)
+    reached = _reached(program, wanted)
+    for number, at in enumerate(program.outputs):
+        one = program[at]
+        given = builder.add(Input(domain=one.domain, shape=one.shape, name=GRADIENT.format(number)))
+        chain.contribute(at, given)
+    for at in reversed(range(len(program))):
+        if at in chain.gradients and at in reached and program[at].operands:
+            _RULES[type(program[at])](chain, program[at], at, chain.gradients[at])
+    gradients = [chain.gradients.get(at) for at in wanted]
+    places = [chain.zero(at) if found is None else found for at, found in zip(wanted, gradients, strict=True)]
+    joint = Program(tuple(builder.operations), (*program.outputs, *places))
+    return Derivative(joint, len(program.outputs), tuple(wanted))
+
+
+def _reached(program: Program, wanted: Sequence[int]) -> set[int]:
+    """Values that depend on a wanted input."""
+    found = set(wanted)
+    for at, one in enumerate(program.operations):
+        if found & set(one.operands):
+            found.add(at)
+    return found
+
+
+class _Chain:
+    """Gradients found so far."""
+
+    def __init__(self, builder: Builder):
+        self.builder = builder
+        self.gradients: dict[int, int] = {}
+
+    def contribute(self, at: int, place: int, over: Domain | None = None) -> None:
+        """Adds the value at ``place``, read by rows of ``over``, to the gradient of the value at ``at``."""
+        builder, value = self.builder, self.builder[at]
+        over = builder[place].domain if over is None else over
+        if builder[place].shape != value.shape:
+            place = self.summed_to(place, value.shape, over)
+        if over is not value.domain:
+            shape = builder[place].shape
+            place = builder.add(Reduce(domain=value.domain, shape=shape, operands=(place,), over=over))
+        before = self.gradients.get(at)
+        self.gradients[at] = place if before is None else self.map("add", before, place, domain=value.domain)
+
+    def summed_to(self, place: int, shape: Shape, domain: Domain) -> int:
+        """The value summed over the dimensions that broadcasting gave it, or broadcast where it lacks them."""
+        builder = self.builder
+        found = builder[place].shape
+        if broadcast(found, shape) != found:  # smaller than what it is the gradient of
+            zero = builder.add(Constant(domain=Domain.ONE, shape=shape, value=0.0))
+            return builder.map("add", place, zero, domain=builder[place].domain)
+        del domain
+        return builder.add(SumTo(domain=builder[place].domain, shape=shape, operands=(place,)))
+
+    def map(self, function: str, *operands: int, domain: Domain, parameter: float = 0.0) -> int:
+        """An element-wise function, for as few rows as ``domain`` needs."""
+        del domain
+        narrow = common(self.builder[one].domain for one in operands)
+        return self.builder.map(function, *operands, domain=narrow, parameter=parameter)
+
+    def constant(self, value: float) -> int:
+        """A number."""
+        return self.builder.add(Constant(domain=Domain.ONE, shape=(), value=value))
+
+    def zero(self, at: int) -> int:
+        """The gradient of what nothing depends on."""
+        one = self.builder[at]
+        zero = self.builder.add(Constant(domain=Domain.ONE, shape=one.shape, value=0.0))
+        return self.builder.map("add", zero, zero, domain=one.domain)
+
+    def matmul(self, left: int, right: int, *, transposed: bool) -> int:
+        """A product, for as few rows as its operands need."""
+        builder = self.builder
+        shape = matmul_shape(builder[left].shape, builder[right].shape, transposed=transposed)
+        domain = common([builder[left].domain, builder[right].domain])
+        return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
+
+
+def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    assert isinstance(one, Map)
+    domain = one.domain
+
+    def product(other: int) -> int:
+        return chain.map("multiply", gradient, other, domain=domain)
+
+    def slope(function: str, operand: int) -> int:
+        return chain.map(function, operand, domain=domain, parameter=one.parameter)
+
+    operands = one.operands
+    first, last = operands[0], operands[-1]
+    match one.function:
+        case "add":
+            parts = [gradient, gradient]
+        case "subtract":
+            parts = [gradient, chain.map("negate", gradient, domain=domain)]
+        case "multiply":
+            parts = [product(last), product(first)]
+        case "divide":
+            share = chain.map("divide", gradient, last, domain=domain)
+            parts = [share, chain.map("negate", chain.map("multiply", share, at, domain=domain), domain=domain)]
+        case "negate":
+            parts = [chain.map("negate", gradient, domain=domain)]
+        case "maximum":
+            larger = chain.map("greater", first, last, domain=domain)
+            half = chain.map(
+                "multiply", chain.map("equal", first, last, domain=domain), chain.constant(0.5), domain=domain
+            )
+            share = chain.map("add", larger, half, domain=domain)
+            rest = chain.map("subtract", chain.constant(1.0), share, domain=domain)
+            parts = [product(share), product(rest)]
+        case "exp":
+            parts = [product(at)]
+        case "log":
+            parts = [chain.map("divide", gradient, first, domain=domain)]
+        case "sqrt":
+            half = chain.map("multiply", gradient, chain.constant(0.5), domain=domain)
+            parts = [chain.map("divide", half, at, domain=domain)]
+        case "tanh" | "sigmoid":
+            square = chain.map("multiply", at, at, domain=domain)
+            from_ = chain.constant(1.0) if one.function == "tanh" else at
+            parts = [product(chain.map("subtract", from_, square, domain=domain))]
+        case "relu":
+            parts = [product(chain.map("greater", first, chain.constant(0.0), domain=domain))]
+        case "leaky_relu" | "elu" | "gelu":
+            parts = [product(slope(f"{one.function}_slope", first))]
+        case "abs":
+            parts = [product(chain.map("sign", first, domain=domain))]
+        case "stop_gradient" | "sign" | "equal" | "greater":
+            return
+        case _:
+            raise InternalError(f"{one.function} has no derivative")
+    for operand, part in zip(operands, parts, strict=True):
+        chain.contribute(operand, part, one.domain)
+
+
+def _matmul(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    assert isinstance(one, Matmul)
+    del at
+    row, matrix = one.operands
+    chain.contribute(row, chain.matmul(gradient, matrix, transposed=not one.transposed), one.domain)
+    left, right = (gradient, row) if one.transposed else (row, gradient)
+    builder = chain.builder
+    shapes = builder[left].shape, builder[right].shape
+    full = (*broadcast(shapes[0][:-1], shapes[1][:-1]), shapes[0][-1], shapes[1][-1])
+    domain = builder[matrix].domain
+    place = builder.add(OuterSum(domain=domain, shape=full, operands=(left, right), over=one.domain))
+    chain.contribute(matrix, place, domain)
+
+
+def _dot(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del at
+    builder = chain.builder
+    shape = builder[gradient].shape
+    column = builder.add(Reshape(domain=builder[gradient].domain, shape=(*shape, 1), operands=(gradient,)))
+    left, right = one.operands
+    chain.contribute(left, chain.map("multiply", column, right, domain=one.domain), one.domain)
+    chain.contribute(right, chain.map("multiply", column, left, domain=one.domain), one.domain)
+
+
+def _reshape(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del at
+    (operand,) = one.operands
+    shape = chain.builder[operand].shape
+    domain = chain.builder[gradient].domain
+    chain.contribute(operand, chain.builder.add(Reshape(domain=domain, shape=shape, operands=(gradient,))), one.domain)
+
+
+def _sum_to(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del at
+    chain.contribute(one.operands[0], gradient, one.domain)
+
+
+def _slice(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    assert isinstance(one, Slice)
+    del at
+    builder = chain.builder
+    (operand,) = one.operands
+    shape = builder[operand].shape
+    before, after = one.start, shape[-1] - one.start - one.shape[-1]
+    parts = [
+        builder.add(Constant(domain=Domain.ONE, shape=(*shape[:-1], size), value=0.0)) if size else None
+        for size in (before, after)
+    ]
+    places = tuple(place for place in (parts[0], gradient, parts[1]) if place is not None)
+    domain = builder[gradient].domain
+    chain.contribute(operand, builder.add(Concat(domain=domain, shape=shape, operands=places)), one.domain)
+
+
+def _concat(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del at
+    builder, start = chain.builder, 0
+    domain = builder[gradient].domain
+    for operand in one.operands:
+        shape = builder[operand].shape
+        part = builder.add(Slice(domain=domain, shape=shape, operands=(gradient,), start=start))
+        chain.contribute(operand, part, one.domain)
+        start += shape[-1]
+
+
+def _reduce(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    assert isinstance(one, Reduce)
+    (operand,) = one.operands
+    if one.kind == "sum":
+        chain.contribute(operand, gradient, one.over)
+        return
+    builder = chain.builder
+    is_largest = builder.map("equal", operand, at, domain=one.over)
+    shape = builder[is_largest].shape
+    ties = builder.add(Reduce(domain=one.domain, shape=shape, operands=(is_largest,), over=one.over))
+    share = chain.map("divide", gradient, ties, domain=one.domain)
+    chain.contribute(operand, builder.map("multiply", is_largest, share, domain=one.over), one.over)
+
+
+def _same_rows(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del at
+    (operand,) = one.operands
+    builder = chain.builder
+    domain = builder[operand].domain
+    place = builder.add(SameRows(domain=domain, shape=one.shape, operands=(_in(builder, gradient, one.domain),)))
+    chain.contribute(operand, place, domain)
+
+
+def _in(builder: Builder, at: int, domain: Domain) -> int:
+    """The value with rows per ``domain``, which it may be read by."""
+    if builder[at].domain is domain:
+        return at
+    zero = builder.add(Constant(domain=Domain.ONE, shape=(), value=0.0))
+    return builder.map("add", at, zero, domain=domain)
+
+
+def _dropout(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    assert isinstance(one, Dropout)
+    del at
+    operand, seed = one.operands
+    again = Dropout(
+        domain=one.domain,
+        shape=chain.builder[gradient].shape,
+        operands=(gradient, seed),
+        probability=one.probability,
+        stream=one.stream,
+    )
+    chain.contribute(operand, chain.builder.add(again), one.domain)
+
+
+def _outer_sum(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
+    del chain, one, at, gradient
+    raise InternalError("a gradient cannot be differentiated again")
+
+
+_RULES: dict[type[Operation], Callable[[_Chain, Operation, int, int], None]] = {
+    Map: _map,
+    Matmul: _matmul,
+    Dot: _dot,
+    Reshape: _reshape,
+    SumTo: _sum_to,
+    Slice: _slice,
+    Concat: _concat,
+    Reduce: _reduce,
+    SameRows: _same_rows,
+    Dropout: _dropout,
+    OuterSum: _outer_sum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """A derivative, cut."""
+
+    forward: Program
+    """Returns the layer's outputs, then what is kept."""
+    backward: Program
+    """Takes the layer's inputs, what is kept and gradients of outputs; returns the wanted gradients."""
+    num_outputs: int
+    """How many outputs are the layer's."""
+
+
+def split(derivative: Derivative) -> Halves:
+    """Forward and backward apart; backward computes again what is cheap."""
+    program = derivative.program
+    needs_gradient = _depends_on_gradients(program)
+    gradients = program.outputs[derivative.num_outputs :]
+    kept = _kept(program, needs_gradient, gradients)
+    results = program.outputs[: derivative.num_outputs]
+    forward = Builder(program.operations).program([*results, *kept])
+    builder, places = Builder(), []
+    for at, one in enumerate(program.operations):
+        if at in kept:
+            name = KEPT.format(kept.index(at))
+            places.append(builder.add(Input(domain=one.domain, shape=one.shape, name=name)))
+        else:
+            places.append(builder.add(rewritten(one, places)))
+    return Halves(forward, builder.program(places[at] for at in gradients), derivative.num_outputs)
+
+
+def _depends_on_gradients(program: Program) -> set[int]:
+    prefix = GRADIENT.split("{", maxsplit=1)[0]
+    found = {at for at, one in program.inputs.items() if one.name.startswith(prefix)}
+    for at, one in enumerate(program.operations):
+        if found & set(one.operands):
+            found.add(at)
+    return found
+
+
+def _kept(program: Program, needs_gradient: set[int], gradients: Sequence[int]) -> list[int]:
+    """Values of forward that are dear and that backward reads, itself or to compute something cheap again."""
+    kept: dict[int, None] = {}
+    seen: set[int] = set()
+    stack = [operand for at in needs_gradient for operand in program[at].operands if operand not in needs_gradient]
+    stack += [at for at in gradients if at not in needs_gradient]
+    while stack:
+        at = stack.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if isinstance(program[at], Matmul | Reduce | Dot | OuterSum):
+            kept[at] = None
+        else:
+            stack.extend(program[at].operands)
+    return sorted(kept)

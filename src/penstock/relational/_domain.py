@@ -1,0 +1,59 @@
+"""Where a value has rows: one per edge, or one per class of edges that agree in some respect.
+
+Every domain is a way to look at an edge: its source, its type, its source and type together. A value with rows per
+source may be read by whatever has rows per edge, since an edge has one source; the rows of the wider domain are the
+classes of a partition of the narrower one's. So one rule says what may read what, where a gradient has to be summed,
+and how few rows an operation needs: those of the widest domain that still tells all of its operands apart.
+"""
+
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Domain(Enum):
+    """What a value has one row for."""
+
+    EDGE = "edge"
+    """Every edge."""
+    SOURCE_AND_TYPE = "(source, edge type)"
+    """Every pair of a source and a type of edge that leaves it."""
+    TARGET_AND_TYPE = "(target, edge type)"
+    """Every pair of a target and a type of edge that enters it."""
+    SOURCE = "source"
+    """Every node that edges may leave."""
+    TARGET = "target"
+    """Every node that edges may enter; the same nodes as sources, but for blocks."""
+    SOURCE_TYPE = "source's node type"
+    """Every node type, looked up by an edge's source."""
+    TARGET_TYPE = "target's node type"
+    """Every node type, looked up by an edge's target."""
+    EDGE_TYPE = "edge type"
+    """Every edge type."""
+    ONE = "all"
+    """One row for the whole graph."""
+
+    def tells(self, other: "Domain") -> bool:
+        """Whether a row of this domain belongs to one row of ``other``, so that ``other``'s values may be read here."""
+        return other is self or other in _WIDER[self]
+
+
+def common(domains: Iterable[Domain]) -> Domain:
+    """The domain with the fewest rows that tells all of ``domains``."""
+    wanted = set(domains)
+    return next(one for one in _FROM_FEW_ROWS if all(one.tells(other) for other in wanted))
+
+
+_SOURCE = {Domain.SOURCE_TYPE, Domain.ONE}
+_TARGET = {Domain.TARGET_TYPE, Domain.ONE}
+_WIDER: dict[Domain, set[Domain]] = {
+    Domain.ONE: set(),
+    Domain.EDGE_TYPE: {Domain.ONE},
+    Domain.SOURCE_TYPE: {Domain.ONE},
+    Domain.TARGET_TYPE: {Domain.ONE},
+    Domain.SOURCE: _SOURCE,
+    Domain.TARGET: _TARGET,
+    Domain.SOURCE_AND_TYPE: {Domain.SOURCE, Domain.EDGE_TYPE} | _SOURCE,
+    Domain.TARGET_AND_TYPE: {Domain.TARGET, Domain.EDGE_TYPE} | _TARGET,
+    Domain.EDGE: set(Domain) - {Domain.EDGE},
+}
+_FROM_FEW_ROWS = tuple(_WIDER)

@@ -1,0 +1,293 @@
+"""The eager emitter: every operation of the IR by PyTorch, one after the other.
+
+It is the oracle that the others are tested against, in float64 too, and what runs where no compiler is found. Rows are
+really gathered here, so it takes the memory that the other emitters save.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from penstock.errors import InternalError
+from penstock.relational._domain import Domain
+from penstock.relational._ir import (
+    Concat,
+    Constant,
+    Count,
+    Dot,
+    Dropout,
+    Input,
+    Map,
+    Matmul,
+    Operation,
+    OuterSum,
+    Program,
+    Reduce,
+    Reshape,
+    SameRows,
+    Slice,
+    SumTo,
+)
+
+
+class Rows(Protocol):
+    """What an emitter asks of a graph."""
+
+    def count(self, domain: Domain) -> int:
+        """Rows that the domain has."""
+
+    def index(self, of: Domain, to: Domain) -> torch.Tensor | None:
+        """``int64 [rows of "of"]``: the row of ``to`` each belongs to; ``None``: all to the same, or to itself."""
+
+    def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
+        """Where rows of ``of`` that belong to each row of ``to`` begin, if they lie in order; one more for the end."""
+
+
+def run(
+    program: Program,
+    rows: Rows,
+    inputs: Mapping[str, torch.Tensor] | Callable[[Input], torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Values of the outputs, ``[rows, *shape]`` each. ``inputs``: tensors ``[rows, *shape]`` by name, or a function."""
+    find = inputs if callable(inputs) else lambda one: inputs[one.name]
+    machine = Machine(program, rows, dtype, device)
+    for at, one in enumerate(program.operations):
+        machine.values[at] = find(one) if isinstance(one, Input) else machine.compute(one)
+        machine.forget(at)
+    return [machine.values[at] for at in program.outputs]
+
+
+class Machine:
+    """Values so far; those that nobody reads any more are dropped."""
+
+    def __init__(self, program: Program, rows: Rows, dtype: torch.dtype, device: torch.device):
+        self.program, self.rows, self.dtype, self.device = program, rows, dtype, device
+        self.values: dict[int, torch.Tensor] = {}
+        self._last_use: dict[int, int] = {}
+        for at, one in enumerate(program.operations):
+            for operand in one.operands:
+                self._last_use[operand] = at
+        for at in program.outputs:
+            self._last_use[at] = len(program)
+
+    def forget(self, at: int) -> None:
+        for operand in dict.fromkeys(self.program[at].operands):
+            if self._last_use[operand] == at:
+                del self.values[operand]
+
+    def compute(self, one: Operation) -> torch.Tensor:
+        match one:
+            case Constant():
+                return torch.full((1, *one.shape), one.value, dtype=self.dtype, device=self.device)
+            case Count():
+                ones = torch.ones(self.rows.count(one.over), dtype=self.dtype, device=self.device)
+                return self._reduced(ones, one.over, one.domain, "sum")
+            case Reduce():
+                value = self._read(one.operands[0], one.over)
+                return self._reduced(value, one.over, one.domain, one.kind)
+            case OuterSum():
+                return self._outer_sum(one)
+            case Matmul():
+                return self._matmul(one)
+            case SameRows():
+                return self.values[one.operands[0]]
+            case _:
+                return self._row_by_row(one)
+
+    def _row_by_row(self, one: Operation) -> torch.Tensor:
+        operands = [self._read(at, one.domain) for at in one.operands]
+        num_rows = self.rows.count(one.domain)
+        match one:
+            case Map():
+                rank = max((value.dim() for value in operands), default=1)
+                aligned = [_with_rank(value, rank) for value in operands]
+                value = _FUNCTIONS[one.function](aligned, one.parameter)
+                return value.expand(num_rows, *one.shape)
+            case Dot():
+                left, right = (_with_rank(value, max(one.dim() for one in operands)) for value in operands)
+                return (left * right).sum(-1).expand(num_rows, *one.shape)
+            case Reshape():
+                return operands[0].expand(num_rows, *operands[0].shape[1:]).reshape(num_rows, *one.shape)
+            case SumTo():
+                return (
+                    operands[0]
+                    .sum_to_size(operands[0].shape[0], *_full(one.shape, operands[0].dim() - 1))
+                    .reshape(-1, *one.shape)
+                )
+            case Slice():
+                return operands[0][..., one.start : one.start + one.shape[-1]]
+            case Concat():
+                return torch.cat([value.expand(num_rows, *value.shape[1:]) for value in operands], dim=-1)
+            case Dropout():
+                mask = dropout_mask(
+                    num_rows,
+                    one.shape,
+                    int(self.values[one.operands[1]].item()),
+                    one.stream,
+                    one.probability,
+                    self.device,
+                )
+                return operands[0] * mask.to(self.dtype)
+            case _:
+                raise InternalError(f"the eager emitter does not know {type(one).__name__}")
+
+    def _read(self, at: int, domain: Domain) -> torch.Tensor:
+        """The value as rows of ``domain`` see it: ``[rows, *shape]``, or ``[1, *shape]``."""
+        value, of = self.values[at], self.program[at].domain
+        if of is domain or of is Domain.ONE:
+            return value
+        index = self.rows.index(domain, of)
+        assert index is not None
+        return value.index_select(0, index)
+
+    def _reduced(self, value: torch.Tensor, over: Domain, to: Domain, kind: str) -> torch.Tensor:
+        num_rows = self.rows.count(over)
+        value = value.expand(num_rows, *value.shape[1:])
+        if to is Domain.ONE:
+            if kind == "sum":
+                return value.sum(0, keepdim=True)
+            return value.amax(0, keepdim=True) if num_rows else value.new_zeros(1, *value.shape[1:])
+        index = self.rows.index(over, to)
+        assert index is not None
+        found = value.new_zeros(self.rows.count(to), *value.shape[1:])
+        if kind == "sum":
+            return found.index_add_(0, index, value)
+        places = index.view(-1, *[1] * (value.dim() - 1)).expand_as(value)
+        return found.scatter_reduce_(0, places, value, "amax", include_self=False)
+
+    def _matmul(self, one: Matmul) -> torch.Tensor:
+        left = self._read(one.operands[0], one.domain)
+        matrix, of = self.values[one.operands[1]], self.program[one.operands[1]].domain
+        matrix = matrix.transpose(-1, -2) if one.transposed else matrix
+        num_rows = self.rows.count(one.domain)
+        left = left.expand(num_rows, *left.shape[1:])
+        if of is Domain.ONE:
+            return _rows_times(left, matrix[0], one.shape)
+        if of is one.domain:
+            matrix = matrix.reshape(matrix.shape[0], *[1] * (left.dim() + 1 - matrix.dim()), *matrix.shape[1:])
+            return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(num_rows, *one.shape)
+        found = left.new_empty(num_rows, *one.shape)
+        for row, members in self._members(one.domain, of):
+            found[members] = _rows_times(left[members], matrix[row], one.shape)
+        return found
+
+    def _outer_sum(self, one: OuterSum) -> torch.Tensor:
+        num_rows = self.rows.count(one.over)
+        left, right = (self._read(at, one.over) for at in one.operands)
+        left, right = (value.expand(num_rows, *value.shape[1:]) for value in (left, right))
+        found = left.new_zeros(self.rows.count(one.domain), *one.shape)
+        if one.domain is one.over:
+            return left.unsqueeze(-1) * right.unsqueeze(-2)
+        if one.domain is Domain.ONE:
+            found[0] = _outer(left, right, one.shape)
+            return found
+        for row, members in self._members(one.over, one.domain):
+            found[row] = _outer(left[members], right[members], one.shape)
+        return found
+
+    def _members(self, of: Domain, to: Domain) -> list[tuple[int, slice | torch.Tensor]]:
+        """For each row of ``to`` that has any, the rows of ``of`` that belong to it."""
+        segments = self.rows.segments(of, to)
+        if segments is not None:
+            pairs = itertools.pairwise(segments)
+            return [(row, slice(start, end)) for row, (start, end) in enumerate(pairs) if end > start]
+        index = self.rows.index(of, to)
+        assert index is not None
+        order = index.argsort(stable=True)
+        sizes = index.bincount(minlength=self.rows.count(to)).tolist()
+        return [(row, members) for row, members in enumerate(order.split(sizes)) if len(members)]
+
+
+def dropout_mask(
+    num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
+) -> torch.Tensor:
+    """0 or ``1 / (1 - probability)``, float64 ``[num_rows, *shape]``, by a hash of row, column, stream and seed."""
+    size = 1
+    for one in shape:
+        size *= one
+    row = torch.arange(num_rows, device=device).unsqueeze(1)
+    column = torch.arange(size, device=device).unsqueeze(0)
+    mixed = _hashed(_hashed(row + ((seed & _MASK) ^ _hashed_number(stream))) + column)
+    keep = mixed >= int(probability * 2**32)
+    return (keep.double() / (1 - probability)).reshape(num_rows, *shape)
+
+
+def _hashed(value: torch.Tensor) -> torch.Tensor:
+    """A permutation of 32-bit numbers that leaves no visible pattern (a finalizer with two multiplications)."""
+    value = value & _MASK
+    value = value ^ (value >> 16)
+    value = (value * 0x7FEB352D) & _MASK
+    value = value ^ (value >> 15)
+    value = (value * 0x846CA68B) & _MASK
+    return value ^ (value >> 16)
+
+
+def _hashed_number(value: int) -> int:
+    return int(_hashed(torch.tensor(value)).item())
+
+
+def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``[rows, ..., inner] @ [..., inner, outer]``."""
+    if matrix.dim() == 2:
+        return left @ matrix
+    return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(len(left), *shape)
+
+
+def _outer(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``[rows, ..., i]`` and ``[rows, ..., o]`` to ``[..., i, o]``."""
+    rank = max(left.dim(), right.dim())
+    left, right = _with_rank(left, rank), _with_rank(right, rank)
+    return torch.einsum("n...i,n...o->...io", left, right).expand(shape)
+
+
+def _with_rank(value: torch.Tensor, rank: int) -> torch.Tensor:
+    """Sizes of 1 behind the rows, so that rows are broadcast from the right."""
+    return value.reshape(value.shape[0], *[1] * (rank - value.dim()), *value.shape[1:])
+
+
+def _full(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    return (1,) * (rank - len(shape)) + shape
+
+
+def _elu_slope(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(value > 0, 1.0, value.exp()).to(value.dtype)
+
+
+def _gelu_slope(value: torch.Tensor) -> torch.Tensor:
+    density = torch.exp(-0.5 * value * value) * 0.3989422804014327
+    return 0.5 * (1 + torch.erf(value * 0.7071067811865476)) + value * density
+
+
+_MASK = 0xFFFFFFFF
+_Function = Callable[[Sequence[torch.Tensor], float], torch.Tensor]
+_FUNCTIONS: dict[str, _Function] = {
+    "add": lambda x, _: x[0] + x[1],
+    "subtract": lambda x, _: x[0] - x[1],
+    "multiply": lambda x, _: x[0] * x[1],
+    "divide": lambda x, _: x[0] / x[1],
+    "negate": lambda x, _: -x[0],
+    "maximum": lambda x, _: torch.maximum(x[0], x[1]),
+    "exp": lambda x, _: x[0].exp(),
+    "log": lambda x, _: x[0].log(),
+    "sqrt": lambda x, _: x[0].sqrt(),
+    "reciprocal": lambda x, _: x[0].reciprocal(),
+    "tanh": lambda x, _: x[0].tanh(),
+    "sigmoid": lambda x, _: x[0].sigmoid(),
+    "gelu": lambda x, _: functional.gelu(x[0]),
+    "gelu_slope": lambda x, _: _gelu_slope(x[0]),
+    "relu": lambda x, _: x[0].relu(),
+    "leaky_relu": lambda x, slope: functional.leaky_relu(x[0], slope),
+    "leaky_relu_slope": lambda x, slope: torch.ones_like(x[0]).masked_fill_(x[0] <= 0, slope),
+    "elu": lambda x, _: functional.elu(x[0]),
+    "elu_slope": lambda x, _: _elu_slope(x[0]),
+    "abs": lambda x, _: x[0].abs(),
+    "sign": lambda x, _: x[0].sign(),
+    "equal": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
+    "greater": lambda x, _: (x[0] > x[1]).to(x[0].dtype),
+    "stop_gradient": lambda x, _: x[0],
+}

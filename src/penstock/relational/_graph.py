@@ -1,0 +1,378 @@
+"""A graph with typed edges, and typed nodes if you like, whose indexes are built when a compiled layer first asks.
+
+Pairs of an end and a type are numbered in order of type, then node, so that the rows of one type lie together and a
+product with that type's matrix is one product. Edges keep the caller's order: what they carry is never permuted.
+"""
+
+import ctypes
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock import native
+from penstock.relational._domain import Domain
+from penstock.relational._registry import register
+
+
+class RelationalGraph:
+    """Edges from sources to targets, each with a type.
+
+    ``edge_index``: ``int64 [2, num_edges]``, sources in the first row. ``edge_type``: ``int64 [num_edges]``, from 0;
+    ``None`` for one type. ``num_nodes``: a number, or two for a block whose sources and targets are different nodes.
+    ``node_type``: ``int64 [num_nodes]`` in ascending order (two of them for a block); ``None`` for one type.
+    Sizes that are not given are the largest index plus one. Indexes are checked once, here: ``ValueError``.
+
+    >>> graph = RelationalGraph(torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 0]))
+    >>> graph
+    RelationalGraph(num_nodes=3, num_edges=3, num_edge_types=2)
+    """
+
+    def __init__(
+        self,
+        edge_index: torch.Tensor,
+        edge_type: torch.Tensor | None = None,
+        *,
+        num_nodes: int | tuple[int, int] | None = None,
+        num_edge_types: int | None = None,
+        node_type: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_node_types: int | None = None,
+    ):
+        if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
+            raise ValueError(
+                f"edge_index is {edge_index.dtype} of shape {list(edge_index.shape)}; it has to be int64 of shape "
+                "[2, num_edges], sources first: torch.stack([sources, targets])"
+            )
+        self.device = edge_index.device
+        self.num_edges = edge_index.shape[1]
+        if edge_type is None:
+            edge_type = torch.zeros(self.num_edges, dtype=torch.int64, device=self.device)
+        _check_ids("edge_type", edge_type, self.num_edges, self.device)
+        largest = [int(row.max()) + 1 if self.num_edges else 0 for row in edge_index]
+        if num_nodes is None:
+            num_nodes = max(largest)
+        self.is_block = isinstance(num_nodes, tuple)
+        sizes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
+        self.num_sources, self.num_targets = sizes
+        for row, size, end in zip(edge_index, sizes, ("source", "target"), strict=True):
+            _check_range(f"the {end} of an edge", row, size)
+        found = int(edge_type.max()) + 1 if self.num_edges else 0
+        self.num_edge_types = max(found, 1) if num_edge_types is None else num_edge_types
+        _check_range("edge_type", edge_type, self.num_edge_types)
+        self._set_node_types(node_type, num_node_types)
+        self._edge_index, self._edge_type = edge_index.detach(), edge_type.detach()
+        self.node_type_names: tuple[str, ...] = ()
+        """Where the graph was made from named types."""
+        self.edge_type_names: tuple[tuple[str, str, str], ...] = ()
+        """Source type, relation and target type, in order of edge types."""
+        self.number = register(self)
+        """Of the graph, in arguments of operators."""
+        self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
+        self._pairs: dict[Domain, torch.Tensor] = {}
+        self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
+
+    @classmethod
+    def from_types(
+        cls, edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
+    ) -> "RelationalGraph":
+        """From ``int64 [2, num_edges]`` per ``(source type, relation, target type)``, numbered within their node types.
+
+        Nodes and edges are numbered type by type, in the order of the mappings; ``node_type_names`` and
+        ``edge_type_names`` have the names.
+        """
+        starts, total = {}, 0
+        for name, count in num_nodes.items():
+            starts[name] = total
+            total += count
+        parts, types = [torch.empty(2, 0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for number, ((source, relation, target), one) in enumerate(edge_index.items()):
+            for end, row in zip((source, target), one, strict=True):
+                if end not in starts:
+                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; node types are {list(starts)}")
+                _check_range(f"a node of type {end!r} in {relation!r}", row, num_nodes[end])
+            parts.append(one + torch.tensor([[starts[source]], [starts[target]]], device=one.device))
+            types.append(torch.full((one.shape[1],), number, dtype=torch.int64, device=one.device))
+        sizes = torch.tensor(list(num_nodes.values()))
+        graph = cls(
+            torch.cat(parts[1:] or parts, dim=1),
+            torch.cat(types[1:] or types),
+            num_nodes=total,
+            num_edge_types=max(1, len(edge_index)),
+            node_type=torch.arange(len(sizes)).repeat_interleave(sizes).to(parts[-1].device),
+            num_node_types=max(1, len(num_nodes)),
+        )
+        graph.node_type_names, graph.edge_type_names = tuple(num_nodes), tuple(edge_index)
+        return graph
+
+    @classmethod
+    def from_pyg(cls, data: Any) -> "RelationalGraph":  # any: torch_geometric.data.HeteroData or Data
+        """From PyG's ``HeteroData``, or ``Data`` with ``edge_type``."""
+        if hasattr(data, "edge_index_dict"):
+            return cls.from_types(data.edge_index_dict, {name: data[name].num_nodes for name in data.node_types})
+        return cls(data.edge_index, data.edge_type, num_nodes=data.num_nodes)
+
+    @property
+    def num_nodes(self) -> int | tuple[int, int]:
+        """As given: one number, or those of sources and targets."""
+        return (self.num_sources, self.num_targets) if self.is_block else self.num_sources
+
+    def __repr__(self) -> str:
+        types = f", num_node_types={self.num_node_types}" if self.num_node_types > 1 else ""
+        return (
+            f"RelationalGraph(num_nodes={self.num_nodes}, num_edges={self.num_edges}, "
+            f"num_edge_types={self.num_edge_types}{types})"
+        )
+
+    @property
+    def edge_index(self) -> torch.Tensor:
+        """``int64 [2, num_edges]``, sources first."""
+        return self._edge_index
+
+    @property
+    def edge_type(self) -> torch.Tensor:
+        """``int64 [num_edges]``."""
+        return self._edge_type
+
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sources and edge types that occur together, ``int64 [pairs]`` each: the rows of ``x[e.src, e.etype]``."""
+        keys = self._pair_keys(Domain.SOURCE_AND_TYPE)
+        return keys % max(1, self.num_sources), keys // max(1, self.num_sources)
+
+    def node_counts(self) -> list[int]:
+        """Sources of each node type."""
+        return [int(one) for one in self._node_types[0].bincount(minlength=self.num_node_types).tolist()]
+
+    def in_degrees(self) -> torch.Tensor:
+        """``int64 [num_targets]``: how many edges enter each."""
+        return self._edge_index[1].bincount(minlength=self.num_targets)
+
+    def count(self, domain: Domain) -> int:
+        """Rows that the domain has."""
+        if domain in _ENDS:
+            return self._pair_keys(domain).shape[0]
+        return {
+            Domain.EDGE: self.num_edges,
+            Domain.SOURCE: self.num_sources,
+            Domain.TARGET: self.num_targets,
+            Domain.EDGE_TYPE: self.num_edge_types,
+            Domain.SOURCE_TYPE: self.num_node_types,
+            Domain.TARGET_TYPE: self.num_node_types,
+            Domain.ONE: 1,
+        }[domain]
+
+    def index(self, of: Domain, to: Domain) -> torch.Tensor | None:
+        """``int64 [rows of "of"]``: the row of ``to`` that each belongs to; ``None`` where that is no question."""
+        if of is to or to is Domain.ONE:
+            return None
+        found = self._indexes.get((of, to))
+        if found is None:
+            found = self._indexes[of, to] = self._build(of, to)
+        return found
+
+    def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
+        """Where rows of ``of`` begin that belong to each row of ``to``, where they lie in order; and where they end."""
+        if of in _ENDS and to is Domain.EDGE_TYPE:
+            types = self._pair_keys(of) // max(1, self.count(_ENDS[of]))
+            borders = torch.searchsorted(types, torch.arange(self.num_edge_types + 1, device=self.device))
+            return [int(one) for one in borders.tolist()]
+        if (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
+            types = self._node_types[0 if of is Domain.SOURCE else 1]
+            borders = torch.searchsorted(types, torch.arange(self.num_node_types + 1, device=self.device))
+            return [int(one) for one in borders.tolist()]
+        return None
+
+    def order(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Rows of ``over`` in order of the row of ``by`` that they belong to.
+
+        ``int32 [rows of over]``, ``None`` where they lie in order already; and ``int64 [rows of by + 1]``: where each
+        one's begin.
+        """
+        found = self._orders.get((over, by))
+        if found is None:
+            found = self._orders[over, by] = self._ordered(over, by)
+        return found
+
+    def index_in_order(self, over: Domain, by: Domain | None, to: Domain) -> torch.Tensor:
+        """``int32 [rows of over]``: the row of ``to`` of each row of ``over``, in the order of `order`."""
+        key = (over, by, to)
+        found = self._indexes_in_order.get(key)
+        if found is None:
+            index = self.index(over, to)
+            assert index is not None
+            positions = None if by is None else self.order(over, by)[0]
+            found = (index if positions is None else index.index_select(0, positions)).to(torch.int32)
+            self._indexes_in_order[key] = found
+        return found
+
+    def _ordered(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
+        segments = self.segments(over, by)
+        if segments is not None:
+            return None, torch.tensor(segments)
+        if by is Domain.ONE:
+            return None, torch.tensor([0, self.count(over)])
+        keys = self.index(over, by)
+        assert keys is not None
+        return counting_sort(keys, self.count(by))
+
+    def _set_node_types(
+        self, given: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None, num_node_types: int | None
+    ) -> None:
+        sizes = (self.num_sources, self.num_targets)
+        if given is None:
+            given = (
+                torch.zeros(sizes[0], dtype=torch.int64, device=self.device),
+                torch.zeros(sizes[1], dtype=torch.int64, device=self.device),
+            )
+        pair = given if isinstance(given, tuple) else (given, given)
+        for types, size in zip(pair, sizes, strict=True):
+            _check_ids("node_type", types, size, self.device)
+            if len(types) and bool((types[1:] < types[:-1]).any()):
+                raise ValueError(
+                    "node_type is not in ascending order: number the nodes type by type, as PyG's HeteroData and "
+                    "penstock.relational.RelationalGraph.from_pyg do"
+                )
+        found = max((int(types[-1]) + 1 for types in pair if len(types)), default=1)
+        self.num_node_types = max(found, 1) if num_node_types is None else num_node_types
+        for types in pair:
+            _check_range("node_type", types, self.num_node_types)
+        self._node_types = pair
+
+    def _pair_keys(self, domain: Domain) -> torch.Tensor:
+        found = self._pairs.get(domain)
+        if found is None:
+            end = self._edge_index[0 if domain is Domain.SOURCE_AND_TYPE else 1]
+            keys = self._edge_type * self.count(_ENDS[domain]) + end
+            found, rows = torch.unique(keys, sorted=True, return_inverse=True)
+            self._pairs[domain] = found
+            self._indexes[Domain.EDGE, domain] = rows
+        return found
+
+    def _build(self, of: Domain, to: Domain) -> torch.Tensor:
+        if of is Domain.EDGE:
+            if to in _ENDS:
+                self._pair_keys(to)
+                return self._indexes[of, to]
+            match to:
+                case Domain.SOURCE:
+                    return self._edge_index[0]
+                case Domain.TARGET:
+                    return self._edge_index[1]
+                case Domain.EDGE_TYPE:
+                    return self._edge_type
+                case Domain.SOURCE_TYPE:
+                    return self._node_types[0][self._edge_index[0]]
+                case _:
+                    return self._node_types[1][self._edge_index[1]]
+        if of in _ENDS:
+            keys, end = self._pair_keys(of), _ENDS[of]
+            if to is end:
+                return keys % max(1, self.count(end))
+            if to is Domain.EDGE_TYPE:
+                return keys // max(1, self.count(end))
+            node = self.index(of, end)
+            assert node is not None
+            return self._node_types[0 if end is Domain.SOURCE else 1][node]
+        return self._node_types[0 if of is Domain.SOURCE else 1]
+
+
+def graph_of(
+    edge_index: torch.Tensor, edge_type: torch.Tensor | None, num_nodes: int | tuple[int, int], num_edge_types: int
+) -> RelationalGraph:
+    """The graph of PyG's index tensors, the same one while they live and are not written to."""
+    if edge_type is None:
+        raise ValueError("edge_index is given without edge_type: conv(x, edge_index, edge_type), or conv(x, graph)")
+    return _remembered(
+        (edge_index, edge_type),
+        (num_nodes, num_edge_types),
+        lambda: RelationalGraph(edge_index, edge_type, num_nodes=num_nodes, num_edge_types=num_edge_types),
+    )
+
+
+def graph_of_types(
+    edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
+) -> RelationalGraph:
+    """The graph of PyG's ``edge_index_dict``, node types in the order of ``num_nodes``; remembered in the same way."""
+    return _remembered(
+        tuple(edge_index.values()),
+        (tuple(edge_index), tuple(num_nodes.items())),
+        lambda: RelationalGraph.from_types(edge_index, num_nodes),
+    )
+
+
+def _remembered(
+    tensors: tuple[torch.Tensor, ...], rest: Hashable, make: Callable[[], RelationalGraph]
+) -> RelationalGraph:
+    key = (*(id(one) for one in tensors), rest)
+    versions = tuple(one._version for one in tensors)
+    with _lock:
+        found = _known.get(key)
+        if (
+            found is not None
+            and found.versions == versions
+            and all(one() is other for one, other in zip(found.tensors, tensors, strict=True))
+        ):
+            return found.graph
+    graph = make()
+    references = tuple(weakref.ref(one, functools.partial(_forget, key)) for one in tensors)
+    with _lock:
+        _known[key] = _Known(references, versions, graph)
+    return graph
+
+
+def _forget(key: Hashable, _: Any) -> None:
+    _known.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A graph, and the tensors it was made from."""
+
+    tensors: tuple["weakref.ref[torch.Tensor]", ...]
+    """They may go: the graph has aliases of what it reads."""
+    versions: tuple[int, ...]
+    """How often they had been written to."""
+    graph: RelationalGraph
+    """With the indexes built so far."""
+
+
+_known: dict[Hashable, _Known] = {}
+_lock = threading.RLock()
+
+
+def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in order of key, equal keys in order of place, ``int32``; and where each key's begin, ``int64``."""
+    library = native.load("relational", openmp=True) if keys.device.type == "cpu" else None
+    if library is None:
+        starts = keys.new_zeros(num_keys + 1)
+        starts[1:] = keys.bincount(minlength=num_keys).cumsum(0)
+        return keys.argsort(stable=True).to(torch.int32), starts
+    keys = keys.contiguous()
+    positions, starts = torch.empty(len(keys), dtype=torch.int32), torch.empty(num_keys + 1, dtype=torch.int64)
+    pointers = (ctypes.c_void_p(one.data_ptr()) for one in (positions, starts))
+    sizes = ctypes.c_int64(len(keys)), ctypes.c_int64(num_keys)
+    if library.penstock_counting_sort(ctypes.c_void_p(keys.data_ptr()), *sizes, *pointers):
+        raise MemoryError(f"no memory to sort {len(keys)} keys")
+    return positions, starts
+
+
+def _check_ids(name: str, ids: torch.Tensor, size: int, device: torch.device) -> None:
+    if ids.dtype != torch.int64 or ids.shape != (size,):
+        raise ValueError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; it has to be int64 of shape [{size}]")
+    if ids.device != device:
+        raise ValueError(f"{name} is on {ids.device} and edge_index on {device}: {name}.to(edge_index.device)")
+
+
+def _check_range(name: str, ids: torch.Tensor, size: int) -> None:
+    if not len(ids):
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= size:
+        raise ValueError(f"{name} goes from {low} to {high}; with {size} of them it has to be from 0 to {size - 1}")
+
+
+_ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}

@@ -1,0 +1,148 @@
+"""HGT (Hu et al., 2020), with PyG's arguments, parameters and results."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from penstock.relational._graph import RelationalGraph, graph_of_types
+from penstock.relational._language import Graph, Value, dot, softmax
+from penstock.relational._rgcn import check_relations
+from penstock.relational._run import layer
+
+EdgeType = tuple[str, str, str]
+
+
+@layer
+def _attention(g: Graph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
+    for e in g.edges():
+        score = dot(key[e.src] @ to_key[e.etype], query[e.dst]) * prior[e.etype]
+        message = softmax(score).unsqueeze(-1) * (value[e.src] @ to_message[e.etype])
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+class HGTConv(nn.Module):
+    """Attention with keys, queries and values by node type, and maps between them by edge type.
+
+    Arguments and parameters are those of ``torch_geometric.nn.HGTConv``, so ``load_state_dict`` takes its weights.
+    ``metadata``: node types, and edge types as ``(source type, relation, target type)``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Mapping[str, int],
+        out_channels: int,
+        metadata: tuple[list[str], list[EdgeType]],
+        heads: int = 1,
+    ):
+        super().__init__()
+        if out_channels % heads:
+            raise ValueError(f"out_channels={out_channels} has to be divisible by heads={heads}")
+        self.node_types = list(metadata[0])
+        self.edge_types: list[EdgeType] = [(one[0], one[1], one[2]) for one in metadata[1]]
+        self.in_channels = (
+            dict.fromkeys(self.node_types, in_channels) if isinstance(in_channels, int) else dict(in_channels)
+        )
+        self.out_channels, self.heads = out_channels, heads
+        width = out_channels // heads
+        self.kqv_lin = _ByType({name: nn.Linear(self.in_channels[name], 3 * out_channels) for name in self.node_types})
+        self.out_lin = _ByType({name: nn.Linear(out_channels, out_channels) for name in self.node_types})
+        self.k_rel = _Matrices(heads * len(self.edge_types), width)
+        self.v_rel = _Matrices(heads * len(self.edge_types), width)
+        self.skip = nn.ParameterDict({name: nn.Parameter(torch.ones(1)) for name in self.node_types})
+        self.p_rel = nn.ParameterDict({"__".join(one): nn.Parameter(torch.ones(1, heads)) for one in self.edge_types})
+
+    def forward(
+        self,
+        x: torch.Tensor | Mapping[str, torch.Tensor],
+        graph: RelationalGraph | Mapping[EdgeType, torch.Tensor],
+    ) -> Any:
+        """``[num_nodes, out_channels]``, per node type where ``x`` is.
+
+        ``x``: ``[nodes of the type, in_channels]`` per node type, or one tensor for all in the graph's order.
+        ``graph``: a `RelationalGraph` with node types, or PyG's ``edge_index_dict``. From mappings, types that no edge
+        enters have no result, as in PyG.
+        """
+        sizes = [len(x[name]) for name in self.node_types] if isinstance(x, Mapping) else None
+        graph = self._graph(graph, sizes)
+        features = self._features(x, graph)
+        projected = [self.kqv_lin(name, one) for name, one in zip(self.node_types, features, strict=True)]
+        key, query, value = torch.cat(projected).view(-1, 3, self.heads, self.out_channels // self.heads).unbind(1)
+        found = _attention(graph, key, query, value, self._by_edge_type(self.k_rel), self._by_edge_type(self.v_rel),
+                           self._prior())  # fmt: skip
+        parts = found.reshape(-1, self.out_channels).split([len(one) for one in features])
+        results = {
+            name: self._updated(name, part, one)
+            for name, part, one in zip(self.node_types, parts, features, strict=True)
+        }
+        if not isinstance(x, Mapping):
+            return torch.cat(list(results.values()))
+        entered = {target for _, _, target in self.edge_types}
+        return {name: one for name, one in results.items() if name in entered}
+
+    def _graph(
+        self, graph: RelationalGraph | Mapping[EdgeType, torch.Tensor], sizes: list[int] | None
+    ) -> RelationalGraph:
+        if not isinstance(graph, RelationalGraph):
+            if sizes is None:
+                raise ValueError("edge_index_dict wants x as a mapping, too: conv(x_dict, edge_index_dict)")
+            edges = {one: graph.get(one, torch.empty(2, 0, dtype=torch.int64)) for one in self.edge_types}
+            return graph_of_types(edges, dict(zip(self.node_types, sizes, strict=True)))
+        check_relations(graph, len(self.edge_types))
+        if graph.num_node_types != len(self.node_types):
+            raise ValueError(f"the layer has {len(self.node_types)} node types and {graph} another number")
+        return graph
+
+    def _features(self, x: torch.Tensor | Mapping[str, torch.Tensor], graph: RelationalGraph) -> list[torch.Tensor]:
+        sizes = graph.node_counts()
+        if isinstance(x, torch.Tensor):
+            return list(x.split(sizes))
+        return [x[name] for name in self.node_types]
+
+    def _by_edge_type(self, matrices: "_Matrices") -> torch.Tensor:
+        """``[edge types, heads, width, width]``; PyG has heads first."""
+        width = self.out_channels // self.heads
+        return matrices.weight.view(self.heads, len(self.edge_types), width, width).transpose(0, 1)
+
+    def _prior(self) -> torch.Tensor:
+        rows = [self.p_rel["__".join(one)] for one in self.edge_types]
+        return torch.cat(rows) / math.sqrt(self.out_channels // self.heads)
+
+    def _updated(self, name: str, found: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        mapped: torch.Tensor = self.out_lin(name, functional.gelu(found))
+        if mapped.shape[-1] != before.shape[-1]:
+            return mapped
+        share: torch.Tensor = self.skip[name].sigmoid()
+        return share * mapped + (1 - share) * before
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        counts = f"{len(self.node_types)} node types, {len(self.edge_types)} edge types"
+        return f"{self.out_channels}, {counts}, heads={self.heads}"
+
+
+class _ByType(nn.Module):
+    """A linear map per node type, under the names that PyG gives them."""
+
+    def __init__(self, lins: Mapping[str, nn.Linear]):
+        super().__init__()
+        self.lins = nn.ModuleDict(lins)
+
+    def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """``[nodes, in]`` to ``[nodes, out]``."""
+        found: torch.Tensor = self.lins[name](x)
+        return found
+
+
+class _Matrices(nn.Module):
+    """Square matrices, as PyG's ``HeteroLinear`` has them."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        bound = 1 / math.sqrt(width)
+        self.weight = nn.Parameter(torch.empty(count, width, width).uniform_(-bound, bound))

@@ -1,0 +1,531 @@
+"""The language: a layer is a function over one symbolic edge and one symbolic node, run once to record what it does.
+
+``for e in g.edges()`` and ``for n in g.nodes()`` go round once. What the body computes from ``x[e.src]``,
+``weight[e.etype]`` or ``norm[e]`` holds for every edge; what it computes from ``x[n]`` or ``n.sum(message)`` holds for
+every node. The three rules, each reported at the line that breaks it:
+
+- a tensor is looked up by one kind of index: an edge, an end of it, a node, an edge type or a node type;
+- values of an edge meet values of a node only where the end is named, ``z[e.src]`` or ``z[e.dst]``;
+- rows are brought together only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
+"""
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from penstock.relational._domain import Domain, common
+from penstock.relational._ir import (
+    Builder,
+    Concat,
+    Constant,
+    Count,
+    Dot,
+    Dropout,
+    Input,
+    Map,
+    Matmul,
+    Operation,
+    Program,
+    Reduce,
+    Reshape,
+    SameRows,
+    Shape,
+    Slice,
+    SumTo,
+    broadcast,
+    matmul_shape,
+    rewritten,
+)
+
+Scope = Literal["edge", "node", "all"]
+SEED = "seed of dropout"
+"""The input that dropouts read; an ``int`` given with every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentShape:
+    """Of an argument, rows included."""
+
+    source: Shape
+    """Of the tensor with a row for each source, and of tensors that nodes have nothing to do with."""
+    target: Shape
+    """Of the tensor with a row for each target; the same where one tensor serves both."""
+
+
+def trace(
+    function: Callable[..., Any], arguments: Mapping[str, ArgumentShape], constants: Mapping[str, Any]
+) -> tuple[Program, int]:
+    """What ``function`` computes from its arguments, and how many values it returns (0: one, not in a tuple).
+
+    ``arguments`` are its tensors by name, ``constants`` its other arguments as they are.
+    """
+    tracer = Tracer()
+    symbols = {name: Argument(tracer, name, shape) for name, shape in arguments.items()}
+    returned = function(Graph(tracer), **symbols, **constants)
+    values = list(returned) if isinstance(returned, tuple) else [returned]
+    for value in values:
+        if not isinstance(value, Value):
+            name = getattr(function, "__name__", "the layer")
+            raise TypeError(
+                f"{name} returns {type(value).__name__}; it has to return values of nodes or edges, such as "
+                "`return n.sum(message)`"
+            )
+    program = tracer.builder.program(value.place for value in values)
+    return program, len(values) if isinstance(returned, tuple) else 0
+
+
+class Tracer:
+    """Records operations."""
+
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.num_dropouts = 0
+
+    def value(self, operation: Operation, scope: Scope) -> "Value":
+        """A new value."""
+        return Value(self, self.builder.add(operation), scope)
+
+    def lift(self, other: Any) -> "Value":  # any: what stands beside an operator
+        """A value of a number, a tensor that is used as it is, or a value."""
+        if isinstance(other, Value):
+            return other
+        if isinstance(other, Argument):
+            return other.whole()
+        if isinstance(other, int | float):
+            return self.value(Constant(domain=Domain.ONE, shape=(), value=float(other)), "all")
+        return refuse(f"{type(other).__name__} is neither a value, nor a tensor of the layer, nor a number")
+
+    def scope(self, values: Sequence["Value"]) -> Scope:
+        """Where an operation on ``values`` takes place."""
+        scopes = {value.scope for value in values} - {"all"}
+        if len(scopes) > 1:
+            refuse("a value of an edge meets a value of a node: say which end is meant, as in z[e.src] or z[e.dst]")
+        return scopes.pop() if scopes else "all"
+
+    def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
+        """For which rows: those of edges where any operand belongs to an edge or to one of its ends."""
+        found = common(self.builder[value.place].domain for value in values)
+        return Domain.EDGE if scope == "edge" and found not in _OF_TYPES else found
+
+    def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: as `lift` takes
+        """An element-wise function."""
+        values = [self.lift(one) for one in others]
+        scope = self.scope(values)
+        try:
+            place = self.builder.map(
+                function,
+                *(one.place for one in values),
+                domain=self.domain(values, scope),
+                parameter=parameter,
+            )
+        except ValueError as error:
+            refuse(f"{error}; rows are matched from the right, so give one of them a size of 1: a.unsqueeze(-1)")
+        return Value(self, place, scope)
+
+    def at_sources(self, place: int) -> int:
+        """The value of targets again, for sources."""
+        operation = self.builder[place]
+        if operation.domain not in _MIRROR:
+            return place
+        domain = _MIRROR[operation.domain]
+        if isinstance(operation, Reduce | Count):  # what edges brought together: sources that are targets have it
+            return self.builder.add(SameRows(domain=domain, shape=operation.shape, operands=(place,)))
+        mirrored = replace(operation, domain=domain)
+        return self.builder.add(rewritten(mirrored, {one: self.at_sources(one) for one in operation.operands}))
+
+
+class Graph:
+    """What a layer iterates over."""
+
+    def __init__(self, tracer: Tracer):
+        self._tracer = tracer
+
+    def edges(self) -> "Iterator[Edge]":
+        """One edge, which stands for all."""
+        yield Edge(self._tracer)
+
+    def nodes(self) -> "Iterator[Node]":
+        """One node, which stands for all."""
+        yield Node(self._tracer)
+
+
+class Index:
+    """What a tensor is looked up by."""
+
+    def __init__(self, domain: Domain, what: str, scope: Scope):
+        self.domain, self.what, self.scope = domain, what, scope
+
+
+class Edge(Index):
+    """An edge: ``src`` and ``dst`` are its ends, ``etype`` its type."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__(Domain.EDGE, "an edge", "edge")
+        self.tracer = tracer
+        self.src = End(Domain.SOURCE, Domain.SOURCE_TYPE, "the source of an edge")
+        self.dst = End(Domain.TARGET, Domain.TARGET_TYPE, "the target of an edge")
+        self.etype = Index(Domain.EDGE_TYPE, "an edge type", "edge")
+
+    def siblings(self) -> "Value":
+        """The number of edges of this one's type that enter its target, itself counted."""
+        return self.tracer.value(Count(domain=Domain.TARGET_AND_TYPE, shape=(), over=Domain.EDGE), "edge")
+
+
+class End(Index):
+    """An end of an edge; ``ntype`` is its node type."""
+
+    def __init__(self, domain: Domain, node_type: Domain, what: str):
+        super().__init__(domain, what, "edge")
+        self.ntype = Index(node_type, "a node type", "edge")
+
+
+class Node(Index):
+    """A node, as edges enter it; ``ntype`` is its type."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__(Domain.TARGET, "a node", "node")
+        self.ntype = Index(Domain.TARGET_TYPE, "a node type", "node")
+        self._tracer = tracer
+
+    def sum(self, value: "Value") -> "Value":
+        """The sum of an edge's value over the edges that enter the node; 0 where there are none."""
+        return self._reduce(value, "sum")
+
+    def max(self, value: "Value") -> "Value":
+        """The largest, element by element; 0 where no edge enters."""
+        return self._reduce(value, "max")
+
+    def mean(self, value: "Value") -> "Value":
+        """The mean; 0 where no edge enters."""
+        return self.sum(value) / maximum(self.degree(), 1)
+
+    def degree(self) -> "Value":
+        """The number of edges that enter the node."""
+        return self._tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
+
+    def _reduce(self, value: "Value", kind: Literal["sum", "max"]) -> "Value":
+        value = self._tracer.lift(value)
+        if value.scope == "node":
+            refuse("this is a value of a node already; edges' values are brought together, as in n.sum(x[e.src])")
+        operation = Reduce(
+            domain=Domain.TARGET, shape=value.shape, operands=(value.place,), over=Domain.EDGE, kind=kind
+        )
+        return self._tracer.value(operation, "node")
+
+
+class _Arithmetic:
+    """Operators that values and tensors have alike."""
+
+    def _tracer_of(self) -> Tracer:
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> "Value":
+        return self._tracer_of().map("add", self, other)
+
+    def __radd__(self, other: Any) -> "Value":
+        return self._tracer_of().map("add", other, self)
+
+    def __sub__(self, other: Any) -> "Value":
+        return self._tracer_of().map("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> "Value":
+        return self._tracer_of().map("subtract", other, self)
+
+    def __mul__(self, other: Any) -> "Value":
+        return self._tracer_of().map("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> "Value":
+        return self._tracer_of().map("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> "Value":
+        return self._tracer_of().map("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> "Value":
+        return self._tracer_of().map("divide", other, self)
+
+    def __neg__(self) -> "Value":
+        return self._tracer_of().map("negate", self)
+
+    def __matmul__(self, other: Any) -> "Value":
+        tracer = self._tracer_of()
+        left, right = tracer.lift(self), tracer.lift(other)
+        scope = tracer.scope([left, right])
+        if len(right.shape) < 2 or not left.shape:
+            refuse(
+                f"a row of shape {left.shape} @ one of shape {right.shape}: the left one needs a dimension, the right "
+                "one two; dot(a, b) multiplies two vectors"
+            )
+        try:
+            shape = matmul_shape(left.shape, right.shape, transposed=False)
+        except ValueError as error:
+            refuse(f"{error}: rows have shape {left.shape} and {right.shape}")
+        domain = tracer.domain([left, right], scope)
+        return tracer.value(Matmul(domain=domain, shape=shape, operands=(left.place, right.place)), scope)
+
+
+class Argument(_Arithmetic):
+    """A tensor that the layer is called with. Looked up by an index it has a row for each; else it is one for all."""
+
+    def __init__(self, tracer: Tracer, name: str, shape: ArgumentShape):
+        self._tracer, self._name, self._shape = tracer, name, shape
+        self._used_by: tuple[str, str] | None = None
+
+    def __getitem__(self, index: Any) -> "Value":
+        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(one, Index) for one in index):
+            if [one.domain for one in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
+                refuse(f"{self._name} is looked up by two indexes only if they are [e.src, e.etype], in this order")
+            self._note("a source and an edge type")
+            return self._tracer.value(
+                Input(domain=Domain.SOURCE_AND_TYPE, shape=self._shape.source[1:], name=self._name), "edge"
+            )
+        if not isinstance(index, Index):
+            refuse(
+                f"{self._name}[{index!r}]: tensors are looked up by an edge, an end of it, a node or a type: "
+                f"{self._name}[e.src], {self._name}[n], {self._name}[e.etype]"
+            )
+        self._note(_KINDS[index.domain])
+        shape = self._shape.source if index.domain is Domain.SOURCE else self._shape.target
+        if not shape:
+            refuse(f"{self._name} is a number and has no rows to look up")
+        return self._tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
+
+    def whole(self) -> "Value":
+        """The tensor as it is, the same for every edge and node."""
+        self._note("nothing")
+        return self._tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
+
+    def _note(self, kind: str) -> None:
+        if self._used_by is not None and self._used_by[0] != kind:
+            refuse(
+                f"{self._name} is looked up by {kind} here and by {self._used_by[0]} at {self._used_by[1]}: its rows "
+                "are one or the other"
+            )
+        self._used_by = (kind, _user_line()[0])
+
+    def _tracer_of(self) -> Tracer:
+        return self._tracer
+
+
+class Value(_Arithmetic):
+    """What an edge, a node, or everything has: ``shape`` is that of a row."""
+
+    def __init__(self, tracer: Tracer, place: int, scope: Scope):
+        self._tracer, self.place, self.scope = tracer, place, scope
+
+    @property
+    def shape(self) -> Shape:
+        """Of one row."""
+        return self._tracer.builder[self.place].shape
+
+    def __getitem__(self, index: Any) -> "Value":
+        if isinstance(index, Index):
+            return self._looked_up(index)
+        if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and isinstance(index[1], slice):
+            start, stop, step = index[1].indices(self.shape[-1])
+            if step == 1 and stop > start:
+                shape = (*self.shape[:-1], stop - start)
+                operation = Slice(domain=self._domain, shape=shape, operands=(self.place,), start=start)
+                return self._tracer.value(operation, self.scope)
+        return refuse("values of nodes are looked up by an end of an edge, z[e.src]; columns are taken by z[..., 2:5]")
+
+    def reshape(self, *shape: int) -> "Value":
+        """A row's elements in another shape; one size may be -1."""
+        given = list(shape)
+        size = functools.reduce(int.__mul__, self.shape, 1)
+        if given.count(-1) == 1:
+            known = -functools.reduce(int.__mul__, given, 1)
+            given[given.index(-1)] = size // known if known else 0
+        if functools.reduce(int.__mul__, given, 1) != size or -1 in given:
+            refuse(f"a row of shape {self.shape} cannot take the shape {shape}")
+        return self._tracer.value(Reshape(domain=self._domain, shape=tuple(given), operands=(self.place,)), self.scope)
+
+    view = reshape
+
+    def unsqueeze(self, dimension: int) -> "Value":
+        """With a size of 1 more, counted as in ``torch.unsqueeze`` over a row's dimensions."""
+        at = dimension if dimension >= 0 else dimension + len(self.shape) + 1
+        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+
+    def sum(self, dimension: int) -> "Value":
+        """Over a dimension of the row."""
+        shape = list(self.shape)
+        shape[dimension] = 1
+        kept = SumTo(domain=self._domain, shape=tuple(shape), operands=(self.place,))
+        del shape[dimension]
+        return self._tracer.value(kept, self.scope).reshape(*shape)
+
+    @property
+    def _domain(self) -> Domain:
+        return self._tracer.builder[self.place].domain
+
+    def _looked_up(self, index: Index) -> "Value":
+        if self.scope != "node" or index.domain not in (Domain.SOURCE, Domain.TARGET):
+            refuse(
+                f"a value of {_a(self.scope)} is not looked up by {index.what}: nodes' values are, by e.src or e.dst"
+            )
+        place = self._tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
+        return Value(self._tracer, place, index.scope)
+
+    def _tracer_of(self) -> Tracer:
+        return self._tracer
+
+
+def dot(left: Any, right: Any) -> Value:  # any: values or tensors
+    """The sum over the last dimension of ``left * right``."""
+    tracer = _tracer(left, right)
+    one, two = tracer.lift(left), tracer.lift(right)
+    scope = tracer.scope([one, two])
+    if not one.shape or not two.shape or one.shape[-1] != two.shape[-1]:
+        refuse(f"dot of rows of shape {one.shape} and {two.shape}: their last sizes have to be equal")
+    try:
+        shape = broadcast(one.shape, two.shape)[:-1]
+    except ValueError as error:
+        refuse(str(error))
+    return tracer.value(
+        Dot(domain=tracer.domain([one, two], scope), shape=shape, operands=(one.place, two.place)), scope
+    )
+
+
+def concat(*values: Value) -> Value:
+    """Behind each other in the last dimension."""
+    tracer = _tracer(*values)
+    found = [tracer.lift(one) for one in values]
+    scope = tracer.scope(found)
+    if len({one.shape[:-1] for one in found}) > 1 or not all(one.shape for one in found):
+        refuse(f"rows of shapes {[one.shape for one in found]} differ in more than their last size")
+    shape = (*found[0].shape[:-1], sum(one.shape[-1] for one in found))
+    places = tuple(one.place for one in found)
+    return tracer.value(Concat(domain=tracer.domain(found, scope), shape=shape, operands=places), scope)
+
+
+def softmax(score: Value, *, per_type: bool = False) -> Value:
+    """Over the edges that enter a node, of all types together or of each for itself, element by element. Stabilised."""
+    tracer = _tracer(score)
+    if score.scope != "edge":
+        refuse(
+            f"softmax goes over the edges that enter a node and takes a value of an edge; this is of {_a(score.scope)}"
+        )
+    domain = Domain.TARGET_AND_TYPE if per_type else Domain.TARGET
+
+    def over_group(value: Value, kind: Literal["sum", "max"]) -> Value:
+        operation = Reduce(domain=domain, shape=value.shape, operands=(value.place,), over=Domain.EDGE, kind=kind)
+        return tracer.value(operation, "edge")
+
+    largest = tracer.value(
+        Map(domain=domain, shape=score.shape, operands=(over_group(score, "max").place,), function="stop_gradient"),
+        "edge",
+    )
+    raised = exp(score - largest)
+    return raised / over_group(raised, "sum")
+
+
+def dropout(value: Value, probability: float) -> Value:
+    """Zeros with this probability, the rest scaled up; the same in backward, other ones in the next call."""
+    if not 0 <= probability < 1:
+        refuse(f"a dropout probability of {probability} is not in [0, 1)")
+    if probability == 0:
+        return value
+    tracer = _tracer(value)
+    seed = tracer.builder.add(Input(domain=Domain.ONE, shape=(), name=SEED))
+    tracer.num_dropouts += 1
+    domain = Domain.EDGE if value.scope == "edge" else value._domain
+    operation = Dropout(
+        domain=domain,
+        shape=value.shape,
+        operands=(value.place, seed),
+        probability=probability,
+        stream=tracer.num_dropouts,
+    )
+    return tracer.value(operation, value.scope)
+
+
+def exp(value: Value) -> Value:
+    """``e`` to the power of it."""
+    return _tracer(value).map("exp", value)
+
+
+def log(value: Value) -> Value:
+    """The natural logarithm."""
+    return _tracer(value).map("log", value)
+
+
+def sqrt(value: Value) -> Value:
+    """The square root."""
+    return _tracer(value).map("sqrt", value)
+
+
+def tanh(value: Value) -> Value:
+    """The hyperbolic tangent."""
+    return _tracer(value).map("tanh", value)
+
+
+def sigmoid(value: Value) -> Value:
+    """``1 / (1 + exp(-x))``."""
+    return _tracer(value).map("sigmoid", value)
+
+
+def relu(value: Value) -> Value:
+    """What is above 0."""
+    return _tracer(value).map("relu", value)
+
+
+def leaky_relu(value: Value, slope: float = 0.01) -> Value:
+    """Below 0 times ``slope``."""
+    return _tracer(value).map("leaky_relu", value, parameter=slope)
+
+
+def elu(value: Value) -> Value:
+    """``exp(x) - 1`` below 0."""
+    return _tracer(value).map("elu", value)
+
+
+def gelu(value: Value) -> Value:
+    """``x`` times the normal distribution function of it."""
+    return _tracer(value).map("gelu", value)
+
+
+def maximum(left: Any, right: Any) -> Value:  # any: values, tensors or numbers
+    """The larger one, element by element."""
+    return _tracer(left, right).map("maximum", left, right)
+
+
+def refuse(message: str) -> NoReturn:
+    """Raises ``ValueError`` that names the user's line."""
+    where, text = _user_line()
+    raise ValueError(f"{where}: `{text}`: {message}" if text else message)
+
+
+def _user_line() -> tuple[str, str]:
+    here = str(Path(__file__).parent)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(Path(frame.f_code.co_filename).parent) == here:
+        frame = frame.f_back
+    (summary,) = traceback.StackSummary.extract([(frame, frame.f_lineno)])
+    return f"{Path(summary.filename).name}:{summary.lineno}", (summary.line or "").strip()
+
+
+def _tracer(*values: Any) -> Tracer:
+    for value in values:
+        if isinstance(value, Value | Argument):
+            return value._tracer_of()
+    refuse("functions of penstock.relational take values of a layer; tensors are given to the layer when it is called")
+
+
+def _a(scope: Scope) -> str:
+    return {"edge": "an edge", "node": "a node", "all": "no edge or node"}[scope]
+
+
+_OF_TYPES = {Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE}
+_MIRROR = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}
+_KINDS = {
+    Domain.EDGE: "an edge",
+    Domain.SOURCE: "a node",
+    Domain.TARGET: "a node",
+    Domain.EDGE_TYPE: "an edge type",
+    Domain.SOURCE_TYPE: "a node type",
+    Domain.TARGET_TYPE: "a node type",
+}

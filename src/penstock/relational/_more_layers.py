@@ -1,0 +1,130 @@
+"""Layers written in the language alone: CompGCN, SimpleHGN and a relational GraphSAGE."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.relational._graph import RelationalGraph
+from penstock.relational._language import Graph, Value, dot, leaky_relu, softmax
+from penstock.relational._rgcn import check_relations, glorot
+from penstock.relational._run import layer
+
+
+@layer
+def _composed(
+    g: Graph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
+) -> Value:
+    for e in g.edges():
+        composed = x[e.src] * relation[e.etype] if multiplies else x[e.src] - relation[e.etype]
+        message = norm[e] * composed
+    for n in g.nodes():
+        inverse = n.sum(is_inverse[e.etype] * message)
+        total = n.sum(message) - inverse
+        result: Value = total @ forth + inverse @ back
+    return result
+
+
+class CompGCNConv(nn.Module):
+    """Messages composed of a neighbour and a relation, which are vectors both (Vashishth et al., 2020).
+
+    ``composition``: ``"subtract"`` or ``"multiply"``. The graph has ``2 * num_relations`` edge types, the second half
+    inverses of the first; messages along edges, against them and of the node itself have a matrix each.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, num_relations: int, composition: str = "subtract"):
+        super().__init__()
+        if composition not in ("subtract", "multiply"):
+            raise ValueError(f"composition={composition!r}: it is 'subtract' or 'multiply'")
+        self.num_relations, self.composition = num_relations, composition
+        self.forth, self.back, self.loop, self.relate = (
+            nn.Parameter(torch.empty(in_channels, out_channels)) for _ in range(4)
+        )
+        self.loop_relation = nn.Parameter(torch.empty(1, in_channels))
+        for one in self.parameters():
+            glorot(one)
+
+    def forward(
+        self, x: torch.Tensor, relation: torch.Tensor, graph: RelationalGraph
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New nodes and new relations, ``[num_nodes, out]`` and ``[2 * num_relations, out]``.
+
+        ``x``: ``[num_nodes, in]``; ``relation``: ``[2 * num_relations, in]``. Messages are weighted by one over the
+        square root of both ends' degrees.
+        """
+        check_relations(graph, 2 * self.num_relations)
+        degree = graph.in_degrees().clamp(min=1).to(x.dtype).rsqrt()
+        source, target = graph.edge_index
+        is_inverse = (torch.arange(2 * self.num_relations, device=x.device) >= self.num_relations).to(x.dtype)
+        multiplies = self.composition == "multiply"
+        found = _composed(
+            graph, x, relation, degree[source] * degree[target], is_inverse, self.forth, self.back, multiplies
+        )
+        own = x * self.loop_relation if multiplies else x - self.loop_relation
+        return (found + own @ self.loop) / 3, relation @ self.relate
+
+
+@layer
+def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_score: Any, heads: int) -> Value:
+    for n in g.nodes():
+        z = (x[n] @ weight).reshape(heads, -1)
+        from_source, from_target = dot(z, at_source), dot(z, at_target)
+    for e in g.edges():
+        share = softmax(leaky_relu(from_source[e.src] + from_target[e.dst] + edge_score[e.etype], 0.2))
+        message = share.unsqueeze(-1) * z[e.src]
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+class SimpleHGNConv(nn.Module):
+    """Attention of a plain GAT with a learnt vector per edge type, and a residual (Lv et al., 2021)."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_relations: int, heads: int = 1, edge_dim: int = 64):
+        super().__init__()
+        self.heads, self.num_relations = heads, num_relations
+        self.weight = nn.Parameter(torch.empty(in_channels, heads * out_channels))
+        self.at_source, self.at_target = (nn.Parameter(torch.empty(heads, out_channels)) for _ in range(2))
+        self.edge = nn.Parameter(torch.empty(num_relations, edge_dim))
+        self.edge_to_score = nn.Parameter(torch.empty(edge_dim, heads))
+        self.residual = nn.Parameter(torch.empty(in_channels, heads * out_channels))
+        for one in self.parameters():
+            glorot(one)
+
+    def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
+        """``[num_nodes, in]`` to ``[num_nodes, heads * out]``."""
+        check_relations(graph, self.num_relations)
+        edge_score = self.edge @ self.edge_to_score
+        found: torch.Tensor = _simple(graph, x, self.weight, self.at_source, self.at_target, edge_score, self.heads)
+        return found.flatten(1) + x @ self.residual
+
+
+@layer
+def _mean(g: Graph, x: Any, weight: Any) -> Value:
+    for e in g.edges():
+        message = x[e.src] @ weight[e.etype]
+    for n in g.nodes():
+        mean = n.mean(message)
+    return mean
+
+
+class RGraphSAGEConv(nn.Module):
+    """The mean over all neighbours, each through its relation's matrix, beside the node's own (Hamilton et al., 2017).
+
+    ``normalize`` scales results to a length of one.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, num_relations: int, normalize: bool = False):
+        super().__init__()
+        self.num_relations, self.normalize = num_relations, normalize
+        self.weight = nn.Parameter(torch.empty(num_relations, in_channels, out_channels))
+        self.own = nn.Parameter(torch.empty(in_channels, out_channels))
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+        glorot(self.weight)
+        glorot(self.own)
+
+    def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
+        """``[num_sources, in]`` to ``[num_targets, out]``; a block's sources begin with its targets."""
+        check_relations(graph, self.num_relations)
+        found = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
+        return nn.functional.normalize(found, dim=-1) if self.normalize else found

@@ -1,0 +1,246 @@
+"""Passes on the inter-operator IR, each a function from a program to an equal one with less to do.
+
+- `materialise` and `compact`: where values that depend on one end and the type of an edge alone are computed: for
+  every edge, or once for every pair that occurs (Hector, section 3.2: compact materialisation).
+- `reorder`: a dot with a transformed row becomes a dot of the row with a transformed vector (Hector: linear operator
+  reordering); the row's product disappears where nobody else wants it.
+- `sum_first`: a sum of transformed rows becomes a transformed sum, where that leaves fewer rows to transform.
+- `unify`: on graphs whose targets are its sources, what both ends compute alike is computed once.
+
+Common subexpressions disappear as programs are built (`Builder.add`), and dead code as they are finished (`pruned`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from penstock.relational._domain import Domain, common
+from penstock.relational._ir import (
+    Builder,
+    Concat,
+    Dot,
+    Input,
+    Map,
+    Matmul,
+    Operation,
+    Program,
+    Reduce,
+    Reshape,
+    SameRows,
+    Shape,
+    Slice,
+    SumTo,
+    broadcast,
+    matmul_shape,
+    rewritten,
+)
+
+RowCounts = Mapping[Domain, int]
+"""Of a graph."""
+_ROW_BY_ROW = (Map, Matmul, Dot, Reshape, SumTo, Slice, Concat)
+_PAIRS = {Domain.SOURCE_AND_TYPE: "source", Domain.TARGET_AND_TYPE: "target"}
+_OF_TYPES = {Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE}
+
+
+def compact(program: Program) -> Program:
+    """Every value for as few rows as tell its operands apart."""
+    return _placed(program, common)
+
+
+def materialise(program: Program) -> Program:
+    """What depends on an end and the type of an edge is computed for every edge: `compact` undone, for comparison."""
+
+    def place(domains: list[Domain]) -> Domain:
+        found = common(domains)
+        return Domain.EDGE if found in _PAIRS else found
+
+    return _placed(program, place)
+
+
+def _placed(program: Program, place: Callable[[list[Domain]], Domain]) -> Program:
+    builder = Builder()
+    places: list[int] = []
+    for one in program.operations:
+        moved = rewritten(one, places)
+        if isinstance(one, _ROW_BY_ROW):
+            moved = replace(moved, domain=place([builder[at].domain for at in moved.operands]))
+        places.append(builder.add(moved))
+    return builder.program(places[at] for at in program.outputs)
+
+
+def reorder(program: Program) -> Program:
+    """``dot(x @ w, a)`` as ``dot(x, w @ a)``, and ``(x @ w) @ q`` as ``x @ (w @ q)``.
+
+    Only where ``w @ a`` has a row per type and every reader of ``x @ w`` can do without it.
+    """
+    readers = program.readers()
+    builder = Builder()
+    places: list[int] = []
+    for one in program.operations:
+        place = None
+        for product in one.operands:
+            if _is_reorderable(program, one, product) and all(
+                _is_reorderable(program, program[reader], product) for reader in readers[product]
+            ):
+                place = _reordered(program, builder, one, product, places)
+                break
+        places.append(builder.add(rewritten(one, places)) if place is None else place)
+    return builder.program(places[at] for at in program.outputs)
+
+
+def _is_reorderable(program: Program, reader: Operation, product: int) -> bool:
+    """Whether the reader multiplies the product by something that meets its matrix in a domain of types."""
+    one = program[product]
+    if not isinstance(one, Matmul) or product in program.outputs or one.domain in _OF_TYPES:
+        return False
+    match reader:
+        case Dot():
+            if reader.operands.count(product) != 1:
+                return False
+            other = next(at for at in reader.operands if at != product)
+        case Matmul():
+            other = reader.operands[1]
+            if one.transposed or reader.transposed or reader.operands[0] != product or len(program[other].shape) != 2:
+                return False
+        case _:
+            return False
+    return common([program[one.operands[1]].domain, program[other].domain]) in _OF_TYPES
+
+
+def _reordered(program: Program, builder: Builder, reader: Operation, at: int, places: list[int]) -> int:
+    product = program[at]
+    assert isinstance(product, Matmul)
+    row, matrix = (places[operand] for operand in product.operands)
+    if isinstance(reader, Matmul):
+        combined = _matmul(builder, matrix, places[reader.operands[1]], transposed=False)
+        found = _matmul(builder, row, combined, transposed=False)
+        return builder.add(replace(builder[found], domain=_as_wide(reader.domain, builder[found].domain)))
+    vector = places[next(operand for operand in reader.operands if operand != at)]
+    moved = _matmul(builder, vector, matrix, transposed=not product.transposed)
+    shape = broadcast(builder[row].shape, builder[moved].shape)[:-1]
+    domain = _as_wide(reader.domain, common([builder[row].domain, builder[moved].domain]))
+    return builder.add(Dot(domain=domain, shape=shape, operands=(row, moved)))
+
+
+def _as_wide(before: Domain, after: Domain) -> Domain:
+    """An operation stays in its domain if `compact` has not run."""
+    return before if before is Domain.EDGE and after in _PAIRS else after
+
+
+def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int:
+    shape = matmul_shape(builder[left].shape, builder[right].shape, transposed=transposed)
+    domain = common([builder[left].domain, builder[right].domain])
+    return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
+
+
+def sum_first(program: Program, rows: RowCounts) -> Program:
+    """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner sum per type, where that leaves fewer rows for ``@``.
+
+    The product's other readers may only be dots, which `reorder` rewrites; else it is needed anyway.
+    """
+    readers = program.readers()
+    builder = Builder()
+    places: list[int] = []
+    for one in program.operations:
+        found = _summed_product(program, readers, one, rows) if isinstance(one, Reduce) else None
+        if found is None:
+            places.append(builder.add(rewritten(one, places)))
+            continue
+        assert isinstance(one, Reduce)
+        product, factor = found
+        row, matrix = (places[at] for at in program[product].operands)
+        places.append(
+            _summed_first(builder, one, row, matrix, None if factor is None else places[factor], program[product])
+        )
+    return builder.program(places[at] for at in program.outputs)
+
+
+def _summed_product(
+    program: Program, readers: list[list[int]], one: Reduce, rows: RowCounts
+) -> tuple[int, int | None] | None:
+    """The product under the sum, and what it is multiplied with, where summing first pays."""
+    if one.kind != "sum":
+        return None
+    (at,) = one.operands
+    factor = None
+    top = program[at]
+    if isinstance(top, Map) and top.function == "multiply":
+        for side in (0, 1):
+            candidate = program[top.operands[side]]
+            if isinstance(candidate, Matmul) and _scales_rows(program, top.operands[1 - side], candidate):
+                at, factor = top.operands[side], top.operands[1 - side]
+                break
+    product = program[at]
+    if not isinstance(product, Matmul):
+        return None
+    matrix = program[product.operands[1]]
+    between = common([one.domain, matrix.domain])
+    if matrix.domain not in _OF_TYPES or between is one.over or not one.over.tells(between):
+        return None
+    row = program[product.operands[0]].shape
+    widening = 1 if factor is None else _size(broadcast(program[factor].shape, row)) // max(1, _size(row))
+    if rows[between] * widening >= rows[product.domain]:
+        return None
+    summed = program[one.operands[0]] if factor is not None else None
+    for reader in readers[at]:
+        is_this = program[reader] is one or program[reader] is summed
+        if not is_this and not _is_reorderable(program, program[reader], at):
+            return None
+    if at in program.outputs or (factor is not None and len(readers[one.operands[0]]) > 1):
+        return None
+    return at, factor
+
+
+def _scales_rows(program: Program, factor: int, product: Operation) -> bool:
+    """Whether the factor is one number for each vector that is transformed."""
+    shape = program[factor].shape
+    return (not shape or shape[-1] == 1) and len(shape) <= len(product.shape)
+
+
+def _summed_first(builder: Builder, one: Reduce, row: int, matrix: int, factor: int | None, product: Operation) -> int:
+    assert isinstance(product, Matmul)
+    between = common([one.domain, builder[matrix].domain])
+    if factor is not None:
+        row = builder.map("multiply", factor, row, domain=one.over)
+    shape: Shape = builder[row].shape
+    inner = builder.add(Reduce(domain=between, shape=shape, operands=(row,), over=one.over))
+    transformed = _matmul(builder, inner, matrix, transposed=product.transposed)
+    return builder.add(
+        Reduce(domain=one.domain, shape=builder[transformed].shape, operands=(transformed,), over=between)
+    )
+
+
+def unify(program: Program) -> Program:
+    """Targets are sources: what is computed for both alike is computed for sources, and looked up by targets."""
+    builder = Builder()
+    places: list[int] = []
+    for one in program.operations:
+        moved = rewritten(one, places)
+        twin = _SAME.get(one.domain)
+        if twin is not None and isinstance(one, Input | Map | Matmul | Dot | Reshape | SumTo | Slice | Concat):
+            sources = [_at_source(builder, at) for at in moved.operands]
+            if isinstance(one, Input) or all(at is not None for at in sources):
+                at_source = replace(moved, domain=twin, operands=tuple(at for at in sources if at is not None))
+                moved = SameRows(domain=one.domain, shape=one.shape, operands=(builder.add(at_source),))
+        elif isinstance(one, SameRows) and isinstance(builder[moved.operands[0]], SameRows):
+            places.append(builder[moved.operands[0]].operands[0])
+            continue
+        places.append(builder.add(moved))
+    return builder.program(places[at] for at in program.outputs)
+
+
+def _at_source(builder: Builder, at: int) -> int | None:
+    """The value for sources, if it is one."""
+    one = builder[at]
+    if isinstance(one, SameRows):
+        return one.operands[0]
+    return at if one.domain not in _SAME else None
+
+
+def _size(shape: Shape) -> int:
+    size = 1
+    for one in shape:
+        size *= one
+    return size
+
+
+_SAME = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

@@ -1,0 +1,159 @@
+"""RGCN (Schlichtkrull et al., 2018), with PyG's arguments, parameters and results."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.relational._graph import RelationalGraph, graph_of
+from penstock.relational._language import Graph, Value
+from penstock.relational._run import layer
+
+
+@layer
+def _messages(g: Graph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
+    for e in g.edges():
+        message = x[e.src, e.etype] if is_table else x[e.src] @ weight[e.etype]
+        if norm is not None:
+            message = norm[e] * message
+        if mean:
+            message = (1 / e.siblings()) * message
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+class RGCNConv(nn.Module):
+    """``x_v W_root + sum over relations of the mean (or sum) of x_u W_r over the edges u -> v of relation r + bias``.
+
+    Arguments and parameters are those of ``torch_geometric.nn.RGCNConv``, so ``load_state_dict`` takes its weights;
+    ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two decompositions.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        num_relations: int,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
+        aggr: str = "mean",
+        root_weight: bool = True,
+        bias: bool = True,
+    ):
+        super().__init__()
+        if aggr not in ("mean", "add", "sum"):
+            raise ValueError(f"aggr={aggr!r}: RGCNConv sums within a relation by 'mean', 'add' or 'sum'")
+        if num_bases is not None and num_blocks is not None:
+            raise ValueError("num_bases and num_blocks are two decompositions of the same weights; give one of them")
+        self.in_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        self.out_channels, self.num_relations = out_channels, num_relations
+        self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
+        width = self.in_channels[0]
+        if num_blocks is not None and (width % num_blocks or out_channels % num_blocks):
+            raise ValueError(
+                f"num_blocks={num_blocks} has to divide in_channels={width} and out_channels={out_channels}"
+            )
+        self.comp: nn.Parameter | None
+        self.root: nn.Parameter | None
+        self.bias: nn.Parameter | None
+        shape: tuple[int, ...]
+        if num_blocks is not None:
+            shape = (num_relations, num_blocks, width // num_blocks, out_channels // num_blocks)
+        else:
+            shape = (num_relations if num_bases is None else num_bases, width, out_channels)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.register_parameter(
+            "comp", None if num_bases is None else nn.Parameter(torch.empty(num_relations, num_bases))
+        )
+        self.register_parameter(
+            "root", nn.Parameter(torch.empty(self.in_channels[1], out_channels)) if root_weight else None
+        )
+        self.register_parameter("bias", nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Glorot's uniform distribution, and zeros for the bias, as PyG does."""
+        for one in (self.weight, self.comp, self.root):
+            if one is not None:
+                glorot(one)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor] | None,
+        graph: RelationalGraph | torch.Tensor,
+        edge_type: torch.Tensor | None = None,
+        edge_norm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[num_targets, out_channels]``.
+
+        ``x``: ``[num_nodes, in_channels]``; ``None`` or ``int64 [num_nodes]``: nodes have numbers instead of features,
+        and a row of ``weight`` each; a pair for sources and targets that differ. ``graph``: a `RelationalGraph`, or
+        PyG's ``edge_index``, which wants ``edge_type`` as well. ``edge_norm``: ``[num_edges]``, factors of messages.
+        """
+        source, target = x if isinstance(x, tuple) else (x, x)
+        graph = self._graph(graph, edge_type, source, target)
+        if source is None:
+            source = torch.arange(self.in_channels[0], device=self.weight.device)
+        if target is None:
+            target = source
+        target = target[: graph.num_targets] if graph.is_block else target
+        found = self._sum(source, graph, edge_norm)
+        if self.root is not None:
+            found = found + (self.root[target] if target.dtype == torch.int64 else target @ self.root)
+        return found if self.bias is None else found + self.bias
+
+    def _graph(
+        self,
+        graph: RelationalGraph | torch.Tensor,
+        edge_type: torch.Tensor | None,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+    ) -> RelationalGraph:
+        if isinstance(graph, RelationalGraph):
+            check_relations(graph, self.num_relations)
+            return graph
+        num_sources = self.in_channels[0] if source is None else len(source)
+        num_targets = num_sources if target is None else len(target)
+        sizes = num_sources if source is target else (num_sources, num_targets)
+        return graph_of(graph, edge_type, sizes, self.num_relations)
+
+    def _sum(self, source: torch.Tensor, graph: RelationalGraph, norm: torch.Tensor | None) -> torch.Tensor:
+        weight: torch.Tensor = self.weight
+        is_mean = self.aggr == "mean"
+        if self.comp is not None:
+            weight = torch.einsum("rb,bio->rio", self.comp, weight)
+        if source.dtype == torch.int64:
+            if self.num_blocks is not None:
+                raise ValueError(
+                    "num_blocks needs features: rows of a block-diagonal matrix are not whole; give x in float"
+                )
+            nodes, types = graph.pairs()
+            table = weight.reshape(-1, self.out_channels)[types * weight.shape[1] + source[nodes]]
+            found: torch.Tensor = _messages(graph, table, None, norm, is_mean, True)
+            return found
+        if self.num_blocks is not None:
+            source = source.view(len(source), self.num_blocks, -1)
+        found = _messages(graph, source, weight, norm, is_mean, False)
+        return found.reshape(len(found), self.out_channels)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"{self.in_channels[0]}, {self.out_channels}, num_relations={self.num_relations}"
+
+
+def glorot(tensor: torch.Tensor) -> None:
+    """Uniform between plus and minus ``sqrt(6 / (rows + columns))`` of the last two dimensions."""
+    bound = (6.0 / (tensor.shape[-2] + tensor.shape[-1])) ** 0.5
+    nn.init.uniform_(tensor, -bound, bound)
+
+
+def check_relations(graph: RelationalGraph, num_relations: int) -> None:
+    """Raises ``ValueError`` unless the graph has as many edge types as the layer."""
+    if graph.num_edge_types != num_relations:
+        raise ValueError(
+            f"the layer has num_relations={num_relations} and {graph} another number; a graph in which some types do "
+            f"not occur is told: RelationalGraph(edge_index, edge_type, num_edge_types={num_relations})"
+        )

@@ -1,0 +1,412 @@
+"""Layers as users have them: a traced function, compiled per set of shapes, and one custom operator for all of them.
+
+A call finds the program for its arguments' shapes (traced once), the variant for its graph (which sums come first is a
+matter of row counts), and runs it through ``penstock::relational_layer``. The operator gets tensors, and two numbers
+that stand for the variant and the graph; so `torch.compile` sees one node with known shapes, and autograd one step.
+"""
+
+import functools
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from penstock.errors import DoubleBackwardError
+from penstock.relational import _eager, _passes
+from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
+from penstock.relational._domain import Domain
+from penstock.relational._graph import RelationalGraph
+from penstock.relational._ir import Input, Program
+from penstock.relational._language import SEED, ArgumentShape, trace
+from penstock.relational._native import DTYPES, Compiled
+from penstock.relational._registry import register, registered
+
+Emitter = Literal["auto", "c", "eager"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a layer's compilation does; all on is the fastest, the rest is for comparison."""
+
+    compact: bool = True
+    """Values of an end and a type once per pair, not per edge."""
+    reorder: bool = True
+    """Dots with transformed rows become dots with transformed vectors."""
+    sum_first: bool = True
+    """Sums before products where that leaves fewer rows."""
+    emitter: Emitter = "auto"
+    """``c`` where a compiler is found, the tensors are on the CPU and in float32 or float64; else ``eager``."""
+
+
+def layer(function: Callable[..., Any]) -> "Layer":
+    """A relational layer of one's own: a function of a graph and tensors, in the language of `penstock.relational`.
+
+    >>> @layer
+    ... def mean_of_neighbours(g, x, weight):
+    ...     for n in g.nodes():
+    ...         for e in g.edges():
+    ...             return n.mean(x[e.src] @ weight[e.etype])
+    >>> graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]), torch.tensor([0, 1]))
+    >>> mean_of_neighbours(graph, torch.ones(2, 3), torch.ones(2, 3, 4)).shape
+    torch.Size([2, 4])
+    """
+    return Layer(function)
+
+
+class Layer:
+    """A compiled layer: call it with a graph and the function's arguments.
+
+    Tensors are ``[rows, ...]`` with a row for each of what the function looks them up by; a pair of tensors has rows of
+    sources and of targets. Returns what the function returns, ``[num_targets, ...]`` or ``[num_edges, ...]``. Numbers,
+    and other arguments that are no tensors, are part of the layer: other values compile anew.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: Options | None = None):
+        functools.update_wrapper(self, function)
+        self.options = options or Options()
+        self._function = function
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        self._names = tuple(one.name for one in parameters)
+        self._defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+        self._traced: dict[Any, Traced] = {}
+        self._whole: frozenset[str] | None = None
+
+    def with_options(self, **changes: Any) -> "Layer":  # any: fields of Options
+        """The same layer, compiled otherwise: ``layer.with_options(compact=False)``."""
+        fields = {name: getattr(self.options, name) for name in Options.__slots__}
+        return Layer(self._function, Options(**{**fields, **changes}))
+
+    def __call__(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> Any:  # any: tensors and constants
+        tensors, constants = self._sorted(graph, args, kwargs)
+        given = tuple((name, *(_description(one) for one in pair)) for name, pair in tensors.items())
+        variant, inputs, num_results, num_outputs, dtype = self._prepare(
+            graph.number, given, tuple(constants.items()), torch.is_grad_enabled()
+        )
+        flat = []
+        for name, end, has_rows in inputs:
+            if name == SEED:
+                flat.append(torch.randint(2**31, (1,), dtype=torch.int64))
+            else:
+                tensor = tensors[name][end]
+                flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
+        found = torch.ops.penstock.relational_layer(flat, variant, graph.number, num_results)
+        return found[0] if num_outputs == 0 else tuple(found[:num_outputs])
+
+    def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
+        """The program after every pass, then forward's and backward's, and the steps that they take for the graph."""
+        tensors, constants = self._sorted(graph, args, kwargs)
+        given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
+        traced = self._trace(given, constants)
+        program, parts = traced.program, [f"traced\n{traced.program}"]
+        for name, one in _pipeline(self.options, graph):
+            program = one(program)
+            parts.append(f"{name}\n{program}")
+        variant = _variant(self, graph, traced, given, is_grad_enabled=True)
+        for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
+            parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
+        return "\n\n".join(parts)
+
+    def _sorted(
+        self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, Any]]:
+        """Arguments that are tensors, for sources and for targets, and the others."""
+        given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > len(self._names) or given.keys() != set(self._names):
+            raise TypeError(
+                f"{self._function.__name__} takes a graph and {', '.join(self._names)}; it was given {', '.join(given)}"
+            )
+        tensors, constants = {}, {}
+        for name in self._names:
+            value = given[name]
+            if isinstance(value, torch.Tensor):
+                tensors[name] = (value, _of_targets(value, graph))
+            elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
+                tensors[name] = value
+            else:
+                constants[name] = value
+        return tensors, constants
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _prepare(
+        self,
+        graph_number: int,
+        given: tuple[tuple[str, "Description", "Description"], ...],
+        constants: tuple[tuple[str, Any], ...],
+        is_grad_enabled: bool,
+    ) -> tuple[int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
+        """What the operator is called with: a variant's number, inputs by name and end, how many results and outputs.
+
+        Under `torch.compile` this runs while it traces, on plain numbers.
+        """
+        graph = registered(graph_number)
+        shapes = {name: (one, two) for name, one, two in given}
+        traced = self._trace(shapes, dict(constants))
+        variant = _variant(self, graph, traced, shapes, is_grad_enabled=is_grad_enabled)
+        inputs = []
+        for name, domain in zip(variant.names, variant.domains, strict=True):
+            end = int(domain in _OF_TARGETS)
+            inputs.append((name, end, domain is not Domain.ONE))
+            if name != SEED and domain is not Domain.ONE:
+                _check_rows(name, shapes[name][end], domain, graph)
+        num_results = len(variant.forward.program.outputs)
+        return variant.number, tuple(inputs), num_results, traced.num_returned, variant.dtype
+
+    def _trace(
+        self, given: Mapping[str, tuple["Description", "Description"]], constants: Mapping[str, Any]
+    ) -> "Traced":
+        shapes = {name: ArgumentShape(one[0], two[0]) for name, (one, two) in given.items()}
+        if self._whole is None:
+            program, _ = trace(self._function, shapes, constants)
+            self._whole = frozenset(one.name for one in program.inputs.values() if one.domain is Domain.ONE)
+        rows = tuple(
+            (name, *(one[0] if name in self._whole else one[0][1:] for one in pair)) for name, pair in given.items()
+        )
+        key = (rows, tuple(constants.items()))
+        found = self._traced.get(key)
+        if found is None:
+            program, num_returned = trace(self._function, shapes, constants)
+            found = self._traced[key] = Traced(program, num_returned)
+        return found
+
+
+Description = tuple[tuple[int, ...], torch.dtype, bool]
+"""Of a tensor: shape, dtype, and whether it needs a gradient."""
+
+
+class Traced:
+    """A layer's program for one set of shapes, and its variants."""
+
+    def __init__(self, program: Program, num_returned: int):
+        self.program, self.num_returned = program, num_returned
+        self.variants: dict[Any, Variant] = {}
+        self.lock = threading.Lock()
+
+
+class Executor:
+    """Runs a program: by generated C, or by PyTorch."""
+
+    def __init__(self, program: Program, dtype: torch.dtype, emitter: Emitter, device: torch.device):
+        can_compile = device.type == "cpu" and dtype in DTYPES and emitter != "eager" and Compiled.is_available()
+        self.program, self.dtype, self.device = program, dtype, device
+        self.compiled = Compiled(program, dtype) if can_compile else None
+
+    def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
+        """Values of the outputs."""
+        if self.compiled is not None:
+            return self.compiled.run(graph, inputs)
+        found = _eager.run(self.program, graph, inputs, self.dtype, self.device)
+        rows = [graph.count(self.program[at].domain) for at in self.program.outputs]
+        return [
+            one.expand(count, *one.shape[1:]).contiguous() if len(one) != count else one
+            for one, count in zip(found, rows, strict=True)
+        ]
+
+    def describe(self, graph: RelationalGraph) -> str:
+        """Its steps, or that there are none."""
+        if self.compiled is None:
+            return "operation by operation, by PyTorch"
+        return self.compiled.describe(graph)
+
+
+class Variant:
+    """A program as compiled for a kind of graph, for given inputs' gradients, in one dtype."""
+
+    def __init__(
+        self, program: Program, wanted: tuple[int, ...], dtype: torch.dtype, options: Options, device: torch.device
+    ):
+        self.program, self.wanted, self.dtype = program, wanted, dtype
+        inputs = list(program.inputs)
+        self.names = [program.inputs[at].name for at in inputs]
+        self.domains = [program.inputs[at].domain for at in inputs]
+        halves: Halves = split(differentiate(program, [inputs[at] for at in wanted]))
+        self.num_outputs = halves.num_outputs
+        self._backward_program = _passes.compact(halves.backward) if options.compact else halves.backward
+        self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
+        self.forward = self._make(halves.forward)
+        self.number = register(self)
+
+    @functools.cached_property
+    def backward(self) -> Executor:
+        """Compiled when it is first wanted."""
+        return self._make(self._backward_program)
+
+
+def _check_rows(name: str, found: Description, domain: Domain, graph: RelationalGraph) -> None:
+    wanted = graph.count(domain)
+    if found[0][0] != wanted:
+        raise ValueError(f"{name} has {found[0][0]} rows; it is looked up by {domain.value}, and {graph} has {wanted}")
+
+
+def _variant(
+    layer: Layer,
+    graph: RelationalGraph,
+    traced: Traced,
+    given: Mapping[str, tuple[Description, Description]],
+    *,
+    is_grad_enabled: bool,
+) -> Variant:
+    dtype = _dtype(given)
+    wanted = _wanted(traced.program, given) if is_grad_enabled else ()
+    few = layer.options.sum_first and graph.count(Domain.SOURCE_AND_TYPE) / max(1, graph.count(Domain.TARGET_AND_TYPE))
+    key = (wanted, dtype, graph.is_block, min(64.0, math.ceil(few)), graph.device)
+    with traced.lock:
+        found = traced.variants.get(key)
+        if found is None:
+            program = traced.program
+            for _, one in _pipeline(layer.options, graph):
+                program = one(program)
+            wanted = _moved(traced.program, program, wanted)
+            found = traced.variants[key] = Variant(program, wanted, dtype, layer.options, graph.device)
+    return found
+
+
+def _pipeline(options: Options, graph: RelationalGraph) -> list[tuple[str, Callable[[Program], Program]]]:
+    """Passes by name, in order."""
+    found: list[tuple[str, Callable[[Program], Program]]] = []
+    found.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
+    if options.sum_first:
+        rows = {domain: graph.count(domain) for domain in Domain}
+        found.append(("sum first", lambda program: _passes.sum_first(program, rows)))
+    if options.reorder:
+        found.append(("reorder", _passes.reorder))
+    if not graph.is_block:
+        found.append(("unify", _passes.unify))
+    return found
+
+
+def _wanted(program: Program, given: Mapping[str, tuple[Description, Description]]) -> tuple[int, ...]:
+    """Which inputs, in the program's order, need gradients."""
+    inputs = enumerate(program.inputs.values())
+    return tuple(at for at, one in inputs if one.name in given and given[one.name][one.domain in _OF_TARGETS][2])
+
+
+def _moved(before: Program, after: Program, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The same inputs in a program that passes made; several may have become one."""
+    names = {(one.name, one.domain): number for number, one in enumerate(after.inputs.values())}
+    inputs = list(before.inputs.values())
+    found = []
+    for number in wanted:
+        one = inputs[number]
+        place = names.get((one.name, one.domain), names.get((one.name, _TWIN.get(one.domain, one.domain))))
+        if place is not None:
+            found.append(place)
+    return tuple(sorted(set(found)))
+
+
+def _dtype(given: Mapping[str, tuple[Description, Description]]) -> torch.dtype:
+    dtypes = {one[1] for pair in given.values() for one in pair if one[1].is_floating_point}
+    if not dtypes:
+        return torch.get_default_dtype()
+    found = functools.reduce(torch.promote_types, dtypes)
+    if len(dtypes) > 1 and found is torch.float64:
+        raise ValueError(f"the layer's tensors are {sorted(map(str, dtypes))}; convert them to one: x.to(weight.dtype)")
+    return torch.float32 if found in (torch.float16, torch.bfloat16) else found
+
+
+def _description(tensor: torch.Tensor) -> Description:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
+    """Of a block, the sources that are targets come first."""
+    if graph.is_block and tensor.dim() and tensor.shape[0] == graph.num_sources > graph.num_targets:
+        return tensor[: graph.num_targets]
+    return tensor
+
+
+@torch.library.custom_op("penstock::relational_layer", mutates_args=())
+def _layer_operator(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
+    """Forward: the layer's outputs, then what backward needs."""
+    del num_outputs
+    made, given = registered(variant), registered(graph)
+    by_input = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
+    found: list[torch.Tensor] = made.forward.run(given, lambda one: by_input[one.name, one.domain])
+    return [one.clone() if any(one is tensor for tensor in tensors) else one for one in found]
+
+
+@torch.library.custom_op("penstock::relational_layer_backward", mutates_args=())
+def _backward_operator(
+    tensors: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    variant: int,
+    graph: int,
+) -> list[torch.Tensor]:
+    """Gradients of the wanted inputs, in order."""
+    made, given = registered(variant), registered(graph)
+    by_input: dict[Any, torch.Tensor] = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
+    for number, one in enumerate(kept):
+        by_input[KEPT.format(number)] = one
+    for number, one in enumerate(gradients):
+        by_input[GRADIENT.format(number)] = one
+    found: list[torch.Tensor] = made.backward.run(
+        given, lambda one: by_input[one.name] if one.name in by_input else by_input[one.name, one.domain]
+    )
+    known: list[torch.Tensor] = []
+    for one in found:
+        is_shared = any(one is other for other in (*tensors, *kept, *gradients, *known))
+        known.append(one.clone() if is_shared else one)
+    return known
+
+
+@_layer_operator.register_fake
+def _(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
+    made, given = registered(variant), registered(graph)
+    del num_outputs
+    program = made.forward.program
+    sample = next((one for one in tensors if one.is_floating_point()), None)
+    device = given.device if sample is None else sample.device
+    return [
+        torch.empty(given.count(program[at].domain), *program[at].shape, dtype=made.dtype, device=device)
+        for at in program.outputs
+    ]
+
+
+@_backward_operator.register_fake
+def _(
+    tensors: Sequence[torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    variant: int,
+    graph: int,
+) -> list[torch.Tensor]:
+    del kept, gradients, graph
+    return [torch.empty_like(tensors[at]) for at in registered(variant).wanted]
+
+
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, variant, graph, _ = inputs
+    made = registered(variant)
+    ctx.num_tensors, ctx.variant, ctx.graph = len(tensors), variant, graph
+    ctx.made, ctx.given = made, registered(graph)  # alive until backward
+    kept = output[made.num_outputs :]
+    ctx.save_for_backward(*tensors, *kept)
+    ctx.outputs = [(one.shape, one.dtype, one.device) for one in output[: made.num_outputs]]
+
+
+def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in gradients):
+        raise DoubleBackwardError(
+            "a relational layer cannot be differentiated twice; use torch.autograd.grad without create_graph=True, or "
+            "write the layer in plain PyTorch"
+        )
+    saved = ctx.saved_tensors
+    tensors, kept = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
+    given = [
+        torch.zeros(shape, dtype=dtype, device=device) if one is None else one
+        for one, (shape, dtype, device) in zip(gradients, ctx.outputs, strict=False)
+    ]
+    found = torch.ops.penstock.relational_layer_backward(tensors, kept, given, ctx.variant, ctx.graph)
+    results: list[torch.Tensor | None] = [None] * ctx.num_tensors
+    for at, one in zip(ctx.made.wanted, found, strict=True):
+        results[at] = one
+    return results, None, None, None
+
+
+_layer_operator.register_autograd(_backward, setup_context=_setup_context)
+_OF_TARGETS = frozenset({Domain.TARGET, Domain.TARGET_TYPE})
+_TWIN = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

@@ -1,0 +1,140 @@
+"""Layers in the tools around them: `torch.compile`, autocast, threads, forks, double backward, caches."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+from relational_layers import random_graph, rgat, rgcn, tensors
+
+from penstock.errors import DoubleBackwardError
+from penstock.relational import RGCNConv
+from penstock.relational._graph import graph_of
+
+
+@pytest.fixture
+def graph():
+    return random_graph(20, 80, 4, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def arguments(graph):
+    return tensors("rgat", graph, 5, torch.float64, torch.Generator().manual_seed(1))
+
+
+def test_compiles_without_a_graph_break(graph, arguments):
+    compiled = torch.compile(lambda **given: rgat(graph, **given).relu().sum(), fullgraph=True, backend="aot_eager")
+    found, expected = compiled(**arguments), rgat(graph, **arguments).relu().sum()
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(one, list(arguments.values())) for one in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_operator_is_sound(graph, arguments):
+    calls = []
+    original = torch.ops.penstock.relational_layer.default
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is original:
+                calls.append(args)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():
+        rgat(graph, **arguments)
+    (given,) = calls
+    fresh = [one.detach().clone().requires_grad_(one.requires_grad) for one in given[0]]
+    torch.library.opcheck(original, (fresh, *given[1:]), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_double_backward_is_refused(graph, arguments):
+    (gradient,) = torch.autograd.grad(rgat(graph, **arguments).sum(), arguments["x"], create_graph=True)
+    with pytest.raises((DoubleBackwardError, RuntimeError)):
+        gradient.sum().backward()
+
+
+def test_autocast_computes_in_single_precision(graph):
+    conv = RGCNConv(5, 3, 4)
+    x = torch.randn(20, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = conv(torch.nn.Linear(5, 5)(x), graph)
+    assert found.isfinite().all()
+    found.float().sum().backward()
+    assert conv.weight.grad.dtype == torch.float32
+
+
+def test_threads_do_not_disturb_each_other(graph, arguments):
+    expected = rgat(graph, **arguments)
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            if not torch.equal(rgat(graph, **arguments), expected):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not wrong
+
+
+def _in_child(graph, arguments, queue):
+    queue.put(rgat(graph, **arguments).sum().item())
+
+
+def test_a_forked_process_computes_the_same():
+    big = random_graph(50, 9000, 4, torch.Generator().manual_seed(0))
+    arguments = tensors("rgat", big, 5, torch.float64, torch.Generator().manual_seed(1))
+    given = {name: one.detach() for name, one in arguments.items()}
+    expected = rgat(big, **given).sum().item()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(big, given, queue))
+    child.start()
+    found = queue.get(timeout=60)
+    child.join()
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_one_openmp_runtime(graph, arguments):
+    rgat(graph, **arguments)
+    with open("/proc/self/maps") as file:
+        runtimes = {line.split()[-1] for line in file if "libgomp" in line or "libiomp" in line or "libomp" in line}
+    assert len(runtimes) == 1, runtimes
+
+
+def test_indexes_are_built_once_and_go_with_their_tensors():
+    edges, kinds = torch.randint(10, (2, 30)), torch.randint(3, (30,))
+    first = graph_of(edges, kinds, 10, 3)
+    assert graph_of(edges, kinds, 10, 3) is first
+    kinds[0] = (kinds[0] + 1) % 3
+    second = graph_of(edges, kinds, 10, 3)
+    assert second is not first
+    assert second.edge_type[0] == kinds[0]
+
+
+def test_another_graph_is_not_compiled_again(graph, monkeypatch):
+    from penstock.relational import _native
+
+    given = tensors("rgcn", graph, 5, torch.float64, torch.Generator().manual_seed(1))
+    rgcn(graph, **given).sum().backward()
+    monkeypatch.setattr(_native.native, "compile_source", lambda *_, **__: pytest.fail("compiled again"))
+    for seed in range(3):
+        other = random_graph(25, 80, 4, torch.Generator().manual_seed(seed))
+        if (other.count(_native.Domain.TARGET_AND_TYPE) < other.count(_native.Domain.SOURCE_AND_TYPE)) == (
+            graph.count(_native.Domain.TARGET_AND_TYPE) < graph.count(_native.Domain.SOURCE_AND_TYPE)
+        ):
+            rgcn(other, **tensors("rgcn", other, 5, torch.float64, torch.Generator().manual_seed(1))).sum().backward()
+
+
+def test_no_compiler_no_matter(graph, arguments, monkeypatch):
+    from penstock.relational import _run
+
+    monkeypatch.setattr(_run.Compiled, "is_available", staticmethod(lambda: False))
+    fresh = rgat.with_options()
+    found = fresh(graph, **arguments)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, rgat(graph, **arguments))
