@@ -37,9 +37,11 @@ class Run:
         with fleet.Fleet(devices_of(given), given.budget, **options) as made:
             for job in jobs:
                 made.add(job)
-            self.results = made.wait()
+            results = made.wait()
             self.records = made.records
-        failed = [one for one in self.results.values() if one.state is not fleet.JobState.DONE]
+        self.devices = results.devices
+        self.losses = {name: one.losses for name, one in results.items()}
+        failed = [one for one in results.values() if one.state is not fleet.JobState.DONE]
         if failed:
             raise RuntimeError(f"{failed[0].name}: {failed[0].error}")
         by_device: dict[int, list[fleet.UnitRecord]] = defaultdict(list)
@@ -66,7 +68,7 @@ class Run:
         computes_s = sum(one.end_s - one.start_s - one.stall_s for one in inside)
         self.useful_share = computes_s / total_s - self.recompute_share
         self.stall_s = sum(one.stall_s for one in inside)
-        devices, all_samples = self.results.devices, sum(batch_of[one.job] / num_units[one.job] for one in self.records)
+        devices, all_samples = self.devices, sum(batch_of[one.job] / num_units[one.job] for one in self.records)
         self.moved = (
             int(sum(one.parked_bytes for one in devices) / all_samples),
             int(sum(one.fetched_bytes for one in devices) / all_samples),
@@ -135,7 +137,7 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
         print(f"throughput over {name}: {middle:.3f} [{low:.3f}, {high:.3f}]; warm {paired_ratio(warm, found)[0]:.3f}")
     for at, name in enumerate(("useful computation", "stalls", "recomputation")):
         rows.append(Row(name="fleet", metric=name, value=median(one[at] for one in shares), unit="of the time"))
-    statistics = run.results.devices
+    statistics = run.devices
     rows += [
         Row(name="fleet", metric="peak", value=max(one.peak_bytes for one in statistics), unit="bytes"),
         Row(name="fleet", metric="budget", value=statistics[0].budget_bytes, unit="bytes"),
@@ -172,7 +174,7 @@ def ablations(given: Any, rows: list[Row]) -> None:
         run = Run(given, jobs, **options())
         wall_s = time.perf_counter() - start_s
         first = first or run.samples_per_s
-        moved = sum(one.fetched_bytes + one.parked_bytes for one in run.results.devices)
+        moved = sum(one.fetched_bytes + one.parked_bytes for one in run.devices)
         table.append(
             [name, f"{run.samples_per_s:.2f}", f"{run.samples_per_s / first:.3f}", f"{run.useful_share:.1%}",
              f"{run.stall_s:.1f} s", format_bytes(moved), f"{wall_s:.0f} s"]
@@ -220,9 +222,9 @@ def equality(given: Any, rows: list[Row]) -> None:
     expected = {job.name: train_plainly(job, given.device, (job.steps or 1) - 1)[0] for job in jobs}
     torch.set_num_threads(num_threads)
     run = Run(given, jobs, verify=True)
-    is_equal = all(list(run.results[name].losses) == losses for name, losses in expected.items())
-    measured = max(one.measured_peak_bytes for one in run.results.devices)
-    budget = run.results.devices[0].budget_bytes
+    is_equal = all(list(run.losses[name]) == losses for name, losses in expected.items())
+    measured = max(one.measured_peak_bytes for one in run.devices)
+    budget = run.devices[0].budget_bytes
     print(f"losses equal: {is_equal}; measured peak {format_bytes(measured)} of {format_bytes(budget)}", flush=True)
     rows.append(Row(name="fleet", metric="losses equal to plain training", value=is_equal, unit=""))
     rows.append(Row(name="fleet", metric="measured peak over budget", value=measured / budget, unit=""))
@@ -236,7 +238,7 @@ def draw(path: Path, run: Run) -> None:
         if abs(one.start_s - middle_s) < 15:
             rows[f"device {one.device}"].append((one.start_s + one.stall_s - middle_s, one.end_s - middle_s, one.job))
     gantt(path.with_suffix(".units.png"), dict(sorted(rows.items())), title="which job is on which device")
-    curves(path.with_suffix(".losses.png"), {name: one.losses for name, one in run.results.items()}, title="losses")
+    curves(path.with_suffix(".losses.png"), run.losses, title="losses")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -26,13 +26,15 @@ from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import UnitRecord, Worker
 from penstock.probe import bandwidths, can_record
-from penstock.tiers import Budget, DiskSpec, Size, waterfalls_for
+from penstock.tiers import Budget, DiskSpec, HeapKeeper, Size, trim_freed_memory, waterfalls_for
 from penstock.units import parse_bytes
 
 _TICK_S = 0.1
 _WRITE_S = 0.5
 _SAVE_S = 600.0
 _HOST_RATE = 4e9
+_LEAST_SLACK_BYTES = 512 * 2**20
+"""That heaps of CPU devices may grow by, beyond what is alive, before they are trimmed."""
 _SWITCH_S = 5e-4
 """Python's threads change places that often at most: a device's thread must not wait 5 ms for the interpreter."""
 
@@ -169,7 +171,7 @@ class Fleet:
         """A thread and a waterfall per device, over tiers that all share."""
         places = [torch.device(one.name) for one in self._devices]
         self._waterfalls = waterfalls_for(places, self._budget, verify=verify)
-        workers = []
+        workers, keeper = [], HeapKeeper(max(_LEAST_SLACK_BYTES, 2 * sum(sizes)))
         for index, (one, size) in enumerate(zip(self._devices, sizes, strict=True)):
             worker = Worker(
                 index,
@@ -182,6 +184,7 @@ class Fleet:
                 double_buffer=self._ablation.double_buffer,
             )
             worker.measuring = self._engine.pilot_lock if verify else None
+            worker.keeper = keeper if places[index].type == "cpu" else None
             workers.append(worker)
         return workers
 
@@ -207,6 +210,7 @@ class Fleet:
             waterfall.drain()
         for waterfall in self._waterfalls:
             waterfall.close()
+        trim_freed_memory()
         self._write_state()
         self.state.say_ended()
         self._records.close()

@@ -18,7 +18,7 @@ from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
 from penstock.probe import record_memory
-from penstock.tiers import Waterfall
+from penstock.tiers import HeapKeeper, Waterfall
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +98,8 @@ class Worker:
         """Held while a unit's memory is measured, one at a time in the process; ``None`` measures nothing."""
         self.measured_peak_bytes = 0
         """The most that items and a unit, as measured, took together."""
+        self.keeper: HeapKeeper | None = None
+        """Of main memory, where it is the device."""
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
         self._take, self._look_ahead = take, look_ahead
@@ -219,6 +221,8 @@ class Worker:
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
                 turn.run(self)
+                if self.keeper is not None:
+                    self.keeper.look()
         except BaseException as error:
             self.error = error
         finally:

@@ -9,7 +9,7 @@ Ready-made layers take PyG's arguments, or a graph whose indexes are kept:
 torch.Size([3, 8])
 
 - `RGCNConv`, `RGATConv`, `HGTConv`: as PyG's, numerically too; `CompGCNConv`, `SimpleHGNConv`, `RGraphSAGEConv`.
-- `RelationalGraph`: edges with types, from tensors, PyG, DGL, N-Triples or id files.
+- `RelationalGraph`: edges with types, from tensors, PyG or DGL; `read_ntriples` (gives `Triples`) and `read_id_file`.
 - `layer`: a layer of one's own, a Python function over an edge and a node; `Layer` is what it makes, `Options` how.
 - The language: `dot`, `concat`, `softmax`, `dropout`, `maximum`, and `exp`, `log`, `sqrt`, `tanh`, `sigmoid`, `relu`,
   `leaky_relu`, `elu`, `gelu`.
@@ -37,6 +37,9 @@ from penstock.relational._language import tanh as tanh
 from penstock.relational._more_layers import CompGCNConv as CompGCNConv
 from penstock.relational._more_layers import RGraphSAGEConv as RGraphSAGEConv
 from penstock.relational._more_layers import SimpleHGNConv as SimpleHGNConv
+from penstock.relational._read import Triples as Triples
+from penstock.relational._read import read_id_file as read_id_file
+from penstock.relational._read import read_ntriples as read_ntriples
 from penstock.relational._rgat import RGATConv as RGATConv
 from penstock.relational._rgcn import RGCNConv as RGCNConv
 from penstock.relational._run import Layer as Layer

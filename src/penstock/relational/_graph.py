@@ -116,6 +116,15 @@ class RelationalGraph:
             return cls.from_types(data.edge_index_dict, {name: data[name].num_nodes for name in data.node_types})
         return cls(data.edge_index, data.edge_type, num_nodes=data.num_nodes)
 
+    @classmethod
+    def from_dgl(cls, graph: Any) -> "RelationalGraph":  # any: dgl.DGLGraph
+        """From a DGL graph: its edge types, or ``edata["etype"]`` of one without; blocks stay blocks."""
+        if len(graph.canonical_etypes) > 1 or len(graph.ntypes) > 1:
+            edges = {one: torch.stack(graph.edges(etype=one)) for one in graph.canonical_etypes}
+            return cls.from_types(edges, {name: graph.num_nodes(name) for name in graph.ntypes})
+        sizes = (graph.num_src_nodes(), graph.num_dst_nodes()) if graph.is_block else graph.num_nodes()
+        return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=sizes)
+
     @property
     def num_nodes(self) -> int | tuple[int, int]:
         """As given: one number, or those of sources and targets."""

@@ -22,7 +22,7 @@ tensor(999999)
   for several that share their tiers.
 - `ViewLayout`: what of a tensor is not in its storage.
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
-- `trim_freed_memory`: main memory that malloc keeps, back to the system.
+- `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -38,6 +38,7 @@ from penstock.tiers._handle import Handle as Handle
 from penstock.tiers._handle import HandleState as HandleState
 from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._layout import ViewLayout as ViewLayout
+from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s

@@ -1,0 +1,90 @@
+"""Graphs that relational layers are measured on: the real ones beside the checkout, and synthetic ones.
+
+A synthetic graph has the published numbers of nodes, edges and types, and a stated share of distinct (source, type)
+pairs, since compaction lives on it: with a ratio of 1 nothing is shared.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.relational import RelationalGraph, read_id_file, read_ntriples
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edges:
+    """Index tensors, before any index is built."""
+
+    name: str
+    """Of the graph."""
+    edge_index: torch.Tensor
+    """``int64 [2, edges]``."""
+    edge_type: torch.Tensor
+    """``int64 [edges]``."""
+    num_nodes: int
+    """Rows of features."""
+    num_edge_types: int
+    """Matrices of a layer."""
+
+    def graph(self) -> RelationalGraph:
+        """Without any index yet."""
+        return RelationalGraph(
+            self.edge_index, self.edge_type, num_nodes=self.num_nodes, num_edge_types=self.num_edge_types
+        )
+
+
+def knowledge_graph(folder: str) -> Edges:
+    """The training triples, as they are."""
+    triples = read_id_file(DATA / folder / "train2id.txt")
+    counts = {"fb15k237": (14_541, 237), "wn18rr": (40_943, 11)}[folder]
+    return Edges(
+        name={"fb15k237": "FB15k-237", "wn18rr": "WN18RR"}[folder],
+        edge_index=triples[:, :2].t().contiguous(),
+        edge_type=triples[:, 2].contiguous(),
+        num_nodes=counts[0],
+        num_edge_types=counts[1],
+    )
+
+
+def aifb() -> Edges:
+    """With inverses."""
+    found = read_ntriples(DATA / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    return Edges(
+        name="AIFB",
+        edge_index=found.edge_index,
+        edge_type=found.edge_type,
+        num_nodes=len(found.nodes),
+        num_edge_types=len(found.relations),
+    )
+
+
+def synthetic(name: str, num_nodes: int, num_edges: int, num_types: int, distinct: float, hub: float = 0.0) -> Edges:
+    """Random edges, of which ``distinct`` have a (source, type) pair of their own; ``hub`` of them enter node 0."""
+    generator = torch.Generator().manual_seed(0)
+    num_pairs = max(1, int(distinct * num_edges))
+    pairs = torch.randint(num_nodes * num_types, (num_pairs,), generator=generator)
+    chosen = torch.cat([pairs, pairs[torch.randint(num_pairs, (num_edges - num_pairs,), generator=generator)]])
+    target = torch.randint(num_nodes, (num_edges,), generator=generator)
+    target[: int(hub * num_edges)] = 0
+    return Edges(
+        name=name,
+        edge_index=torch.stack([chosen % num_nodes, target]),
+        edge_type=chosen // num_nodes,
+        num_nodes=num_nodes,
+        num_edge_types=num_types,
+    )
+
+
+GRAPHS: dict[str, Callable[[], Edges]] = {
+    "AIFB": aifb,
+    "FB15k-237": lambda: knowledge_graph("fb15k237"),
+    "WN18RR": lambda: knowledge_graph("wn18rr"),
+    "MUTAG-like": lambda: synthetic("MUTAG-like", 27_163, 148_100, 50, 0.5),
+    "BGS-like": lambda: synthetic("BGS-like", 94_806, 672_884, 122, 0.5),
+    "hub": lambda: synthetic("hub", 50_000, 400_000, 20, 0.7, hub=0.25),
+    "small": lambda: synthetic("small", 500, 4_000, 8, 0.5),
+}
