@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, remat, soak_tiers
+from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, relational, remat, soak_tiers
 
 
 def test_offload_benchmark(tmp_path):
@@ -75,3 +75,18 @@ def test_remat_benchmark(tmp_path):
     kept = [row.value for row in rows if row.metric.startswith("measured over budget")]
     assert all(0 < one <= 1.01 for one in kept)
     assert json.loads(file.read_text())["rows"]
+
+
+def test_relational_benchmark(tmp_path):
+    file = tmp_path / "relational.json"
+    relational.main(["--quick", "--json", str(file)])
+    rows = {(row["name"], row["peer"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
+    assert rows["RGCN small 16", "penstock", "training peak"]["value"] > 0
+    for name, peer in (
+        ("RGCN", "segments and index_add"),
+        ("RGCN", "FastRGCNConv"),
+        ("RGAT", "RGATConv"),
+        ("HGT", "HGTConv"),
+    ):
+        assert rows[f"{name} small 16", peer, "training peak"]["ratio"] > 1
+        assert rows[f"{name} small 16", peer, "training"]["value"] > 0

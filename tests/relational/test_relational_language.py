@@ -144,5 +144,7 @@ def test_a_graph_is_checked_once():
         RelationalGraph(edges, torch.tensor([0, -1]))
     with pytest.raises(ValueError, match="not in ascending order"):
         RelationalGraph(edges, torch.tensor([0, 1]), node_type=torch.tensor([0, 1, 0, 0, 1, 1]))
+    with pytest.raises(ValueError, match="more pairs than int64"):
+        RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=2**40, num_edge_types=2**30)
     empty = RelationalGraph(torch.empty(2, 0, dtype=torch.int64), num_nodes=3)
     assert (empty.num_edges, empty.num_edge_types) == (0, 1)

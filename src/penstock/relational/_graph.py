@@ -63,6 +63,10 @@ class RelationalGraph:
         found = int(edge_type.max()) + 1 if self.num_edges else 0
         self.num_edge_types = max(found, 1) if num_edge_types is None else num_edge_types
         _check_range("edge_type", edge_type, self.num_edge_types)
+        if self.num_edge_types * max(sizes) >= 2**63:
+            raise ValueError(
+                f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than int64 has numbers"
+            )
         self._set_node_types(node_type, num_node_types)
         self._edge_index, self._edge_type = edge_index.detach(), edge_type.detach()
         self.node_type_names: tuple[str, ...] = ()
@@ -213,6 +217,10 @@ class RelationalGraph:
         if found is None:
             index = self.index(over, to)
             assert index is not None
+            if max(self.count(to), self.count(over)) >= 2**31:
+                raise ValueError(
+                    f"{self} has more rows than int32 has numbers; PyTorch runs it: layer.with_options(emitter='eager')"
+                )
             positions = None if by is None else self.order(over, by)[0]
             found = (index if positions is None else index.index_select(0, positions)).to(torch.int32)
             self._indexes_in_order[key] = found

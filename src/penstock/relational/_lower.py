@@ -122,11 +122,11 @@ def _template(one: Operation, at: int, program: Program) -> Step:
         case Matmul():
             matrix = program[one.operands[1]].domain
             is_typed = matrix is Domain.ONE or (one.domain, matrix) in _SEGMENTED
-            fits = is_typed and one.domain is not matrix and _has_plain_heads(program, one)
+            fits = is_typed and one.domain not in OF_TYPES and _has_plain_heads(program, one)
             return Product(at) if fits else Whole(at)
         case OuterSum():
             is_typed = one.domain is Domain.ONE or (one.over, one.domain) in _SEGMENTED
-            fits = is_typed and one.over is not one.domain and _has_plain_heads(program, one)
+            fits = is_typed and one.over not in OF_TYPES and _has_plain_heads(program, one)
             return Outer(at) if fits else Whole(at)
         case Reduce() if one.over is not one.domain and one.over not in OF_TYPES:
             return Traversal(one.over, one.domain, [at])

@@ -5,6 +5,7 @@ The BLAS is the one inside of PyTorch, found by its Fortran name in PyTorch's li
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce, Sa
 from penstock.relational._language import SEED
 from penstock.relational._lower import Lowered, Outer, Product, Traversal, lower
 
+_PAIRS = (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE)
 _PROCESS = os.getpid()
 """OpenMP's threads do not survive a fork: children stay with one."""
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -97,7 +99,7 @@ class Compiled:
                 case _:
                     run.whole(step.place)
             for at in self._last_use.get(number, ()):
-                run.values.pop(at, None)
+                run.forget(at)
         return [run.value(at) for at in program.outputs]
 
     def describe(self, graph: RelationalGraph) -> str:
@@ -160,6 +162,9 @@ class _Run:
         self.compiled, self.graph = compiled, graph
         self.program = compiled.lowered.program
         self.values: dict[int, torch.Tensor] = {}
+        self._own: set[int] = set()
+        self._free: dict[int, list[torch.Tensor]] = {}
+        """Memory of values that are gone, by numbers: fresh memory costs page faults."""
         self.num_threads = 1 if os.getpid() != _PROCESS else torch.get_num_threads()
 
     def value(self, at: int) -> torch.Tensor:
@@ -170,12 +175,32 @@ class _Run:
             one = self.program[at]
         return self.values[at]
 
+    def forget(self, at: int) -> None:
+        """No later step reads the value."""
+        value = self.values.pop(at, None)
+        if value is not None and at in self._own:
+            self._free.setdefault(value.numel(), []).append(value.view(-1))
+
+    def make(self, at: int, *, zeros: bool) -> torch.Tensor:
+        """Memory for a value."""
+        one = self.program[at]
+        shape = (self.graph.count(one.domain), *one.shape)
+        free = self._free.get(math.prod(shape))
+        self._own.add(at)
+        if free:
+            found = free.pop().view(shape)
+            self.values[at] = found.zero_() if zeros else found
+        else:
+            self.values[at] = (torch.zeros if zeros else torch.empty)(shape, dtype=self.compiled.dtype)
+        return self.values[at]
+
     def traverse(self, kernel: Kernel) -> None:
         graph, step = self.graph, kernel.traversal
         for root in step.roots:
             one = self.program[root]
-            make = torch.zeros if isinstance(one, Reduce) else torch.empty
-            self.values[root] = make(graph.count(one.domain), *one.shape, dtype=self.compiled.dtype)
+            self.make(
+                root, zeros=isinstance(one, Reduce) and one.domain not in _PAIRS
+            )  # a pair has edges, a node may not
         buffers = [self.value(at) for at in (*kernel.inputs, *step.roots)]
         indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
         context = _Context(
@@ -199,7 +224,7 @@ class _Run:
         inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
         segments = self._segments(one.domain, self.program[matrix].domain)
         typed = self._typed(segments, num_heads, inner, outer)
-        found = torch.empty(self.graph.count(one.domain), *one.shape, dtype=self.compiled.dtype)
+        found = self.make(place, zeros=False)
         has_heads = _numel(shape[:-2]) > 1
         rows = self._rows(left, one.domain, inner, num_heads)
         matrices = self.value(matrix).contiguous()
@@ -210,7 +235,6 @@ class _Run:
                 ctypes.c_int(one.transposed), ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
-        self.values[place] = found
 
     def sum_outer(self, place: int) -> None:
         one = self.program[place]
@@ -219,7 +243,7 @@ class _Run:
         inner, outer = one.shape[-2:]
         num_heads = _numel(one.shape[:-2])
         typed = self._typed(self._segments(one.over, one.domain), num_heads, inner, outer)
-        found = torch.empty(self.graph.count(one.domain), *one.shape, dtype=self.compiled.dtype)
+        found = self.make(place, zeros=False)
         rows = [self._rows(at, one.over, size, num_heads) for at, size in ((left, inner), (right, outer))]
         _check(
             self.compiled._products.penstock_typed_outer(
@@ -227,7 +251,6 @@ class _Run:
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
-        self.values[place] = found
 
     def whole(self, place: int) -> None:
         machine = _eager.Machine(self.program, self.graph, self.compiled.dtype, torch.device("cpu"))
