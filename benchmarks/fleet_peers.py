@@ -62,9 +62,8 @@ def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0
 class Traffic:
     """So many bytes that leave and come back beside a step, on lanes of their own, and that nobody needs."""
 
-    def __init__(self, out_bytes: int, in_bytes: int):
-        budget = Budget(host=out_bytes + in_bytes + 2**30)
-        (self._waterfall,) = waterfalls_for([torch.device("cpu")], budget)
+    def __init__(self, disk: Path, out_bytes: int, in_bytes: int):
+        (self._waterfall,) = waterfalls_for([torch.device("cpu")], Budget(disk=disk))
         pieces = [
             torch.ones(PIECE_BYTES, dtype=torch.uint8).untyped_storage()
             for _ in range(max(1, out_bytes // PIECE_BYTES))
@@ -221,7 +220,7 @@ def main() -> None:
             )
         else:
             out_bytes, in_bytes = (one * batch for one in given.moved)
-            traffic = Traffic(out_bytes, in_bytes) if out_bytes + in_bytes else None
+            traffic = Traffic(given.disk, out_bytes, in_bytes) if out_bytes + in_bytes else None
             _, taken_s, count = train_plainly(make_job(given, RATE, batch, 1), "cpu", steps, traffic)
         samples, seconds = samples + count, seconds + taken_s
     if distributed.is_initialized():

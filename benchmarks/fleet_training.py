@@ -1,7 +1,7 @@
 """Twelve jobs, each several times a device's budget, beside what else trains them, and with parts switched off.
 
 The setting of Hydra's paper at a machine's size: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads of
-one core each, or CUDA devices under a cap; below them is host memory, then disk. Peers run in turn with the fleet,
+one core each, or CUDA devices under a cap; below them is a disk, or host memory and a disk. Peers run in turn with the fleet,
 several rounds: plain training of two such models side by side, each in a process and on a core of its own (what two
 devices could reach if everything fitted); the same with as many bytes moved beside them as the fleet moves, in vain (on
 a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines do not); one model
@@ -162,7 +162,7 @@ def ablations(given: Any, rows: list[Row]) -> None:
         "scheduler fifo": lambda: {"scheduler": "fifo"},
         "scheduler shortest-first": lambda: {"scheduler": "shortest-first"},
         "scheduler random": lambda: {"scheduler": "random"},
-        "host memory only": lambda: {"disk": None},
+        "host memory only": lambda: {"host_budget": "8GiB", "disk": None},
         "host memory and disk": lambda: {"host_budget": "512MiB"},
         "disk only": lambda: {"host_budget": None},
     }
@@ -244,20 +244,20 @@ def draw(path: Path, run: Run) -> None:
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--model", default="gpt", choices=["gpt", "vit"])
-    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--layers", type=int, default=8)
     options.add_argument("--width", type=int, default=768)
     options.add_argument("--length", type=int, default=128)
-    options.add_argument("--batches", type=int, nargs="+", default=[16, 32], help="the last one is the largest")
+    options.add_argument("--batches", type=int, nargs="+", default=[8, 16], help="the last one is the largest")
     options.add_argument("--devices", type=int, default=2)
     options.add_argument("--jobs", type=int, default=12)
     options.add_argument("--steps", type=int, default=4, help="of jobs with the largest batch")
     options.add_argument("--rounds", type=int, default=1)
     options.add_argument("--budget", help="bytes of a device; by default a model's state over 4.05")
-    options.add_argument("--host", default="10GiB", help="host memory below the devices")
+    options.add_argument("--host", help="bytes of host memory below the devices; by default all goes to disk")
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
     given = options.parse_args(arguments)
     if given.quick:
-        given.layers, given.width, given.length, given.budget, given.host = 4, 64, 32, "4MiB", "1GiB"
+        given.layers, given.width, given.length, given.budget, given.host = 4, 64, 32, "4MiB", None
         given.batches, given.jobs, given.steps, given.rounds = [8, 16], 4, 2, 1
     given.budget = given.budget or int(state_bytes(given) / 4.05)
     rows: list[Row] = []

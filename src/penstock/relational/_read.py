@@ -81,14 +81,13 @@ def read_id_file(path: str | Path) -> torch.Tensor:
         first = lines.readline().split()
         if len(first) != 1 or not first[0].isdigit():
             raise ValueError(f"{path}:1: {' '.join(first)[:80]!r} is no count of the triples that follow")
+        count = int(first[0])
         try:
-            table = np.loadtxt(lines, dtype=np.int64, ndmin=2)
+            table = np.empty((0, 3), dtype=np.int64) if not count else np.loadtxt(lines, dtype=np.int64, ndmin=2)
         except ValueError as error:
             raise ValueError(f"{path}: a line is not `head tail relation` in whole numbers: {error}") from error
-    if not table.size:
-        table = table.reshape(0, 3)
-    if table.shape != (int(first[0]), 3):
+    if table.shape != (count, 3):
         raise ValueError(
-            f"{path}: its first line says {first[0]} triples; it has {len(table)} lines of {table.shape[1]} numbers"
+            f"{path}: its first line says {count} triples; it has {len(table)} lines of {table.shape[1]} numbers"
         )
     return torch.from_numpy(table)
