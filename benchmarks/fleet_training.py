@@ -1,11 +1,11 @@
 """Twelve jobs, each several times a device's budget, beside what else trains them, and with parts switched off.
 
 The setting of Hydra's paper at a machine's size: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads of
-one core each, or CUDA devices under a cap; below them is a disk, or host memory and a disk. Peers run in turn with the fleet,
-several rounds: plain training of two such models side by side, each in a process and on a core of its own (what two
-devices could reach if everything fitted); the same with as many bytes moved beside them as the fleet moves, in vain (on
-a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines do not); one model
-at a time on one device after the other; a pipeline; FSDP2 with CPU offload (benchmarks/fleet_peers.py).
+one core each, or CUDA devices under a cap; below them is a disk, or host memory and a disk. Peers run in turn with the
+fleet, several rounds: plain training of two such models side by side, each in a process and on a core of its own (what
+two devices could reach if everything fitted); the same with as many bytes moved beside them as the fleet moves, in vain
+(on a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines do not); one
+model at a time on one device after the other; a pipeline; FSDP2 with CPU offload (benchmarks/fleet_peers.py).
 """
 
 import time
