@@ -7,6 +7,7 @@ import ctypes
 import functools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from penstock.relational._emit_c import Kernel, emit
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce, SameRows
 from penstock.relational._language import SEED
-from penstock.relational._lower import Lowered, Outer, Product, Traversal, lower
+from penstock.relational._lower import Lowered, Outer, Product, Step, Traversal, Whole, lower
 
 _PAIRS = (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE)
 _PROCESS = os.getpid()
@@ -165,6 +166,8 @@ class _Run:
         self._own: set[int] = set()
         self._free: dict[int, list[torch.Tensor]] = {}
         """Memory of values that are gone, by numbers: fresh memory costs page faults."""
+        self._to_make = Counter(self._size(at) for step in compiled.lowered.steps for at in _made(step))
+        """How many values of each size are still to come."""
         self.num_threads = 1 if os.getpid() != _PROCESS else torch.get_num_threads()
 
     def value(self, at: int) -> torch.Tensor:
@@ -179,13 +182,16 @@ class _Run:
         """No later step reads the value."""
         value = self.values.pop(at, None)
         if value is not None and at in self._own:
-            self._free.setdefault(value.numel(), []).append(value.view(-1))
+            free = self._free.setdefault(value.numel(), [])
+            if len(free) < self._to_make[value.numel()]:
+                free.append(value.view(-1))
 
     def make(self, at: int, *, zeros: bool) -> torch.Tensor:
         """Memory for a value."""
         one = self.program[at]
         shape = (self.graph.count(one.domain), *one.shape)
         free = self._free.get(math.prod(shape))
+        self._to_make[math.prod(shape)] -= 1
         self._own.add(at)
         if free:
             found = free.pop().view(shape)
@@ -193,6 +199,10 @@ class _Run:
         else:
             self.values[at] = (torch.zeros if zeros else torch.empty)(shape, dtype=self.compiled.dtype)
         return self.values[at]
+
+    def _size(self, at: int) -> int:
+        one = self.program[at]
+        return self.graph.count(one.domain) * math.prod(one.shape)
 
     def traverse(self, kernel: Kernel) -> None:
         graph, step = self.graph, kernel.traversal
@@ -294,6 +304,13 @@ class _Run:
         )  # fmt: skip
         found.keeps = value, index  # type: ignore[attr-defined]
         return found
+
+
+def _made(step: Step) -> Sequence[int]:
+    """Values that take memory of `_Run.make`."""
+    if isinstance(step, Traversal):
+        return step.roots
+    return () if isinstance(step, Whole) else (step.place,)
 
 
 @functools.cache
