@@ -5,6 +5,7 @@ really gathered here, so it takes the memory that the other emitters save.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -169,7 +170,8 @@ class Machine:
         if of is Domain.ONE:
             return _rows_times(left, matrix[0], one.shape)
         if of is one.domain:
-            matrix = matrix.reshape(matrix.shape[0], *[1] * (left.dim() + 1 - matrix.dim()), *matrix.shape[1:])
+            rank = max(left.dim(), matrix.dim() - 1)
+            left, matrix = _with_rank(left, rank), _with_rank(matrix, rank + 1)
             return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(num_rows, *one.shape)
         found = left.new_empty(num_rows, *one.shape)
         for row, members in self._members(one.domain, of):
@@ -182,7 +184,8 @@ class Machine:
         left, right = (value.expand(num_rows, *value.shape[1:]) for value in (left, right))
         found = left.new_zeros(self.rows.count(one.domain), *one.shape)
         if one.domain is one.over:
-            return left.unsqueeze(-1) * right.unsqueeze(-2)
+            rank = max(left.dim(), right.dim())
+            return _with_rank(left, rank).unsqueeze(-1) * _with_rank(right, rank).unsqueeze(-2)
         if one.domain is Domain.ONE:
             found[0] = _outer(left, right, one.shape)
             return found
@@ -207,9 +210,7 @@ def dropout_mask(
     num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
 ) -> torch.Tensor:
     """0 or ``1 / (1 - probability)``, float64 ``[num_rows, *shape]``, by a hash of row, column, stream and seed."""
-    size = 1
-    for one in shape:
-        size *= one
+    size = math.prod(shape)
     row = torch.arange(num_rows, device=device).unsqueeze(1)
     column = torch.arange(size, device=device).unsqueeze(0)
     mixed = _hashed(_hashed(row + ((seed & _MASK) ^ _hashed_number(stream))) + column)
@@ -235,6 +236,7 @@ def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
     """``[rows, ..., inner] @ [..., inner, outer]``."""
     if matrix.dim() == 2:
         return left @ matrix
+    left = _with_rank(left, matrix.dim())
     return (left.unsqueeze(-2) @ matrix).squeeze(-2).expand(len(left), *shape)
 
 

@@ -5,6 +5,7 @@ busy while others wait. Sums are kept in local arrays; a group that spans runs l
 afterwards: equal to the bit from run to run at the same number of threads.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
@@ -84,7 +85,7 @@ _FUNCTIONS = {
     "multiply": "({0} * {1})",
     "divide": "({0} / {1})",
     "negate": "(-{0})",
-    "maximum": "FMAX({0}, {1})",
+    "maximum": "({0} > {1} || {0} != {0} ? {0} : {1})",
     "exp": "EXP({0})",
     "log": "LOG({0})",
     "sqrt": "SQRT({0})",
@@ -93,7 +94,7 @@ _FUNCTIONS = {
     "sigmoid": "(1 / (1 + EXP(-{0})))",
     "gelu": "((real)0.5 * {0} * (1 + ERF({0} * (real)0.7071067811865476)))",
     "gelu_slope": "gelu_slope({0})",
-    "relu": "({0} > 0 ? {0} : 0)",
+    "relu": "({0} < 0 ? 0 : {0})",
     "leaky_relu": "({0} > 0 ? {0} : (real){p} * {0})",
     "leaky_relu_slope": "({0} > 0 ? (real)1 : (real){p})",
     "elu": "({0} > 0 ? {0} : EXP({0}) - 1)",
@@ -188,11 +189,11 @@ class _Writer:
         one = self.program[at]
         if isinstance(one, Constant | Reduce):
             return False
-        return _numel(one.shape) <= MOST_LOCAL or isinstance(one, Dot | SumTo)
+        return math.prod(one.shape) <= MOST_LOCAL or isinstance(one, Dot | SumTo)
 
     def _emit_local(self, at: int) -> None:
         one = self.program[at]
-        size = _numel(one.shape)
+        size = math.prod(one.shape)
         self.body.append(f"real v{at}[{size}];")
         names = [f"i{number}" for number in range(len(one.shape))]
         target = f"v{at}[{_flat(names, one.shape)}]"
@@ -237,7 +238,7 @@ class _Writer:
         if self._is_read(at):
             return f"{self._pointer(at)}[{_flat(indices, own)}]"
         if isinstance(one, Constant):
-            return f"((real){one.value!r})"
+            return f"((real){_number(one.value)})"
         if self._is_local(at):
             return f"v{at}[{_flat(indices, own)}]"
         return self._expression(at, indices)
@@ -290,7 +291,7 @@ class _Writer:
         while isinstance(self.program[source], SameRows):
             (source,) = self.program[source].operands
         self.inputs.setdefault(source)
-        size = _numel(self.program[at].shape)
+        size = math.prod(self.program[at].shape)
         row = self._row(domain)
         if row == "0":
             return f"b{source}"
@@ -315,10 +316,11 @@ class _Writer:
             value = self._value(one.operands[0], names, one.shape)
             update = f"a{root}[{flat}] += {value};"
             if one.kind == "max":
-                update = f"{{ const real x = {value}; a{root}[{flat}] = x > a{root}[{flat}] ? x : a{root}[{flat}]; }}"
+                best = f"a{root}[{flat}]"
+                update = f"{{ const real x = {value}; {best} = x > {best} || x != x ? x : {best}; }}"
         else:
             value = f"v{root}[{flat}]" if root in self.locals else self._expression(root, names)
-            update = f"b{root}[row * {_numel(one.shape)} + {flat}] = {value};"
+            update = f"b{root}[row * {math.prod(one.shape)} + {flat}] = {value};"
         self.body.append(_loops(names, one.shape, update))
 
     # Loops around rows
@@ -349,7 +351,7 @@ class _Writer:
 
     def _segmented(self, sums: list[int]) -> str:
         """Rows in runs, groups inside of them."""
-        sizes = {at: _numel(self.program[at].shape) for at in sums}
+        sizes = {at: math.prod(self.program[at].shape) for at in sums}
         starts, offset = {}, 0
         for at in sums:
             starts[at] = offset
@@ -416,6 +418,14 @@ def stream_hash(stream: int) -> int:
     return value ^ (value >> 16)
 
 
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return repr(value)
+
+
 def _neutral(one: Operation) -> str:
     assert isinstance(one, Reduce)
     return "0" if one.kind == "sum" else "-INFINITY"
@@ -423,7 +433,7 @@ def _neutral(one: Operation) -> str:
 
 def _joined(one: Operation) -> str:
     assert isinstance(one, Reduce)
-    return "*to + x" if one.kind == "sum" else "(x > *to ? x : *to)"
+    return "*to + x" if one.kind == "sum" else "(x > *to || x != x ? x : *to)"
 
 
 def _loops(names: list[str], shape: Shape, inner: str) -> str:
@@ -455,10 +465,3 @@ def _reshaped(indices: list[str], given: Shape, wanted: Shape) -> list[str]:
         found.append("0" if size == 1 else f"(({flat}) / {below} % {size})")
         below *= size
     return found[::-1]
-
-
-def _numel(shape: Shape) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size

@@ -68,7 +68,10 @@ class RelationalGraph:
                 f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than int64 has numbers"
             )
         self._set_node_types(node_type, num_node_types)
-        self._edge_index, self._edge_type = edge_index.detach(), edge_type.detach()
+        self._edge_index, self._edge_type = (
+            edge_index.detach().clone(),
+            edge_type.detach().clone(),
+        )  # were checked as they are
         self.node_type_names: tuple[str, ...] = ()
         """Where the graph was made from named types."""
         self.edge_type_names: tuple[tuple[str, str, str], ...] = ()
@@ -123,11 +126,17 @@ class RelationalGraph:
     @classmethod
     def from_dgl(cls, graph: Any) -> "RelationalGraph":  # any: dgl.DGLGraph
         """From a DGL graph: its edge types, or ``edata["etype"]`` of one without; blocks stay blocks."""
+        if graph.is_block:
+            if len(graph.canonical_etypes) > 1:
+                raise ValueError(
+                    "a DGL block with several edge types: dgl.block_to_graph and to_homogeneous come first"
+                )
+            sizes = (graph.num_src_nodes(), graph.num_dst_nodes())
+            return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=sizes)
         if len(graph.canonical_etypes) > 1 or len(graph.ntypes) > 1:
             edges = {one: torch.stack(graph.edges(etype=one)) for one in graph.canonical_etypes}
             return cls.from_types(edges, {name: graph.num_nodes(name) for name in graph.ntypes})
-        sizes = (graph.num_src_nodes(), graph.num_dst_nodes()) if graph.is_block else graph.num_nodes()
-        return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=sizes)
+        return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=graph.num_nodes())
 
     @property
     def num_nodes(self) -> int | tuple[int, int]:
@@ -163,6 +172,13 @@ class RelationalGraph:
     def in_degrees(self) -> torch.Tensor:
         """``int64 [num_targets]``: how many edges enter each."""
         return self._edge_index[1].bincount(minlength=self.num_targets)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.number = register(self)
 
     def count(self, domain: Domain) -> int:
         """Rows that the domain has."""
@@ -265,8 +281,8 @@ class RelationalGraph:
             end = self._edge_index[0 if domain is Domain.SOURCE_AND_TYPE else 1]
             keys = self._edge_type * self.count(_ENDS[domain]) + end
             found, rows = torch.unique(keys, sorted=True, return_inverse=True)
-            self._pairs[domain] = found
             self._indexes[Domain.EDGE, domain] = rows
+            self._pairs[domain] = found
         return found
 
     def _build(self, of: Domain, to: Domain) -> torch.Tensor:
@@ -324,6 +340,8 @@ def graph_of_types(
 def _remembered(
     tensors: tuple[torch.Tensor, ...], rest: Hashable, make: Callable[[], RelationalGraph]
 ) -> RelationalGraph:
+    if any(one.is_inference() for one in tensors):  # they do not count what is written to them
+        return make()
     key = (*(id(one) for one in tensors), rest)
     versions = tuple(one._version for one in tensors)
     with _lock:

@@ -49,6 +49,7 @@ class HGTConv(nn.Module):
             dict.fromkeys(self.node_types, in_channels) if isinstance(in_channels, int) else dict(in_channels)
         )
         self.out_channels, self.heads = out_channels, heads
+        self._no_edges: torch.Tensor | None = None
         width = out_channels // heads
         self.kqv_lin = _ByType({name: nn.Linear(self.in_channels[name], 3 * out_channels) for name in self.node_types})
         self.out_lin = _ByType({name: nn.Linear(out_channels, out_channels) for name in self.node_types})
@@ -91,11 +92,19 @@ class HGTConv(nn.Module):
         if not isinstance(graph, RelationalGraph):
             if sizes is None:
                 raise ValueError("edge_index_dict wants x as a mapping, too: conv(x_dict, edge_index_dict)")
-            edges = {one: graph.get(one, torch.empty(2, 0, dtype=torch.int64)) for one in self.edge_types}
+            device = next(iter(graph.values())).device if graph else torch.device("cpu")
+            if self._no_edges is None or self._no_edges.device != device:
+                self._no_edges = torch.empty(2, 0, dtype=torch.int64, device=device)
+            edges = {one: graph.get(one, self._no_edges) for one in self.edge_types}
             return graph_of_types(edges, dict(zip(self.node_types, sizes, strict=True)))
         check_relations(graph, len(self.edge_types))
         if graph.num_node_types != len(self.node_types):
             raise ValueError(f"the layer has {len(self.node_types)} node types and {graph} another number")
+        names = (list(graph.node_type_names), list(graph.edge_type_names))
+        if graph.node_type_names and names != (self.node_types, self.edge_types):
+            raise ValueError(
+                f"the graph has types in the order {names}, the layer {self.node_types}, {self.edge_types}"
+            )
         return graph
 
     def _features(self, x: torch.Tensor | Mapping[str, torch.Tensor], graph: RelationalGraph) -> list[torch.Tensor]:

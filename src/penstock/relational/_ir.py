@@ -8,6 +8,7 @@ together by `Reduce` and `OuterSum`.
 Programs are immutable; passes return new ones. `verify` says whether a program is sound, in terms of this file alone.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -269,7 +270,7 @@ def _shapes_agree(one: Operation, shapes: list[Shape]) -> bool:
         case Dot():
             return shapes[0][-1] == shapes[1][-1] and broadcast(*shapes)[:-1] == one.shape
         case Reshape():
-            return _numel(shapes[0]) == _numel(one.shape)
+            return math.prod(shapes[0]) == math.prod(one.shape)
         case SumTo():
             return broadcast(shapes[0], one.shape) == shapes[0]
         case Slice():
@@ -290,13 +291,6 @@ def matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     if left[-1] != inner:
         raise ValueError(f"a row of {left[-1]} does not fit a matrix of {inner} x {outer}")
     return (*broadcast(left[:-1], right[:-2]), outer)
-
-
-def _numel(shape: Shape) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _line(one: Operation) -> str:

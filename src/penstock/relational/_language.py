@@ -9,7 +9,7 @@ every node. The three rules, each reported at the line that breaks it:
 - rows are brought together only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
 """
 
-import functools
+import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,8 +58,8 @@ class ArgumentShape:
 
 def trace(
     function: Callable[..., Any], arguments: Mapping[str, ArgumentShape], constants: Mapping[str, Any]
-) -> tuple[Program, int]:
-    """What ``function`` computes from its arguments, and how many values it returns (0: one, not in a tuple).
+) -> tuple[Program, tuple[Domain, ...], int]:
+    """What ``function`` computes, for what its values have rows, and how many there are (0: one, not in a tuple).
 
     ``arguments`` are its tensors by name, ``constants`` its other arguments as they are.
     """
@@ -75,7 +75,8 @@ def trace(
                 "`return n.sum(message)`"
             )
     program = tracer.builder.program(value.place for value in values)
-    return program, len(values) if isinstance(returned, tuple) else 0
+    domains = tuple(_OF_SCOPES[value.scope] for value in values)
+    return program, domains, len(values) if isinstance(returned, tuple) else 0
 
 
 class Tracer:
@@ -335,11 +336,11 @@ class Value(_Arithmetic):
     def reshape(self, *shape: int) -> "Value":
         """A row's elements in another shape; one size may be -1."""
         given = list(shape)
-        size = functools.reduce(int.__mul__, self.shape, 1)
+        size = math.prod(self.shape)
         if given.count(-1) == 1:
-            known = -functools.reduce(int.__mul__, given, 1)
+            known = -math.prod(given)
             given[given.index(-1)] = size // known if known else 0
-        if functools.reduce(int.__mul__, given, 1) != size or -1 in given:
+        if math.prod(given) != size or -1 in given:
             refuse(f"a row of shape {self.shape} cannot take the shape {shape}")
         return self._tracer.value(Reshape(domain=self._domain, shape=tuple(given), operands=(self.place,)), self.scope)
 
@@ -430,6 +431,7 @@ def dropout(value: Value, probability: float) -> Value:
     if probability == 0:
         return value
     tracer = _tracer(value)
+    value = tracer.lift(value)
     seed = tracer.builder.add(Input(domain=Domain.ONE, shape=(), name=SEED))
     tracer.num_dropouts += 1
     domain = Domain.EDGE if value.scope == "edge" else value._domain
@@ -519,6 +521,7 @@ def _a(scope: Scope) -> str:
     return {"edge": "an edge", "node": "a node", "all": "no edge or node"}[scope]
 
 
+_OF_SCOPES: dict[Scope, Domain] = {"edge": Domain.EDGE, "node": Domain.TARGET, "all": Domain.ONE}
 _OF_TYPES = {Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE}
 _MIRROR = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}
 _KINDS = {

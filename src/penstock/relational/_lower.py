@@ -11,6 +11,7 @@
 Sums that go through the same rows in the same order share one traversal, unless one needs the other's result.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from penstock.relational._domain import Domain
@@ -140,8 +141,10 @@ def _has_plain_heads(program: Program, one: Operation) -> bool:
     """Whether leading dimensions are the same on both sides, or missing on one."""
     trailing = (1, 1) if isinstance(one, OuterSum) else (1, 2)
     result = 2 if isinstance(one, OuterSum) else 1
-    heads = _numel(one.shape[:-result])
-    return all(_numel(program[at].shape[:-last]) in (1, heads) for at, last in zip(one.operands, trailing, strict=True))
+    heads = math.prod(one.shape[:-result])
+    return all(
+        math.prod(program[at].shape[:-last]) in (1, heads) for at, last in zip(one.operands, trailing, strict=True)
+    )
 
 
 def _join(program: Program, steps: list[Step], new: Traversal, made_by: dict[int, int]) -> int | None:
@@ -241,10 +244,3 @@ def _reads(program: Program, stored: set[int], at: int) -> set[int]:
         else:
             stack.extend(program[one].operands)
     return found
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size

@@ -89,6 +89,8 @@ class Compiled:
         run = _Run(self, graph)
         for at, one in program.inputs.items():
             run.values[at] = inputs(one).contiguous()
+            if one.name == SEED:
+                run.seed = int(run.values[at].item()) & 0xFFFFFFFF
         for number, step in enumerate(self.lowered.steps):
             match step:
                 case Traversal():
@@ -116,7 +118,7 @@ class Compiled:
                     one = program[step.place]
                     count = graph.count(one.domain)
                     inner = program[one.operands[0]].shape[-1]
-                    flops = 2 * count * inner * _numel(one.shape)
+                    flops = 2 * count * inner * math.prod(one.shape)
                     lines.append(
                         f"BLAS product of {count:,} {one.domain.value} rows: %{step.place}, {flops / 1e6:,.1f} MFLOP"
                     )
@@ -124,7 +126,7 @@ class Compiled:
                     one = program[step.place]
                     assert isinstance(one, OuterSum)
                     count = graph.count(one.over)
-                    flops = 2 * count * _numel(one.shape)
+                    flops = 2 * count * math.prod(one.shape)
                     lines.append(
                         f"BLAS sum of outer products of {count:,} {one.over.value} rows: %{step.place}, "
                         f"{flops / 1e6:,.1f} MFLOP"
@@ -163,6 +165,7 @@ class _Run:
         self.compiled, self.graph = compiled, graph
         self.program = compiled.lowered.program
         self.values: dict[int, torch.Tensor] = {}
+        self.seed = 0
         self._own: set[int] = set()
         self._free: dict[int, list[torch.Tensor]] = {}
         """Memory of values that are gone, by numbers: fresh memory costs page faults."""
@@ -214,7 +217,7 @@ class _Run:
         buffers = [self.value(at) for at in (*kernel.inputs, *step.roots)]
         indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
         context = _Context(
-            num_positions=graph.count(step.over), num_threads=self.num_threads, seed=self._seed(),
+            num_positions=graph.count(step.over), num_threads=self.num_threads, seed=self.seed,
             indexes=_pointers(indexes), buffers=_pointers(buffers),
         )  # fmt: skip
         if step.by is not None:
@@ -230,18 +233,18 @@ class _Run:
         assert isinstance(one, Matmul)
         left, matrix = one.operands
         shape = self.program[matrix].shape
-        num_heads = _numel(one.shape[:-1])
+        num_heads = math.prod(one.shape[:-1])
         inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
         segments = self._segments(one.domain, self.program[matrix].domain)
         typed = self._typed(segments, num_heads, inner, outer)
         found = self.make(place, zeros=False)
-        has_heads = _numel(shape[:-2]) > 1
+        has_heads = math.prod(shape[:-2]) > 1
         rows = self._rows(left, one.domain, inner, num_heads)
         matrices = self.value(matrix).contiguous()
         _check(
             self.compiled._products.penstock_typed_matmul(
                 ctypes.byref(typed), ctypes.byref(rows), ctypes.c_void_p(matrices.data_ptr()),
-                ctypes.c_int64(inner * outer if has_heads else 0), ctypes.c_int64(_numel(shape)),
+                ctypes.c_int64(inner * outer if has_heads else 0), ctypes.c_int64(math.prod(shape)),
                 ctypes.c_int(one.transposed), ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
@@ -251,7 +254,7 @@ class _Run:
         assert isinstance(one, OuterSum)
         left, right = one.operands
         inner, outer = one.shape[-2:]
-        num_heads = _numel(one.shape[:-2])
+        num_heads = math.prod(one.shape[:-2])
         typed = self._typed(self._segments(one.over, one.domain), num_heads, inner, outer)
         found = self.make(place, zeros=False)
         rows = [self._rows(at, one.over, size, num_heads) for at, size in ((left, inner), (right, outer))]
@@ -269,14 +272,9 @@ class _Run:
             operand = self.program[at]
             is_stored = at in self.compiled.lowered.stored
             machine.values[at] = self.value(at) if is_stored else machine.compute(operand)
-        found = machine.compute(one)
-        self.values[place] = found.expand(self.graph.count(one.domain), *one.shape).contiguous()
-
-    def _seed(self) -> int:
-        for at, one in self.program.inputs.items():
-            if one.domain is Domain.ONE and one.name == SEED:
-                return int(self.values[at].item()) & 0xFFFFFFFF
-        return 0
+        found = machine.compute(one).expand(self.graph.count(one.domain), *one.shape).contiguous()
+        is_view = any(_share_memory(found, other) for other in machine.values.values())
+        self.values[place] = found.clone() if is_view else found  # an operand's memory may be used again
 
     def _segments(self, of: Domain, to: Domain) -> torch.Tensor:
         return self.graph.order(of, to)[1]
@@ -297,13 +295,17 @@ class _Run:
             value = value.expand(self.graph.count(over), *one.shape).contiguous()
         elif one.domain is not over:
             index = self.graph.index_in_order(over, None, one.domain)
-        size = _numel(one.shape)
+        size = math.prod(one.shape)
         found = _Rows(
             rows=value.data_ptr(), index=None if index is None else index.data_ptr(), row_stride=size,
             head_stride=width if num_heads > 1 and size > width else 0,
         )  # fmt: skip
         found.keeps = value, index  # type: ignore[attr-defined]
         return found
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numel() > 0 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _made(step: Step) -> Sequence[int]:
@@ -316,7 +318,10 @@ def _made(step: Step) -> Sequence[int]:
 @functools.cache
 def gemm(dtype: torch.dtype) -> int | None:
     """The address of ``sgemm_`` or ``dgemm_`` in PyTorch's library; ``None`` where it has none."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return None
     for name in ("sgemm_", "sgemm") if dtype is torch.float32 else ("dgemm_", "dgemm"):
         try:
             return ctypes.cast(library[name], ctypes.c_void_p).value
@@ -335,10 +340,3 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
 def _check(status: int) -> None:
     if status:
         raise MemoryError("no memory for the partial sums of a relational layer")
-
-
-def _numel(shape: Sequence[int]) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size

@@ -10,13 +10,15 @@
 Common subexpressions disappear as programs are built (`Builder.add`), and dead code as they are finished (`pruned`).
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from penstock.relational._domain import Domain, common
 from penstock.relational._ir import (
     Builder,
     Concat,
+    Constant,
     Dot,
     Input,
     Map,
@@ -177,7 +179,7 @@ def _summed_product(
     if matrix.domain not in _OF_TYPES or between is one.over or not one.over.tells(between):
         return None
     row = program[product.operands[0]].shape
-    widening = 1 if factor is None else _size(broadcast(program[factor].shape, row)) // max(1, _size(row))
+    widening = 1 if factor is None else math.prod(broadcast(program[factor].shape, row)) // max(1, math.prod(row))
     if rows[between] * widening >= rows[product.domain]:
         return None
     summed = program[one.operands[0]] if factor is not None else None
@@ -204,9 +206,23 @@ def _summed_first(builder: Builder, one: Reduce, row: int, matrix: int, factor: 
     shape: Shape = builder[row].shape
     inner = builder.add(Reduce(domain=between, shape=shape, operands=(row,), over=one.over))
     transformed = _matmul(builder, inner, matrix, transposed=product.transposed)
+    if between is one.domain:
+        return transformed
     return builder.add(
         Reduce(domain=one.domain, shape=builder[transformed].shape, operands=(transformed,), over=between)
     )
+
+
+def widened(program: Program, domains: Sequence[Domain]) -> Program:
+    """Outputs have rows for ``domains``, though fewer would tell them apart."""
+    builder = Builder(program.operations)
+    outputs = []
+    for at, domain in zip(program.outputs, domains, strict=True):
+        if builder[at].domain is not domain:
+            zero = builder.add(Constant(domain=Domain.ONE, shape=(), value=0.0))
+            at = builder.map("add", at, zero, domain=domain)
+        outputs.append(at)
+    return builder.program(outputs)
 
 
 def unify(program: Program) -> Program:
@@ -234,13 +250,6 @@ def _at_source(builder: Builder, at: int) -> int | None:
     if isinstance(one, SameRows):
         return one.operands[0]
     return at if one.domain not in _SAME else None
-
-
-def _size(shape: Shape) -> int:
-    size = 1
-    for one in shape:
-        size *= one
-    return size
 
 
 _SAME = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

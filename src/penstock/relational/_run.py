@@ -20,7 +20,7 @@ from penstock.relational import _eager, _passes
 from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._ir import Input, Program
+from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
 from penstock.relational._native import DTYPES, Compiled
 from penstock.relational._registry import register, registered
@@ -73,7 +73,7 @@ class Layer:
         self._names = tuple(one.name for one in parameters)
         self._defaults = {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
         self._traced: dict[Any, Traced] = {}
-        self._whole: frozenset[str] | None = None
+        self._whole: dict[Any, frozenset[str]] = {}
 
     def with_options(self, **changes: Any) -> "Layer":  # any: fields of Options
         """The same layer, compiled otherwise: ``layer.with_options(compact=False)``."""
@@ -83,8 +83,15 @@ class Layer:
     def __call__(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> Any:  # any: tensors and constants
         tensors, constants = self._sorted(graph, args, kwargs)
         given = tuple((name, *(_description(one) for one in pair)) for name, pair in tensors.items())
+        for name, pair in tensors.items():
+            for one in pair:
+                if one.device != graph.device:
+                    raise ValueError(
+                        f"{name} is on {one.device} and the graph on {graph.device}: they have to be together"
+                    )
+        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
         variant, inputs, num_results, num_outputs, dtype = self._prepare(
-            graph.number, given, tuple(constants.items()), torch.is_grad_enabled()
+            graph.number, given, tuple(constants.items()), torch.is_grad_enabled(), is_unified
         )
         flat = []
         for name, end, has_rows in inputs:
@@ -102,10 +109,11 @@ class Layer:
         given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
         traced = self._trace(given, constants)
         program, parts = traced.program, [f"traced\n{traced.program}"]
-        for name, one in _pipeline(self.options, graph):
+        for name, one in _pipeline(self.options, graph, traced.domains, is_unified=not graph.is_block):
             program = one(program)
             parts.append(f"{name}\n{program}")
-        variant = _variant(self, graph, traced, given, is_grad_enabled=True)
+        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
+        variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
         for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
             parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
         return "\n\n".join(parts)
@@ -137,6 +145,7 @@ class Layer:
         given: tuple[tuple[str, "Description", "Description"], ...],
         constants: tuple[tuple[str, Any], ...],
         is_grad_enabled: bool,
+        is_unified: bool,
     ) -> tuple[int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
         """What the operator is called with: a variant's number, inputs by name and end, how many results and outputs.
 
@@ -145,13 +154,13 @@ class Layer:
         graph = registered(graph_number)
         shapes = {name: (one, two) for name, one, two in given}
         traced = self._trace(shapes, dict(constants))
-        variant = _variant(self, graph, traced, shapes, is_grad_enabled=is_grad_enabled)
+        variant = _variant(self, graph, traced, shapes, is_grad_enabled=is_grad_enabled, is_unified=is_unified)
         inputs = []
-        for name, domain in zip(variant.names, variant.domains, strict=True):
+        for name, domain, shape in zip(variant.names, variant.domains, variant.shapes, strict=True):
             end = int(domain in _OF_TARGETS)
             inputs.append((name, end, domain is not Domain.ONE))
             if name != SEED and domain is not Domain.ONE:
-                _check_rows(name, shapes[name][end], domain, graph)
+                _check_rows(name, shapes[name][end], domain, shape, graph)
         num_results = len(variant.forward.program.outputs)
         return variant.number, tuple(inputs), num_results, traced.num_returned, variant.dtype
 
@@ -159,17 +168,17 @@ class Layer:
         self, given: Mapping[str, tuple["Description", "Description"]], constants: Mapping[str, Any]
     ) -> "Traced":
         shapes = {name: ArgumentShape(one[0], two[0]) for name, (one, two) in given.items()}
-        if self._whole is None:
-            program, _ = trace(self._function, shapes, constants)
-            self._whole = frozenset(one.name for one in program.inputs.values() if one.domain is Domain.ONE)
-        rows = tuple(
-            (name, *(one[0] if name in self._whole else one[0][1:] for one in pair)) for name, pair in given.items()
-        )
+        use = (tuple(given), tuple(constants.items()))
+        whole = self._whole.get(use)
+        if whole is None:
+            program, _, _ = trace(self._function, shapes, constants)
+            whole = frozenset(one.name for one in program.inputs.values() if one.domain is Domain.ONE)
+            self._whole[use] = whole
+        rows = tuple((name, *(one[0] if name in whole else one[0][1:] for one in pair)) for name, pair in given.items())
         key = (rows, tuple(constants.items()))
         found = self._traced.get(key)
         if found is None:
-            program, num_returned = trace(self._function, shapes, constants)
-            found = self._traced[key] = Traced(program, num_returned)
+            found = self._traced[key] = Traced(*trace(self._function, shapes, constants))
         return found
 
 
@@ -180,8 +189,8 @@ Description = tuple[tuple[int, ...], torch.dtype, bool]
 class Traced:
     """A layer's program for one set of shapes, and its variants."""
 
-    def __init__(self, program: Program, num_returned: int):
-        self.program, self.num_returned = program, num_returned
+    def __init__(self, program: Program, domains: tuple[Domain, ...], num_returned: int):
+        self.program, self.domains, self.num_returned = program, domains, num_returned
         self.variants: dict[Any, Variant] = {}
         self.lock = threading.Lock()
 
@@ -224,7 +233,9 @@ class Variant:
         self.domains = [program.inputs[at].domain for at in inputs]
         halves: Halves = split(differentiate(program, [inputs[at] for at in wanted]))
         self.num_outputs = halves.num_outputs
-        self._backward_program = _passes.compact(halves.backward) if options.compact else halves.backward
+        self.shapes = [program.inputs[at].shape for at in inputs]
+        backward = _passes.compact(halves.backward) if options.compact else halves.backward
+        self._backward_program = _passes.widened(backward, [self.domains[at] for at in wanted])
         self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
         self.forward = self._make(halves.forward)
         self.number = register(self)
@@ -235,10 +246,15 @@ class Variant:
         return self._make(self._backward_program)
 
 
-def _check_rows(name: str, found: Description, domain: Domain, graph: RelationalGraph) -> None:
+def _check_rows(name: str, found: Description, domain: Domain, shape: tuple[int, ...], graph: RelationalGraph) -> None:
     wanted = graph.count(domain)
     if found[0][0] != wanted:
         raise ValueError(f"{name} has {found[0][0]} rows; it is looked up by {domain.value}, and {graph} has {wanted}")
+    if found[0][1:] != shape:
+        raise ValueError(
+            f"{name} has rows of shape {list(found[0][1:])} here and of {list(shape)} at the other end; what nodes "
+            "compute and both ends read wants rows of one shape"
+        )
 
 
 def _variant(
@@ -248,23 +264,31 @@ def _variant(
     given: Mapping[str, tuple[Description, Description]],
     *,
     is_grad_enabled: bool,
+    is_unified: bool,
 ) -> Variant:
+    if graph.is_block and any(isinstance(one, SameRows) for one in traced.program.operations):
+        raise ValueError(
+            f"{layer._function.__name__} reads at sources what edges brought together at targets; in a block these are "
+            "different nodes"
+        )
     dtype = _dtype(given)
     wanted = _wanted(traced.program, given) if is_grad_enabled else ()
     few = layer.options.sum_first and graph.count(Domain.SOURCE_AND_TYPE) / max(1, graph.count(Domain.TARGET_AND_TYPE))
-    key = (wanted, dtype, graph.is_block, min(64.0, math.ceil(few)), graph.device)
+    key = (wanted, dtype, graph.is_block, is_unified, min(64.0, math.ceil(few)), graph.device)
     with traced.lock:
         found = traced.variants.get(key)
         if found is None:
             program = traced.program
-            for _, one in _pipeline(layer.options, graph):
+            for _, one in _pipeline(layer.options, graph, traced.domains, is_unified=is_unified):
                 program = one(program)
             wanted = _moved(traced.program, program, wanted)
             found = traced.variants[key] = Variant(program, wanted, dtype, layer.options, graph.device)
     return found
 
 
-def _pipeline(options: Options, graph: RelationalGraph) -> list[tuple[str, Callable[[Program], Program]]]:
+def _pipeline(
+    options: Options, graph: RelationalGraph, domains: Sequence[Domain], *, is_unified: bool
+) -> list[tuple[str, Callable[[Program], Program]]]:
     """Passes by name, in order."""
     found: list[tuple[str, Callable[[Program], Program]]] = []
     found.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
@@ -273,8 +297,9 @@ def _pipeline(options: Options, graph: RelationalGraph) -> list[tuple[str, Calla
         found.append(("sum first", lambda program: _passes.sum_first(program, rows)))
     if options.reorder:
         found.append(("reorder", _passes.reorder))
-    if not graph.is_block:
+    if is_unified:
         found.append(("unify", _passes.unify))
+    found.append(("outputs' rows", lambda program: _passes.widened(program, domains)))
     return found
 
 
@@ -325,7 +350,7 @@ def _layer_operator(tensors: Sequence[torch.Tensor], variant: int, graph: int, n
     made, given = registered(variant), registered(graph)
     by_input = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
     found: list[torch.Tensor] = made.forward.run(given, lambda one: by_input[one.name, one.domain])
-    return [one.clone() if any(one is tensor for tensor in tensors) else one for one in found]
+    return _apart(found, tensors)
 
 
 @torch.library.custom_op("penstock::relational_layer_backward", mutates_args=())
@@ -346,11 +371,19 @@ def _backward_operator(
     found: list[torch.Tensor] = made.backward.run(
         given, lambda one: by_input[one.name] if one.name in by_input else by_input[one.name, one.domain]
     )
-    known: list[torch.Tensor] = []
+    return _apart(found, [*tensors, *kept, *gradients])
+
+
+def _apart(found: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Results with memory of their own, as operators have to return them."""
+    taken = {one.untyped_storage().data_ptr() for one in given}
+    results = []
     for one in found:
-        is_shared = any(one is other for other in (*tensors, *kept, *gradients, *known))
-        known.append(one.clone() if is_shared else one)
-    return known
+        pointer = one.untyped_storage().data_ptr()
+        result = one.clone() if one.numel() and pointer in taken else one
+        taken.add(result.untyped_storage().data_ptr())
+        results.append(result)
+    return results
 
 
 @_layer_operator.register_fake

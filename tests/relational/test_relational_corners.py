@@ -1,0 +1,227 @@
+"""Small layers at the edges of what the language allows, each of which was wrong once; both emitters."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from relational_layers import random_graph, summed
+
+from penstock.relational import RelationalGraph, concat, dot, dropout, layer, tanh
+
+
+@pytest.fixture(params=["eager", "c"])
+def emitter(request):
+    return request.param
+
+
+@pytest.fixture
+def graph():
+    return random_graph(6, 25, 3, torch.Generator().manual_seed(0))
+
+
+def rand(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def check(compiled, graph, plain, *arguments):
+    """Equal to ``plain(source, target, kind, *arguments)``, gradients too."""
+    found = compiled(graph, *arguments)
+    expected = plain(*graph.edge_index, graph.edge_type, *arguments)
+    found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    weights = [torch.randn_like(one) for one in expected]
+    gradients = [
+        torch.autograd.grad(sum((a * b).sum() for a, b in zip(one, weights, strict=True)), arguments, allow_unused=True)
+        for one in (found, expected)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(torch.zeros(()) if one is None else one, torch.zeros(()) if other is None else other)
+
+
+def test_types_reshaped_do_not_share_memory(graph, emitter):
+    @layer
+    def two(g, x, y, a, b):
+        for e in g.edges():
+            message = x[e.src] @ tanh(a[e.etype]) + y[e.src] @ b[e.etype].reshape(4, 3)
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    def plain(source, target, kind, x, y, a, b):
+        message = torch.einsum("ei,eio->eo", x[source], torch.tanh(a)[kind])
+        message = message + torch.einsum("ei,eio->eo", y[source], b.view(-1, 4, 3)[kind])
+        return summed(message, target, 6)
+
+    check(two.with_options(emitter=emitter), graph, plain, rand(6, 4), rand(6, 4), rand(3, 4, 3), rand(3, 12))
+
+
+def test_edges_times_a_shared_matrix(graph, emitter):
+    @layer
+    def shared(g, edge, x, w):
+        for e in g.edges():
+            message = concat(x[e.src], edge[e]) @ w
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    def plain(source, target, kind, edge, x, w):
+        return summed(torch.cat([x[source], edge], dim=1) @ w, target, 6)
+
+    check(shared.with_options(emitter=emitter), graph, plain, rand(25, 2), rand(6, 2), rand(4, 3))
+
+
+@pytest.mark.parametrize("kind", ["sum", "mean"])
+def test_edges_have_gradients_of_their_own(graph, emitter, kind):
+    @layer
+    def gathered(g, edge):
+        for n in g.nodes():
+            for e in g.edges():
+                total = getattr(n, kind)(edge[e])
+        return total
+
+    def plain(source, target, types, edge):
+        total = summed(edge, target, 6)
+        return total / torch.bincount(target, minlength=6).clamp(min=1)[:, None] if kind == "mean" else total
+
+    check(gathered.with_options(emitter=emitter), graph, plain, rand(25, 2))
+
+
+def test_values_of_edges_have_a_row_for_each(graph, emitter):
+    @layer
+    def of_edges(g, x, w):
+        for e in g.edges():
+            first, second = x[e.src], x[e.src] @ w[e.etype]
+        return first, second
+
+    def plain(source, target, kind, x, w):
+        return x[source], torch.einsum("ei,eio->eo", x[source], w[kind])
+
+    check(of_edges.with_options(emitter=emitter), graph, plain, rand(6, 2), rand(3, 2, 3))
+
+
+def test_results_do_not_share_memory(graph, emitter):
+    @layer
+    def twice(g, x):
+        for n in g.nodes():
+            for e in g.edges():
+                largest = n.max(x[e.src])
+            rows = x[n].reshape(2, -1)
+        return largest, largest, rows
+
+    def plain(source, target, kind, x):
+        places = target[:, None].expand(-1, 4)
+        largest = x.new_zeros(6, 4).scatter_reduce(0, places, x[source], "amax", include_self=False)
+        return largest, largest, x.view(6, 2, 2)
+
+    check(twice.with_options(emitter=emitter), graph, plain, rand(6, 4))
+
+
+def test_heads_of_matrices_alone(graph, emitter):
+    @layer
+    def headed(g, x, w, a):
+        for e in g.edges():
+            z = x[e.src] @ w[e.etype]
+            score = dot(x[e.dst] @ w[e.etype], a[e.etype])
+        for n in g.nodes():
+            total = n.sum(score.unsqueeze(-1) * z)
+        return total
+
+    def plain(source, target, kind, x, w, a):
+        z, y = (torch.einsum("ei,ehio->eho", x[end], w[kind]) for end in (source, target))
+        return summed((y * a[kind][:, None]).sum(-1, keepdim=True) * z, target, 6)
+
+    check(headed.with_options(emitter=emitter), graph, plain, rand(6, 3), rand(3, 2, 3, 4), rand(3, 4))
+
+
+def test_dropout_of_weights(graph, emitter):
+    @layer
+    def dropped(g, x, w):
+        for e in g.edges():
+            message = x[e.src] @ dropout(w[e.etype], 0.5)
+        for n in g.nodes():
+            total = n.sum(dropout(message, 0.5))
+        return total
+
+    x, w = rand(6, 2), rand(3, 2, 3)
+    found = dropped.with_options(emitter=emitter)(graph, x, w)
+    found.sum().backward()
+    torch.testing.assert_close((w.grad * w).sum(), found.sum())  # linear in the weights
+
+
+def test_the_same_name_is_used_in_two_ways(graph, emitter):
+    @layer
+    def either(g, x, w, by_type):
+        for e in g.edges():
+            message = x[e.src] * (w[e.etype] if by_type else w)
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    compiled = either.with_options(emitter=emitter)
+    x = rand(6, 1)
+    assert compiled(graph, x, rand(3, 1), True).shape == (6, 1)
+    assert compiled(graph, x, rand(1), False).shape == (6, 1)
+    assert compiled(graph, x, rand(3), False).shape == (6, 3)
+
+
+def test_ends_with_features_of_their_own(graph, emitter):
+    @layer
+    def both(g, x):
+        for e in g.edges():
+            message = x[e.src] * x[e.dst]
+        for n in g.nodes():
+            total = n.sum(message)
+        return total
+
+    a, b = rand(6, 2), rand(6, 2)
+    source, target = graph.edge_index
+    found = both.with_options(emitter=emitter)(graph, (a, b))
+    torch.testing.assert_close(found, summed(a[source] * b[target], target, 6))
+    with pytest.raises(ValueError, match="do not broadcast"):
+        both(graph, (a, rand(6, 3)))
+
+
+def test_a_block_does_not_read_targets_at_sources(emitter):
+    @layer
+    def two_steps(g, x):
+        for n in g.nodes():
+            for e in g.edges():
+                z = n.sum(x[e.src])
+        for n in g.nodes():
+            for e in g.edges():
+                total = n.sum(z[e.src])
+        return total
+
+    block = RelationalGraph(torch.tensor([[0, 11], [1, 4]]), num_nodes=(12, 5))
+    with pytest.raises(ValueError, match="in a block these are different nodes"):
+        two_steps.with_options(emitter=emitter)(block, rand(12, 2))
+
+
+def test_graphs_are_copied_and_pickled(graph, emitter):
+    @layer
+    def gathered(g, x):
+        for n in g.nodes():
+            for e in g.edges():
+                total = n.sum(x[e.src])
+        return total
+
+    compiled, x = gathered.with_options(emitter=emitter), rand(6, 2)
+    expected = compiled(graph, x)
+    for other in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        assert other.number != graph.number
+        torch.testing.assert_close(compiled(other, x), expected)
+
+
+def test_what_is_no_number_stays_so(graph, emitter):
+    @layer
+    def largest(g, x):
+        for n in g.nodes():
+            for e in g.edges():
+                found = n.max(x[e.src])
+        return found
+
+    x = torch.full((6, 2), torch.nan)
+    entered = torch.unique(graph.edge_index[1])
+    assert largest.with_options(emitter=emitter)(graph, x)[entered].isnan().all()
