@@ -41,5 +41,5 @@ gpu:
 	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/gpu -q 2>&1 | tee $(GPU_OUT)/tests.txt
 	PYTHONPATH=src timeout 120 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
 	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
-		--budget 8GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
+		--budget 8GiB --host 64GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
 	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json
