@@ -7,7 +7,7 @@ import pytest
 import torch
 from relational_layers import random_graph, rgat, rgcn, tensors
 
-from penstock.errors import DoubleBackwardError
+from penstock.errors import DoubleBackwardError, InternalError
 from penstock.relational import RGCNConv
 from penstock.relational._graph import graph_of
 
@@ -130,10 +130,15 @@ def test_another_graph_is_not_compiled_again(graph, monkeypatch):
             rgcn(other, **tensors("rgcn", other, 5, torch.float64, torch.Generator().manual_seed(1))).sum().backward()
 
 
-def test_no_compiler_no_matter(graph, arguments, monkeypatch):
-    from penstock.relational import _run
+@pytest.mark.parametrize("error", [None, InternalError("cc refuses relational.c: no OpenMP")])
+def test_no_compiler_no_matter(graph, arguments, monkeypatch, error):
+    from penstock.relational import _native
 
-    monkeypatch.setattr(_run.Compiled, "is_available", staticmethod(lambda: False))
+    def load(name, **_):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(_native.native, "load", load)
     fresh = rgat.with_options()
     found = fresh(graph, **arguments)
     monkeypatch.undo()

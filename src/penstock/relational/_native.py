@@ -80,8 +80,11 @@ class Compiled:
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this machine has a C compiler and PyTorch a BLAS that can be called."""
-        return native.load("relational", openmp=True) is not None and gemm(torch.float32) is not None
+        """Whether this machine has a C compiler that knows OpenMP, and PyTorch a BLAS that can be called."""
+        try:
+            return native.load("relational", openmp=True) is not None and gemm(torch.float32) is not None
+        except InternalError:
+            return False
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Values of the outputs, ``[rows, *shape]`` each."""
