@@ -94,26 +94,24 @@ class _Chain:
         builder, value = self.builder, self.builder[at]
         over = builder[place].domain if over is None else over
         if builder[place].shape != value.shape:
-            place = self.summed_to(place, value.shape, over)
+            place = self.summed_to(place, value.shape)
         if over is not value.domain:
             shape = builder[place].shape
             place = builder.add(Reduce(domain=value.domain, shape=shape, operands=(place,), over=over))
         before = self.gradients.get(at)
-        self.gradients[at] = place if before is None else self.map("add", before, place, domain=value.domain)
+        self.gradients[at] = place if before is None else self.map("add", before, place)
 
-    def summed_to(self, place: int, shape: Shape, domain: Domain) -> int:
+    def summed_to(self, place: int, shape: Shape) -> int:
         """The value summed over the dimensions that broadcasting gave it, or broadcast where it lacks them."""
         builder = self.builder
         found = builder[place].shape
         if broadcast(found, shape) != found:  # smaller than what it is the gradient of
             zero = builder.add(Constant(domain=Domain.ONE, shape=shape, value=0.0))
             return builder.map("add", place, zero, domain=builder[place].domain)
-        del domain
         return builder.add(SumTo(domain=builder[place].domain, shape=shape, operands=(place,)))
 
-    def map(self, function: str, *operands: int, domain: Domain, parameter: float = 0.0) -> int:
-        """An element-wise function, for as few rows as ``domain`` needs."""
-        del domain
+    def map(self, function: str, *operands: int, parameter: float = 0.0) -> int:
+        """An element-wise function, for as few rows as its operands need."""
         narrow = common(self.builder[one].domain for one in operands)
         return self.builder.map(function, *operands, domain=narrow, parameter=parameter)
 
@@ -137,13 +135,12 @@ class _Chain:
 
 def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     assert isinstance(one, Map)
-    domain = one.domain
 
     def product(other: int) -> int:
-        return chain.map("multiply", gradient, other, domain=domain)
+        return chain.map("multiply", gradient, other)
 
     def slope(function: str, operand: int) -> int:
-        return chain.map(function, operand, domain=domain, parameter=one.parameter)
+        return chain.map(function, operand, parameter=one.parameter)
 
     operands = one.operands
     first, last = operands[0], operands[-1]
@@ -151,39 +148,37 @@ def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
         case "add":
             parts = [gradient, gradient]
         case "subtract":
-            parts = [gradient, chain.map("negate", gradient, domain=domain)]
+            parts = [gradient, chain.map("negate", gradient)]
         case "multiply":
             parts = [product(last), product(first)]
         case "divide":
-            share = chain.map("divide", gradient, last, domain=domain)
-            parts = [share, chain.map("negate", chain.map("multiply", share, at, domain=domain), domain=domain)]
+            share = chain.map("divide", gradient, last)
+            parts = [share, chain.map("negate", chain.map("multiply", share, at))]
         case "negate":
-            parts = [chain.map("negate", gradient, domain=domain)]
+            parts = [chain.map("negate", gradient)]
         case "maximum":
-            larger = chain.map("greater", first, last, domain=domain)
-            half = chain.map(
-                "multiply", chain.map("equal", first, last, domain=domain), chain.constant(0.5), domain=domain
-            )
-            share = chain.map("add", larger, half, domain=domain)
-            rest = chain.map("subtract", chain.constant(1.0), share, domain=domain)
+            larger = chain.map("greater", first, last)
+            half = chain.map("multiply", chain.map("equal", first, last), chain.constant(0.5))
+            share = chain.map("add", larger, half)
+            rest = chain.map("subtract", chain.constant(1.0), share)
             parts = [product(share), product(rest)]
         case "exp":
             parts = [product(at)]
         case "log":
-            parts = [chain.map("divide", gradient, first, domain=domain)]
+            parts = [chain.map("divide", gradient, first)]
         case "sqrt":
-            half = chain.map("multiply", gradient, chain.constant(0.5), domain=domain)
-            parts = [chain.map("divide", half, at, domain=domain)]
+            half = chain.map("multiply", gradient, chain.constant(0.5))
+            parts = [chain.map("divide", half, at)]
         case "tanh" | "sigmoid":
-            square = chain.map("multiply", at, at, domain=domain)
+            square = chain.map("multiply", at, at)
             from_ = chain.constant(1.0) if one.function == "tanh" else at
-            parts = [product(chain.map("subtract", from_, square, domain=domain))]
+            parts = [product(chain.map("subtract", from_, square))]
         case "relu":
-            parts = [product(chain.map("greater", first, chain.constant(0.0), domain=domain))]
+            parts = [product(chain.map("greater", first, chain.constant(0.0)))]
         case "leaky_relu" | "elu" | "gelu":
             parts = [product(slope(f"{one.function}_slope", first))]
         case "abs":
-            parts = [product(chain.map("sign", first, domain=domain))]
+            parts = [product(chain.map("sign", first))]
         case "stop_gradient" | "sign" | "equal" | "greater":
             return
         case _:
@@ -212,8 +207,8 @@ def _dot(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     shape = builder[gradient].shape
     column = builder.add(Reshape(domain=builder[gradient].domain, shape=(*shape, 1), operands=(gradient,)))
     left, right = one.operands
-    chain.contribute(left, chain.map("multiply", column, right, domain=one.domain), one.domain)
-    chain.contribute(right, chain.map("multiply", column, left, domain=one.domain), one.domain)
+    chain.contribute(left, chain.map("multiply", column, right), one.domain)
+    chain.contribute(right, chain.map("multiply", column, left), one.domain)
 
 
 def _reshape(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
@@ -266,7 +261,7 @@ def _reduce(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     is_largest = builder.map("equal", operand, at, domain=one.over)
     shape = builder[is_largest].shape
     ties = builder.add(Reduce(domain=one.domain, shape=shape, operands=(is_largest,), over=one.over))
-    share = chain.map("divide", gradient, ties, domain=one.domain)
+    share = chain.map("divide", gradient, ties)
     chain.contribute(operand, builder.map("multiply", is_largest, share, domain=one.over), one.over)
 
 
@@ -275,16 +270,8 @@ def _same_rows(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     (operand,) = one.operands
     builder = chain.builder
     domain = builder[operand].domain
-    place = builder.add(SameRows(domain=domain, shape=one.shape, operands=(_in(builder, gradient, one.domain),)))
+    place = builder.add(SameRows(domain=domain, shape=one.shape, operands=(builder.widened(gradient, one.domain),)))
     chain.contribute(operand, place, domain)
-
-
-def _in(builder: Builder, at: int, domain: Domain) -> int:
-    """The value with rows per ``domain``, which it may be read by."""
-    if builder[at].domain is domain:
-        return at
-    zero = builder.add(Constant(domain=Domain.ONE, shape=(), value=0.0))
-    return builder.map("add", at, zero, domain=domain)
 
 
 def _dropout(chain: _Chain, one: Operation, at: int, gradient: int) -> None:

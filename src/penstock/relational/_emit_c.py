@@ -75,9 +75,9 @@ static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t posit
 """
 _REAL = {
     "float32": "#define real float\n#define EXP expf\n#define LOG logf\n#define SQRT sqrtf\n#define TANH tanhf\n"
-    "#define ERF erff\n#define FABS fabsf\n#define FMAX fmaxf\n",
+    "#define ERF erff\n#define FABS fabsf\n",
     "float64": "#define real double\n#define EXP exp\n#define LOG log\n#define SQRT sqrt\n#define TANH tanh\n"
-    "#define ERF erf\n#define FABS fabs\n#define FMAX fmax\n",
+    "#define ERF erf\n#define FABS fabs\n",
 }
 _FUNCTIONS = {
     "add": "({0} + {1})",

@@ -68,10 +68,8 @@ class RelationalGraph:
                 f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than int64 has numbers"
             )
         self._set_node_types(node_type, num_node_types)
-        self._edge_index, self._edge_type = (
-            edge_index.detach().clone(),
-            edge_type.detach().clone(),
-        )  # were checked as they are
+        self._edge_index = edge_index.detach().clone()  # checked as it is, whatever is written to the caller's
+        self._edge_type = edge_type.detach().clone()
         self.node_type_names: tuple[str, ...] = ()
         """Where the graph was made from named types."""
         self.edge_type_names: tuple[tuple[str, str, str], ...] = ()
@@ -206,14 +204,13 @@ class RelationalGraph:
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
         """Where rows of ``of`` begin that belong to each row of ``to``, where they lie in order; and where they end."""
         if of in _ENDS and to is Domain.EDGE_TYPE:
-            types = self._pair_keys(of) // max(1, self.count(_ENDS[of]))
-            borders = torch.searchsorted(types, torch.arange(self.num_edge_types + 1, device=self.device))
-            return [int(one) for one in borders.tolist()]
-        if (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
-            types = self._node_types[0 if of is Domain.SOURCE else 1]
-            borders = torch.searchsorted(types, torch.arange(self.num_node_types + 1, device=self.device))
-            return [int(one) for one in borders.tolist()]
-        return None
+            types, count = self._pair_keys(of) // max(1, self.count(_ENDS[of])), self.num_edge_types
+        elif (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
+            types, count = self._node_types[of is Domain.TARGET], self.num_node_types
+        else:
+            return None
+        borders = torch.searchsorted(types, torch.arange(count + 1, device=self.device))
+        return [int(one) for one in borders.tolist()]
 
     def order(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Rows of ``over`` in order of the row of ``by`` that they belong to.

@@ -204,6 +204,12 @@ class Builder:
         shape = broadcast(*(self[one].shape for one in operands))
         return self.add(Map(domain=domain, shape=shape, operands=operands, function=function, parameter=parameter))
 
+    def widened(self, at: int, domain: Domain) -> int:
+        """The value with rows per ``domain``, which may read it."""
+        if self[at].domain is domain:
+            return at
+        return self.map("add", at, self.add(Constant(domain=Domain.ONE, shape=(), value=0.0)), domain=domain)
+
     def program(self, outputs: Iterable[int]) -> Program:
         """What was added, without what ``outputs`` do not need."""
         return pruned(Program(tuple(self.operations), tuple(outputs)))

@@ -9,6 +9,7 @@ every node. The three rules, each reported at the line that breaks it:
 - rows are brought together only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
 """
 
+import abc
 import math
 import sys
 import traceback
@@ -218,11 +219,12 @@ class Node(Index):
         return self._tracer.value(operation, "node")
 
 
-class _Arithmetic:
+class _Arithmetic(abc.ABC):
     """Operators that values and tensors have alike."""
 
+    @abc.abstractmethod
     def _tracer_of(self) -> Tracer:
-        raise NotImplementedError
+        """What records."""
 
     def __add__(self, other: Any) -> "Value":
         return self._tracer_of().map("add", self, other)

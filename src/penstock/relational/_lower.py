@@ -188,13 +188,6 @@ def _stored(program: Program) -> set[int]:
     for at, one in enumerate(program.operations):
         if isinstance(one, ROW_BY_ROW) and at not in found and _is_worth_storing(program, readers, at):
             found.add(at)
-    for at in sorted(found, reverse=True):  # the same rows by another name are no tensors of their own
-        stack = [at]
-        while stack:
-            one = program[stack.pop()]
-            if isinstance(one, SameRows):
-                found.update(one.operands)
-                stack.extend(one.operands)
     return found | {at for at, one in enumerate(program.operations) if isinstance(one, SameRows)}
 
 

@@ -109,7 +109,7 @@ class Compiled:
         return [run.value(at) for at in program.outputs]
 
     def describe(self, graph: RelationalGraph) -> str:
-        """The steps with their rows, and the bytes and floating-point operations of products."""
+        """The steps with their rows, and the floating-point operations of products."""
         program, lines = self.lowered.program, []
         for step in self.lowered.steps:
             match step:
@@ -214,9 +214,8 @@ class _Run:
         graph, step = self.graph, kernel.traversal
         for root in step.roots:
             one = self.program[root]
-            self.make(
-                root, zeros=isinstance(one, Reduce) and one.domain not in _PAIRS
-            )  # a pair has edges, a node may not
+            may_lack_rows = isinstance(one, Reduce) and one.domain not in _PAIRS  # a pair has edges, a node may not
+            self.make(root, zeros=may_lack_rows)
         buffers = [self.value(at) for at in (*kernel.inputs, *step.roots)]
         indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
         context = _Context(

@@ -18,7 +18,6 @@ from penstock.relational._domain import Domain, common
 from penstock.relational._ir import (
     Builder,
     Concat,
-    Constant,
     Dot,
     Input,
     Map,
@@ -216,13 +215,7 @@ def _summed_first(builder: Builder, one: Reduce, row: int, matrix: int, factor: 
 def widened(program: Program, domains: Sequence[Domain]) -> Program:
     """Outputs have rows for ``domains``, though fewer would tell them apart."""
     builder = Builder(program.operations)
-    outputs = []
-    for at, domain in zip(program.outputs, domains, strict=True):
-        if builder[at].domain is not domain:
-            zero = builder.add(Constant(domain=Domain.ONE, shape=(), value=0.0))
-            at = builder.map("add", at, zero, domain=domain)
-        outputs.append(at)
-    return builder.program(outputs)
+    return builder.program([builder.widened(at, one) for at, one in zip(program.outputs, domains, strict=True)])
 
 
 def unify(program: Program) -> Program:
