@@ -6,7 +6,9 @@ returns ``None``, callers take their slower way in Python, and one warning says 
 
 - `load`: a library by the name of its source.
 - `compile_source`: the same for source text that is made at run time.
+- `keep_source`: source text as a file in the same cache.
 """
 
 from penstock.native._build import compile_source as compile_source
+from penstock.native._build import keep_source as keep_source
 from penstock.native._build import load as load

@@ -35,6 +35,17 @@ def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CD
     return _loaded(source, name, openmp)
 
 
+def keep_source(source: str, name: str) -> Path:
+    """The source as a file of that name in the cache, for what reads its own source; ``name`` tells contents apart."""
+    file = _cache() / name
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            made = Path(folder) / name
+            made.write_text(source)
+            made.replace(file)
+    return file
+
+
 @functools.cache
 def _source(name: str) -> str:
     return (Path(__file__).parent / f"{name}.c").read_text()

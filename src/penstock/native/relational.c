@@ -125,6 +125,86 @@ int penstock_typed_matmul(const Typed *typed, const Rows *left, const char *matr
     return failed;
 }
 
+static int64_t first_at_least(const int32_t *owners, int64_t low, int64_t high, int64_t owner) {
+    while (low < high) {
+        const int64_t middle = (low + high) / 2;
+        if (owners[middle] < owner)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void add_rows(const Typed *typed, const char *block, const int32_t *owners, int64_t count, char *results) {
+    const int64_t width = typed->num_heads * typed->outer;
+    for (int64_t at = 0; at < count; at++) {
+        if (typed->element_bytes == 8) {
+            double *to = (double *)results + owners[at] * width;
+            const double *from = (const double *)block + at * width;
+            for (int64_t j = 0; j < width; j++)
+                to[j] += from[j];
+        } else {
+            float *to = (float *)results + owners[at] * width;
+            const float *from = (const float *)block + at * width;
+            for (int64_t j = 0; j < width; j++)
+                to[j] += from[j];
+        }
+    }
+}
+
+/* Writes the rows from begin to end one after the other. */
+typedef int (*Producer)(const void *context, int64_t begin, int64_t end, void *rows);
+
+/* results [owners, heads, outer] += the products of each one's rows, in order of type. Inside of a type owners ascend.
+ * Thread t takes the owners from borders[t] to borders[t + 1], so no result is written by two. */
+int penstock_blocked_sum(const Typed *typed, const Rows *left, Producer producer, const void *context,
+                         const char *matrices, int64_t matrix_head_stride, int64_t matrix_stride, int transposed,
+                         const int32_t *owners, const int64_t *borders, char *results, int64_t num_threads) {
+    const int64_t size = typed->element_bytes, heads = typed->num_heads, inner = typed->inner, outer = typed->outer;
+    int failed = 0;
+#pragma omp parallel for num_threads((int)num_threads) schedule(static, 1) if (num_threads > 1)
+    for (int64_t thread = 0; thread < num_threads; thread++) {
+        char *block = malloc((size_t)(BLOCK_ROWS * inner * heads * size));
+        char *made = malloc((size_t)(BLOCK_ROWS * outer * heads * size));
+        for (int64_t type = 0; block && made && type < typed->num_types; type++) {
+            const int64_t *segment = typed->segments + type;
+            int64_t start = first_at_least(owners, segment[0], segment[1], borders[thread]);
+            const int64_t end = first_at_least(owners, start, segment[1], borders[thread + 1]);
+            for (; start < end; start += BLOCK_ROWS) {
+                const int64_t count = end - start < BLOCK_ROWS ? end - start : BLOCK_ROWS;
+                if (producer)
+                    producer(context, start, start + count, block);
+                for (int64_t head = 0; head < heads; head++) {
+                    const char *matrix = matrices + (type * matrix_stride + head * matrix_head_stride) * size;
+                    const char *rows = block;
+                    int64_t stride = inner;
+                    if (producer) {
+                        rows = block + head * left->head_stride * size;
+                        stride = left->row_stride;
+                    } else if (left->index) {
+                        if (head == 0 || left->head_stride)
+                            gather(block, left, head, start, count, inner, size);
+                    } else {
+                        rows = left->rows + (start * left->row_stride + head * left->head_stride) * size;
+                        stride = left->row_stride;
+                    }
+                    product(typed, transposed, count, outer, inner, rows, stride, matrix, transposed ? inner : outer,
+                            made + head * outer * size, heads * outer);
+                }
+                add_rows(typed, made, owners + start, count, results);
+            }
+        }
+        if (!block || !made) {
+#pragma omp atomic write
+            failed = 1;
+        }
+        free(block);
+        free(made);
+    }
+    return failed;
+}
+
 /* results [types, heads, inner, outer] = per type the sum over its rows of left outer right */
 int penstock_typed_outer(const Typed *typed, const Rows *left, const Rows *right, char *results, int64_t num_threads) {
     const int64_t size = typed->element_bytes, heads = typed->num_heads, matrix = typed->inner * typed->outer;

@@ -32,6 +32,7 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
+from penstock.relational._random import MASK, hashed
 
 
 class Rows(Protocol):
@@ -213,23 +214,9 @@ def dropout_mask(
     size = math.prod(shape)
     row = torch.arange(num_rows, device=device).unsqueeze(1)
     column = torch.arange(size, device=device).unsqueeze(0)
-    mixed = _hashed(_hashed(row + ((seed & _MASK) ^ _hashed_number(stream))) + column)
+    mixed = hashed(hashed(row + ((seed & MASK) ^ hashed(stream))) + column)
     keep = mixed >= int(probability * 2**32)
     return (keep.double() / (1 - probability)).reshape(num_rows, *shape)
-
-
-def _hashed(value: torch.Tensor) -> torch.Tensor:
-    """A permutation of 32-bit numbers that leaves no visible pattern (a finalizer with two multiplications)."""
-    value = value & _MASK
-    value = value ^ (value >> 16)
-    value = (value * 0x7FEB352D) & _MASK
-    value = value ^ (value >> 15)
-    value = (value * 0x846CA68B) & _MASK
-    return value ^ (value >> 16)
-
-
-def _hashed_number(value: int) -> int:
-    return int(_hashed(torch.tensor(value)).item())
 
 
 def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -265,7 +252,6 @@ def _gelu_slope(value: torch.Tensor) -> torch.Tensor:
     return 0.5 * (1 + torch.erf(value * 0.7071067811865476)) + value * density
 
 
-_MASK = 0xFFFFFFFF
 _Function = Callable[[Sequence[torch.Tensor], float], torch.Tensor]
 _FUNCTIONS: dict[str, _Function] = {
     "add": lambda x, _: x[0] + x[1],

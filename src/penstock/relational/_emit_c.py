@@ -25,7 +25,8 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
-from penstock.relational._lower import Lowered, Traversal
+from penstock.relational._lower import BlockedSum, Kernel, Lowered, Traversal
+from penstock.relational._random import hashed
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
@@ -107,25 +108,15 @@ _FUNCTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A traversal's function, and what to call it with."""
-
-    name: str
-    """Of the function."""
-    traversal: Traversal
-    """What it does."""
-    indexes: tuple[Domain, ...]
-    """Which row of these each position belongs to, in order of positions."""
-    inputs: tuple[int, ...]
-    """Stored values that it reads; its buffers, before those of its roots."""
-
-
 def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
     """C source of all traversals, and their kernels by the number of the step. ``dtype``: float32 or float64."""
     functions, kernels = [], {}
     for number, step in enumerate(lowered.steps):
-        if isinstance(step, Traversal):
+        if isinstance(step, BlockedSum) and step.rows is not None:
+            writer = _Writer(lowered, step.rows, f"step{number}")
+            functions.append(writer.function_of_groups())
+            kernels[number] = writer.kernel()
+        elif isinstance(step, Traversal):
             writer = _Writer(lowered, step, f"step{number}")
             functions.append(writer.function())
             kernels[number] = writer.kernel()
@@ -150,6 +141,28 @@ class _Writer:
 
     def kernel(self) -> Kernel:
         return Kernel(self.name, self.traversal, tuple(self.domains), tuple(self.inputs))
+
+    def function_of_groups(self) -> str:
+        """Of a traversal with one sum: what some groups' rows come to, one after the other."""
+        (root,) = self.traversal.roots
+        one = self.program[root]
+        self._prepare(root)
+        self._accumulate(root)
+        size = math.prod(one.shape)
+        body = "\n".join([self._row_of_position(), *self.body])
+        return f"""int {self.name}(const Context *c, int64_t begin, int64_t end, real *results) {{
+{self._declarations(with_roots=False)}
+    for (int64_t group = begin; group < end; group++) {{
+        real a{root}[{size}];
+        for (int j = 0; j < {size}; j++) a{root}[j] = {_neutral(one)};
+        for (int64_t p = c->starts[group]; p < c->starts[group + 1]; p++) {{
+{body}
+        }}
+        memcpy(results + (group - begin) * {size}, a{root}, sizeof a{root});
+    }}
+    return 0;
+}}
+"""
 
     def function(self) -> str:
         for root in self.traversal.roots:
@@ -281,7 +294,7 @@ class _Writer:
         column = _flat(indices, one.shape)
         return (
             f"({value} * dropped({self._row(one.domain)}, {column}, (uint32_t)c->seed, "
-            f"{stream_hash(one.stream)}u, {limit}u, (real){scale}))"
+            f"{hashed(one.stream)}u, {limit}u, (real){scale}))"
         )
 
     def _pointer(self, at: int) -> str:
@@ -325,12 +338,12 @@ class _Writer:
 
     # Loops around rows
 
-    def _declarations(self) -> str:
+    def _declarations(self, *, with_roots: bool = True) -> str:
         lines = []
         inputs = list(self.inputs)
         for number, at in enumerate(inputs):
             lines.append(f"    const real *restrict const b{at} = c->buffers[{number}];")
-        for number, at in enumerate(self.traversal.roots, start=len(inputs)):
+        for number, at in enumerate(self.traversal.roots if with_roots else (), start=len(inputs)):
             lines.append(f"    real *restrict const b{at} = c->buffers[{number}];")
         return "\n".join(lines)
 
@@ -406,16 +419,6 @@ class _Writer:
     }}
     free(parts);
     free(owners);"""
-
-
-def stream_hash(stream: int) -> int:
-    """As the eager emitter mixes a dropout's number into its seed."""
-    value = stream & 0xFFFFFFFF
-    value ^= value >> 16
-    value = (value * 0x7FEB352D) & 0xFFFFFFFF
-    value ^= value >> 15
-    value = (value * 0x846CA68B) & 0xFFFFFFFF
-    return value ^ (value >> 16)
 
 
 def _number(value: float) -> str:

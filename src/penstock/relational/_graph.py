@@ -10,13 +10,15 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from penstock import native
 from penstock.relational._domain import Domain
 from penstock.relational._registry import register
+
+_Made = TypeVar("_Made")
 
 
 class RelationalGraph:
@@ -78,6 +80,7 @@ class RelationalGraph:
         """Of the graph, in arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
         self._pairs: dict[Domain, torch.Tensor] = {}
+        self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
 
@@ -239,12 +242,19 @@ class RelationalGraph:
             self._indexes_in_order[key] = found
         return found
 
+    def remember(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
+        """What an emitter derives from the graph, made once."""
+        found = self._derived.get(key)
+        if found is None:
+            found = self._derived[key] = make()
+        return cast("_Made", found)
+
     def _ordered(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
         segments = self.segments(over, by)
         if segments is not None:
-            return None, torch.tensor(segments)
+            return None, torch.tensor(segments, device=self.device)
         if by is Domain.ONE:
-            return None, torch.tensor([0, self.count(over)])
+            return None, torch.tensor([0, self.count(over)], device=self.device)
         keys = self.index(over, by)
         assert keys is not None
         return counting_sort(keys, self.count(by))

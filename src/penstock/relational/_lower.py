@@ -6,6 +6,8 @@
   asked for row by row and brings it together in registers. Values that are computed row by row are not stored: every
   traversal that reads them computes them again, but for what is dear (a dot product) and read more than once, and for
   what a product reads.
+- *BlockedSum*: a product whose rows are only summed per node. A block of rows is multiplied and added at once, so that
+  neither the products nor, if nobody else reads them, the sums that are multiplied ever exist as a whole.
 - *Whole*: what has a row per type alone, or fits no template, goes to PyTorch.
 
 Sums that go through the same rows in the same order share one traversal, unless one needs the other's result.
@@ -36,6 +38,8 @@ from penstock.relational._ir import (
 
 ROW_BY_ROW = (Map, Dot, Reshape, SumTo, Slice, Concat, Dropout)
 OF_TYPES = frozenset({Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE})
+ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}
+"""The node of each pair. Pairs lie type by type, and node by node inside of a type."""
 _SEGMENTED = {
     (Domain.SOURCE_AND_TYPE, Domain.EDGE_TYPE),
     (Domain.TARGET_AND_TYPE, Domain.EDGE_TYPE),
@@ -83,7 +87,19 @@ class Traversal:
     """Stored values that it reads."""
 
 
-Step = Product | Outer | Whole | Traversal
+@dataclass(frozen=True, slots=True)
+class BlockedSum:
+    """A `Reduce` of a `Matmul`, block by block."""
+
+    place: int
+    """Of the `Reduce`."""
+    product: int
+    """Of the `Matmul`."""
+    rows: Traversal | None
+    """What computes the rows of a block; ``None``: they are stored."""
+
+
+Step = Product | Outer | Whole | Traversal | BlockedSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +114,30 @@ class Lowered:
     """Values that exist as tensors; the others are computed where they are read."""
 
 
-def lower(program: Program) -> Lowered:
-    """Steps for the program."""
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A traversal's function as an emitter wrote it, and what to call it with."""
+
+    name: str
+    """Of the function."""
+    traversal: Traversal
+    """What it does."""
+    indexes: tuple[Domain, ...]
+    """Which row of these each position belongs to, in order of positions."""
+    inputs: tuple[int, ...]
+    """Stored values that it reads; its buffers, before those of its roots."""
+
+
+def lower(program: Program, *, blocked: bool) -> Lowered:
+    """Steps for the program. ``blocked``: whether the emitter knows `BlockedSum`."""
     stored = _stored(program)
+    sums = _blocked_sums(program, stored) if blocked else {}
     steps: list[Step] = []
     made_by: dict[int, int] = {}
     for at, one in enumerate(program.operations):
         if at not in stored or isinstance(one, Input | SameRows):
             continue
-        step = _template(one, at, program)
+        step: Step = sums[at] if at in sums else _template(one, at, program)
         if isinstance(step, Traversal):
             step.reads = _reads(program, stored, at)
             joined = _join(program, steps, step, made_by)
@@ -116,6 +147,30 @@ def lower(program: Program) -> Lowered:
         made_by[at] = len(steps)
         steps.append(step)
     return Lowered(program, tuple(steps), frozenset(stored))
+
+
+def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
+    """By the place of the `Reduce`; what they compute in blocks is no longer stored."""
+    readers, found = program.readers(), {}
+    for at, one in enumerate(program.operations):
+        if not isinstance(one, Reduce) or one.kind != "sum":
+            continue
+        (product,) = one.operands
+        matmul = program[product]
+        if not isinstance(matmul, Matmul) or matmul.domain is not one.over or one.domain is not ENDS.get(one.over):
+            continue
+        left, matrix = matmul.operands
+        is_by_type = program[matrix].domain is Domain.EDGE_TYPE and _has_plain_heads(program, matmul)
+        if not is_by_type or readers[product] != [at] or product in program.outputs:
+            continue
+        rows, summed = None, program[left]
+        is_own = readers[left] == [product] and left not in program.outputs
+        if isinstance(summed, Reduce) and is_own and summed.domain is matmul.domain and summed.over is Domain.EDGE:
+            rows = Traversal(summed.over, summed.domain, [left], _reads(program, stored, left))
+            stored.discard(left)
+        stored.discard(product)
+        found[at] = BlockedSum(at, product, rows)
+    return found
 
 
 def _template(one: Operation, at: int, program: Program) -> Step:

@@ -22,10 +22,12 @@ from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
-from penstock.relational._native import DTYPES, Compiled
+from penstock.relational._native import DTYPES as C_DTYPES
+from penstock.relational._native import CompiledC
 from penstock.relational._registry import register, registered
+from penstock.relational._steps import Compiled
 
-Emitter = Literal["auto", "c", "eager"]
+Emitter = Literal["auto", "c", "triton", "eager"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,9 @@ class Options:
     sum_first: bool = True
     """Sums before products where that leaves fewer rows."""
     emitter: Emitter = "auto"
-    """``c`` where a compiler is found, the tensors are on the CPU and in float32 or float64; else ``eager``."""
+    """``c`` on a CPU where a compiler is found, in float32 or float64; ``triton`` on CUDA where Triton is installed, in
+    float32, float16 or bfloat16; else ``eager``, PyTorch operation by operation.
+    """
 
 
 def layer(function: Callable[..., Any]) -> "Layer":
@@ -196,12 +200,22 @@ class Traced:
 
 
 class Executor:
-    """Runs a program: by generated C, or by PyTorch."""
+    """Runs a program: by generated code, or by PyTorch."""
 
-    def __init__(self, program: Program, dtype: torch.dtype, emitter: Emitter, device: torch.device):
-        can_compile = device.type == "cpu" and dtype in DTYPES and emitter != "eager" and Compiled.is_available()
+    def __init__(self, program: Program, num_results: int, dtype: torch.dtype, emitter: Emitter, device: torch.device):
         self.program, self.dtype, self.device = program, dtype, device
-        self.compiled = Compiled(program, dtype) if can_compile else None
+        self.compiled: Compiled | None = None
+        match _chosen(emitter, dtype, device):
+            case "c":
+                self.compiled = CompiledC(program, dtype)
+            case "triton":
+                from penstock.relational._triton import CompiledTriton
+
+                self.compiled = CompiledTriton(program, dtype, num_results)
+
+    def dtype_of(self, at: int) -> torch.dtype:
+        """Of an output."""
+        return self.dtype if self.compiled is None else self.compiled.dtype_of(at)
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
         """Values of the outputs."""
@@ -221,6 +235,31 @@ class Executor:
         return self.compiled.describe(graph)
 
 
+def _chosen(emitter: Emitter, dtype: torch.dtype, device: torch.device) -> Emitter:
+    """The emitter that runs, of those that can."""
+    can_c = device.type == "cpu" and dtype in C_DTYPES and emitter in ("auto", "c") and CompiledC.is_available()
+    if emitter == "c" and device.type != "cpu":
+        raise ValueError(
+            f"emitter='c' compiles for the CPU and the tensors are on {device}: layer.with_options(emitter='auto')"
+        )
+    if can_c:
+        return "c"
+    if emitter == "triton" and not _has_triton(device):
+        raise ValueError(
+            f"emitter='triton' wants Triton and tensors on a CUDA device, and these are on {device}: x.cuda(), "
+            "graph.to('cuda'), or layer.with_options(emitter='auto')"
+        )
+    wants_triton = emitter == "triton" or (emitter == "auto" and device.type == "cuda")
+    return "triton" if wants_triton and dtype is not torch.float64 and _has_triton(device) else "eager"
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    from penstock.relational._triton import CompiledTriton
+
+    return CompiledTriton.is_available(device)
+
+
 class Variant:
     """A program as compiled for a kind of graph, for given inputs' gradients, in one dtype."""
 
@@ -237,13 +276,13 @@ class Variant:
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
         self._backward_program = _passes.widened(backward, [self.domains[at] for at in wanted])
         self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
-        self.forward = self._make(halves.forward)
+        self.forward = self._make(halves.forward, halves.num_outputs)
         self.number = register(self)
 
     @functools.cached_property
     def backward(self) -> Executor:
         """Compiled when it is first wanted."""
-        return self._make(self._backward_program)
+        return self._make(self._backward_program, len(self._backward_program.outputs))
 
 
 def _check_rows(name: str, found: Description, domain: Domain, shape: tuple[int, ...], graph: RelationalGraph) -> None:
@@ -271,7 +310,7 @@ def _variant(
             f"{layer._function.__name__} reads at sources what edges brought together at targets; in a block these are "
             "different nodes"
         )
-    dtype = _dtype(given)
+    dtype = _dtype(given, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, given) if is_grad_enabled else ()
     few = layer.options.sum_first and graph.count(Domain.SOURCE_AND_TYPE) / max(1, graph.count(Domain.TARGET_AND_TYPE))
     key = (wanted, dtype, graph.is_block, is_unified, min(64.0, math.ceil(few)), graph.device)
@@ -322,14 +361,15 @@ def _moved(before: Program, after: Program, wanted: tuple[int, ...]) -> tuple[in
     return tuple(sorted(set(found)))
 
 
-def _dtype(given: Mapping[str, tuple[Description, Description]]) -> torch.dtype:
+def _dtype(given: Mapping[str, tuple[Description, Description]], emitter: Emitter, device: torch.device) -> torch.dtype:
     dtypes = {one[1] for pair in given.values() for one in pair if one[1].is_floating_point}
     if not dtypes:
         return torch.get_default_dtype()
     found = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1 and found is torch.float64:
         raise ValueError(f"the layer's tensors are {sorted(map(str, dtypes))}; convert them to one: x.to(weight.dtype)")
-    return torch.float32 if found in (torch.float16, torch.bfloat16) else found
+    is_half = found in (torch.float16, torch.bfloat16)
+    return torch.float32 if is_half and _chosen(emitter, found, device) != "triton" else found
 
 
 def _description(tensor: torch.Tensor) -> Description:
@@ -394,7 +434,7 @@ def _(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: in
     sample = next((one for one in tensors if one.is_floating_point()), None)
     device = given.device if sample is None else sample.device
     return [
-        torch.empty(given.count(program[at].domain), *program[at].shape, dtype=made.dtype, device=device)
+        torch.empty(given.count(program[at].domain), *program[at].shape, dtype=made.forward.dtype_of(at), device=device)
         for at in program.outputs
     ]
 

@@ -1,0 +1,438 @@
+"""The Triton emitter: one kernel for each traversal.
+
+A kernel's tiles have one dimension for rows and one for each dimension of a row, padded to powers of two. Values are
+asked for at index tiles, down to the tensors that they are read from, so that reshaping and slicing a row costs nothing
+and needs no power of two. What does not depend on the row at hand is computed once, before the loop.
+
+Groups are cut into tasks of bounded length (`_triton`), of which an instance takes either one, many rows at a time, or
+many, one row of each at a time (``LANES``).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from penstock.errors import InternalError
+from penstock.relational._domain import Domain
+from penstock.relational._ir import (
+    Concat,
+    Constant,
+    Dot,
+    Dropout,
+    Map,
+    Operation,
+    Program,
+    Reduce,
+    Reshape,
+    SameRows,
+    Shape,
+    Slice,
+    SumTo,
+)
+from penstock.relational._lower import Kernel, Lowered, Traversal
+from penstock.relational._random import hashed
+
+HEADER = """\
+import triton
+import triton.language as tl
+
+from penstock.relational._triton_kernels import dropped, gelu, gelu_slope, larger, tanh
+"""
+_FUNCTIONS = {
+    "add": "{0} + {1}",
+    "subtract": "{0} - {1}",
+    "multiply": "{0} * {1}",
+    "divide": "{0} / {1}",
+    "negate": "-{0}",
+    "maximum": "larger({0}, {1})",
+    "exp": "tl.exp({0})",
+    "log": "tl.log({0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "reciprocal": "1.0 / {0}",
+    "tanh": "tanh({0})",
+    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
+    "gelu": "gelu({0})",
+    "gelu_slope": "gelu_slope({0})",
+    "relu": "tl.where({0} < 0, 0.0, {0})",
+    "leaky_relu": "tl.where({0} > 0, {0}, {p} * {0})",
+    "leaky_relu_slope": "tl.where({0} > 0, 1.0, {p})",
+    "elu": "tl.where({0} > 0, {0}, tl.exp({0}) - 1.0)",
+    "elu_slope": "tl.where({0} > 0, 1.0, tl.exp({0}))",
+    "abs": "tl.abs({0})",
+    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
+    "equal": "tl.where({0} == {1}, 1.0, 0.0)",
+    "greater": "tl.where({0} > {1}, 1.0, 0.0)",
+    "stop_gradient": "{0}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TritonKernel(Kernel):
+    """A traversal's kernel."""
+
+    tile: int
+    """Numbers of one row that are in registers at once, at most."""
+
+
+def emit(lowered: Lowered) -> tuple[str, dict[int, TritonKernel]]:
+    """Source of a module with all traversals, and their kernels by the number of the step."""
+    functions, kernels = [HEADER], {}
+    for number, step in enumerate(lowered.steps):
+        if isinstance(step, Traversal):
+            writer = _Writer(lowered, step, f"step{number}")
+            functions.append(writer.function())
+            kernels[number] = TritonKernel(
+                writer.name, step, tuple(writer.domains), tuple(writer.inputs), tile=writer.tile
+            )
+    return "\n\n".join(functions), kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Where in one dimension of a row, as a tile."""
+
+    text: str
+    """The expression."""
+    conditions: tuple[str, ...] = ()
+    """What holds where it is inside of the dimension."""
+    size: int = 1
+    """Of the tile, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tile of numbers."""
+
+    text: str
+    """The variable."""
+    is_fixed: bool
+    """Whether it is the same for all rows of a group."""
+
+
+_ZERO = _Index("0")
+
+
+@dataclass
+class _Writer:
+    """Writes one kernel."""
+
+    lowered: Lowered
+    traversal: Traversal
+    name: str
+    before: list[str] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    domains: dict[Domain, None] = field(default_factory=dict)
+    inputs: dict[int, None] = field(default_factory=dict)
+    axes: dict[tuple[int, int], None] = field(default_factory=dict)
+    known: dict[tuple[int, tuple[_Index, ...]], _Value] = field(default_factory=dict)
+    tile: int = 1
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+    def function(self) -> str:
+        roots = self.traversal.roots
+        sums = [at for at in roots if isinstance(self.program[at], Reduce)]
+        for root in roots:
+            self._take(root)
+        rank = 1 + max((slot + 1 for slot, _ in self.axes), default=0)
+        text = self._grouped(sums, rank) if sums else self._plain(rank)
+        return text.replace("@ONES", str([1] * rank))
+
+    # What a row computes
+
+    def _take(self, root: int) -> None:
+        """What a row does for a root."""
+        one = self.program[root]
+        indices = self._indices(one.shape)
+        if not isinstance(one, Reduce):
+            value = self._computed(root, indices, len(indices))
+            place = f"b{root} + row.to(tl.int64) * {math.prod(one.shape)} + {_flat(indices, one.shape)}"
+            mask = " & ".join(["live", *_conditions(indices)])
+            self.body.append(f"tl.store({place}, {value.text}, mask={mask})")
+            return
+        value = self._value(one.operands[0], indices, len(indices))
+        if one.kind == "max":
+            self.body += [
+                f'm{root} = tl.where(live, {value.text}, float("-inf"))',
+                "if LANES:",
+                f"    a{root} = larger(a{root}, m{root})",
+                "else:",
+                f"    a{root} = larger(a{root}, tl.reduce(m{root}, 0, larger, keep_dims=True))",
+            ]
+        else:
+            self.body += [
+                f"m{root} = tl.where(live, {value.text}, 0.0)",
+                "if LANES:",
+                f"    a{root} = a{root} + m{root}",
+                "else:",
+                f"    a{root} = a{root} + tl.sum(m{root}, axis=0, keep_dims=True)",
+            ]
+
+    def _indices(self, shape: Shape) -> list[_Index]:
+        return [self._axis(slot, size) for slot, size in enumerate(shape)]
+
+    def _axis(self, slot: int, size: int) -> _Index:
+        """All elements of a dimension, along the tile's dimension ``slot + 1``."""
+        if size == 1:
+            return _ZERO
+        self.axes.setdefault((slot, size))
+        name, padded = f"x{slot}_{size}", _padded(size)
+        return _Index(name, () if padded == size else (f"({name} < {size})",), padded)
+
+    def _value(self, at: int, indices: list[_Index], depth: int) -> _Value:
+        """The value where its row is broadcast to one with these indices; dimensions from ``depth`` on are free."""
+        own = self.program[at].shape
+        indices = indices[len(indices) - len(own) :]
+        indices = [_ZERO if size == 1 else index for index, size in zip(indices, own, strict=True)]
+        return self._computed(at, indices, depth)
+
+    def _computed(self, at: int, indices: list[_Index], depth: int) -> _Value:
+        key = at, tuple(indices)
+        found = self.known.get(key)
+        if found is None:
+            self.tile = max(self.tile, math.prod(index.size for index in indices))
+            is_read = at in self.lowered.stored and at not in self.traversal.roots
+            found = self._load(at, indices) if is_read else self._compute(at, indices, depth)
+            self.known[key] = found
+        return found
+
+    def _compute(self, at: int, indices: list[_Index], depth: int) -> _Value:
+        one = self.program[at]
+        match one:
+            case Constant():
+                return self._new(f"tl.full(@ONES, {_number(one.value)}, tl.float32)", is_fixed=True)
+            case Map():
+                values = [self._value(operand, indices, depth) for operand in one.operands]
+                text = _FUNCTIONS[one.function].format(*(value.text for value in values), p=repr(one.parameter))
+                return self._new(text, is_fixed=all(value.is_fixed for value in values))
+            case Reshape():
+                (operand,) = one.operands
+                shape = self.program[operand].shape
+                return self._value(operand, _reshaped(indices, one.shape, shape), depth)
+            case Slice():
+                last = indices[-1]
+                moved = _Index(f"({last.text} + {one.start})", last.conditions, last.size)
+                return self._value(one.operands[0], [*indices[:-1], moved], depth)
+            case Concat():
+                return self._concat(one, indices, depth)
+            case Dropout():
+                return self._dropout(one, indices, depth)
+            case Dot():
+                width = self.program[one.operands[0]].shape[-1]
+                inner = self._axis(depth, width)
+                left, right = (self._value(operand, [*indices, inner], depth + 1) for operand in one.operands)
+                fixed = left.is_fixed and right.is_fixed
+                return self._sum(f"{left.text} * {right.text}", [inner], depth, is_fixed=fixed)
+            case SumTo():
+                return self._sum_to(one, indices, depth)
+            case _:
+                raise InternalError(f"the Triton emitter does not know {type(one).__name__} inside of a row")
+
+    def _sum_to(self, one: SumTo, indices: list[_Index], depth: int) -> _Value:
+        (operand,) = one.operands
+        shape = self.program[operand].shape
+        missing = len(shape) - len(one.shape)
+        wanted: list[_Index] = []
+        added: list[_Index] = []
+        for number, size in enumerate(shape):
+            if number >= missing and one.shape[number - missing] == size:
+                wanted.append(indices[number - missing])
+            else:
+                wanted.append(self._axis(depth + len(added), size))
+                added.append(wanted[-1])
+        value = self._value(operand, wanted, depth + len(added))
+        return self._sum(value.text, added, depth, is_fixed=value.is_fixed)
+
+    def _sum(self, text: str, along: list[_Index], depth: int, *, is_fixed: bool) -> _Value:
+        for number, index in enumerate(along):
+            if index.size == 1:
+                continue
+            if index.conditions:
+                text = f"tl.where({' & '.join(index.conditions)}, {text}, 0.0)"
+            text = f"tl.sum({text}, axis={depth + number + 1}, keep_dims=True)"
+        return self._new(text, is_fixed=is_fixed)
+
+    def _concat(self, one: Concat, indices: list[_Index], depth: int) -> _Value:
+        last, end = indices[-1], one.shape[-1]
+        found: _Value | None = None
+        for operand in reversed(one.operands):
+            start = end - self.program[operand].shape[-1]
+            inside = (*last.conditions, f"({last.text} >= {start})", f"({last.text} < {end})")
+            moved = _Index(f"({last.text} - {start})", inside, last.size)
+            value = self._value(operand, [*indices[:-1], moved], depth)
+            if found is not None:
+                text = f"tl.where({last.text} < {end}, {value.text}, {found.text})"
+                value = self._new(text, is_fixed=value.is_fixed and found.is_fixed)
+            found, end = value, start
+        assert found is not None
+        return found
+
+    def _dropout(self, one: Dropout, indices: list[_Index], depth: int) -> _Value:
+        value = self._value(one.operands[0], indices, depth)
+        row = self._row(one.domain)
+        limit, scale = int(one.probability * 2**32), repr(1 / (1 - one.probability))
+        column = f"{row} * 0 + {_flat(indices, one.shape)}"
+        text = f"{value.text} * dropped({row}, {column}, seed, {hashed(one.stream & 0xFFFFFFFF)}, {limit}, {scale})"
+        return self._new(text, is_fixed=False)
+
+    def _load(self, at: int, indices: list[_Index]) -> _Value:
+        source = at
+        while isinstance(self.program[source], SameRows):
+            (source,) = self.program[source].operands
+        self.inputs.setdefault(source)
+        domain, shape = self.program[at].domain, self.program[at].shape
+        is_fixed = domain in (Domain.ONE, self.traversal.by) and domain is not self.traversal.over
+        conditions = _conditions(indices)
+        place = f"b{source}"
+        if domain is not Domain.ONE:
+            conditions.insert(0, "alive" if is_fixed else "live")
+            place += f" + {self._row(domain)}.to(tl.int64) * {math.prod(shape)}"
+        flat = _flat(indices, shape)
+        place += f" + {flat}" if flat != "0" else ""
+        mask = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+        return self._new(f"tl.load({place}{mask}).to(tl.float32)", is_fixed=is_fixed)
+
+    def _row(self, domain: Domain) -> str:
+        if domain is self.traversal.over:
+            return "row"
+        if domain is self.traversal.by:
+            return "group"
+        self.domains.setdefault(domain)
+        return f"r_{domain.name}"
+
+    def _new(self, text: str, *, is_fixed: bool) -> _Value:
+        lines = self.before if is_fixed else self.body
+        name = f"v{len(self.before) + len(self.body)}"
+        lines.append(f"{name} = {text}")
+        return _Value(name, is_fixed)
+
+    # Loops around rows
+
+    def _axis_lines(self, rank: int) -> list[str]:
+        return [f"x{slot}_{size} = tl.arange(0, {_padded(size)}){_spread(slot + 1, rank)}" for slot, size in self.axes]
+
+    def _index_lines(self) -> list[str]:
+        return [
+            f"r_{domain.name} = tl.load(i{number} + p, mask=live, other=0)"
+            for number, domain in enumerate(self.domains)
+        ]
+
+    def _arguments(self) -> list[str]:
+        return [
+            *(f"i{number}" for number in range(len(self.domains))),
+            *(f"b{at}" for at in self.inputs),
+            *(f"b{at}" for at in self.traversal.roots),
+        ]
+
+    def _plain(self, rank: int) -> str:
+        """Rows one by one."""
+        arguments = ", ".join(["num_rows", "seed", *self._arguments(), "ROWS: tl.constexpr"])
+        lines = [
+            f"p = tl.program_id(0) * ROWS + tl.arange(0, ROWS){_spread(0, rank)}",
+            "row = p",
+            "live = p < num_rows",
+            *self._axis_lines(rank),
+            *self._index_lines(),
+            *self.before,
+            *self.body,
+        ]
+        return _function(self.name, arguments, "num_rows", lines)
+
+    def _grouped(self, sums: list[int], rank: int) -> str:
+        """Rows of one task, or one row of each of many."""
+        parts = [f"q{at}" for at in sums]
+        flags = [f"{name}: tl.constexpr" for name in ("HAS_POSITIONS", "LANES", "ROWS")]
+        arguments = ", ".join(
+            ["groups", "begins", "ends", "part_numbers", "positions", "num_tasks", "seed"]
+            + [*self._arguments(), *parts, *flags]
+        )
+        lines = [
+            "NUM_GROUPS: tl.constexpr = ROWS if LANES else 1",
+            "STEP: tl.constexpr = 1 if LANES else ROWS",
+            f"task = tl.program_id(0) * NUM_GROUPS + tl.arange(0, NUM_GROUPS){_spread(0, rank)}",
+            "alive = task < num_tasks",
+            *(f"{name} = tl.load({name}s + task, mask=alive, other=0)" for name in ("group", "begin", "end")),
+            *self._axis_lines(rank),
+            *self.before,
+        ]
+        ends = []
+        for at in sums:
+            one = self.program[at]
+            indices = self._indices(one.shape)
+            sizes = [index.size for index in indices][: rank - 1]
+            shape = ", ".join(["NUM_GROUPS", *map(str, sizes), *["1"] * (rank - 1 - len(sizes))])
+            lines.append(f"a{at} = tl.full([{shape}], {_neutral(one)}, tl.float32)")
+            size, flat = math.prod(one.shape), _flat(indices, one.shape)
+            inside = "".join(f" & {condition}" for condition in _conditions(indices))
+            for buffer, row, whole in (
+                (f"b{at}", "group", "part_number < 0"),
+                (f"q{at}", "part_number", "part_number >= 0"),
+            ):
+                place = f"{buffer} + {row}.to(tl.int64) * {size} + {flat}"
+                ends.append(f"tl.store({place}, a{at}, mask=alive & ({whole}){inside})")
+        lines += [
+            "for at in range(0, tl.max(end - begin), STEP):",
+            f"    p = begin + at + tl.arange(0, ROWS){_spread(0, rank)} * (0 if LANES else 1)",
+            "    live = p < end",
+            "    if HAS_POSITIONS:",
+            "        row = tl.load(positions + p, mask=live, other=0)",
+            "    else:",
+            "        row = p",
+            *(f"    {line}" for line in [*self._index_lines(), *self.body]),
+            "part_number = tl.load(part_numbers + task, mask=alive, other=0)",
+            *ends,
+        ]
+        return _function(self.name, arguments, "num_tasks", lines)
+
+
+def _function(name: str, arguments: str, count: str, lines: list[str]) -> str:
+    body = "\n".join(f"    {line}" for line in lines)
+    return f'@triton.jit(do_not_specialize=["{count}", "seed"])\ndef {name}({arguments}):\n{body}\n'
+
+
+def _spread(dimension: int, rank: int) -> str:
+    """Subscripts that put a row of numbers along a dimension of a tile."""
+    if rank == 1:
+        return ""
+    return f"[{', '.join(':' if at == dimension else 'None' for at in range(rank))}]"
+
+
+def _padded(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _conditions(indices: list[_Index]) -> list[str]:
+    return list(dict.fromkeys(condition for index in indices for condition in index.conditions))
+
+
+def _number(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+def _neutral(one: Operation) -> str:
+    assert isinstance(one, Reduce)
+    return "0.0" if one.kind == "sum" else 'float("-inf")'
+
+
+def _flat(indices: list[_Index], shape: Shape) -> str:
+    """The place of an element in a row."""
+    text = ""
+    for index, size in zip(indices, shape, strict=True):
+        if size != 1:
+            text = f"({text} * {size} + {index.text})" if text else index.text
+    return text or "0"
+
+
+def _reshaped(indices: list[_Index], given: Shape, wanted: Shape) -> list[_Index]:
+    """Indices into ``wanted`` of the element at ``indices`` of ``given``."""
+    long = [(index, size) for index, size in zip(indices, given, strict=True) if size != 1]
+    if [size for _, size in long] == [size for size in wanted if size != 1]:
+        rest = iter(index for index, _ in long)
+        return [_ZERO if size == 1 else next(rest) for size in wanted]
+    flat, conditions = _flat(indices, given), tuple(_conditions(indices))
+    tile, found, below = math.prod(index.size for index in indices), [], 1
+    for size in reversed(wanted):
+        found.append(_ZERO if size == 1 else _Index(f"({flat} // {below} % {size})", conditions, tile))
+        below *= size
+    return found[::-1]

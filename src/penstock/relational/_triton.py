@@ -1,0 +1,403 @@
+"""Runs lowered programs by Triton: generated kernels for traversals, `_triton_kernels` for products.
+
+On CUDA the schedule of every kernel is measured when it first meets a graph of a new shape. Under Triton's interpreter
+(``TRITON_INTERPRET=1``) the same kernels run on tensors of the CPU, very slowly.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from penstock import native
+from penstock.relational._domain import Domain
+from penstock.relational._emit_triton import TritonKernel, emit
+from penstock.relational._graph import RelationalGraph
+from penstock.relational._ir import Matmul, OuterSum, Program, Reduce
+from penstock.relational._lower import Kernel, lower
+from penstock.relational._steps import Compiled, Run
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TILE_NUMBERS = 4096
+"""Of a traversal's tile, rows included, at most."""
+_SPLIT_ROWS = 1024
+"""Of one sum of outer products."""
+_NARROW = 16
+"""Rows of fewer numbers (scores, their sums and maxima) are kept in float32 in layers of half precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How a traversal's rows are shared out."""
+
+    rows: int
+    """Of an instance at a time."""
+    lanes: bool
+    """Whether these are one row each of as many groups, not many rows of one."""
+    split: int
+    """Rows of a group at most that one instance goes through; longer ones are split, and their parts added in order."""
+    warps: int
+    """Of an instance."""
+
+
+class CompiledTriton(Compiled):
+    """A program compiled for CUDA in one dtype; good for any graph."""
+
+    emitter = "Triton"
+    kernels: dict[int, TritonKernel]  # type: ignore[assignment]
+
+    def __init__(self, program: Program, dtype: torch.dtype, num_results: int):
+        super().__init__(lower(program, blocked=False), dtype)
+        self._results = set(program.outputs[:num_results])
+        self.source, self.kernels = emit(self.lowered)
+        self.find_last_uses()
+        self.module = _module(self.source)
+        self.schedules: dict[tuple[str, tuple[int, ...]], Schedule] = {}
+        """As measured, by kernel and shape of graph."""
+
+    @staticmethod
+    def is_available(device: torch.device) -> bool:
+        """Whether Triton is installed and can reach the device."""
+        if importlib.util.find_spec("triton") is None:
+            return False
+        if device.type == "cuda":
+            return torch.cuda.get_device_capability(device) >= (7, 0)
+        return os.environ.get("TRITON_INTERPRET") == "1"
+
+    def dtype_of(self, at: int) -> torch.dtype:
+        is_narrow = math.prod(self.lowered.program[at].shape) < _NARROW
+        return torch.float32 if is_narrow and at not in self._results else self.dtype
+
+    def start(self, graph: RelationalGraph) -> "_Run":
+        return _Run(self, graph)
+
+
+class _Run(Run):
+    """One call's tensors."""
+
+    def __init__(self, compiled: CompiledTriton, graph: RelationalGraph):
+        super().__init__(compiled, graph)
+        self.compiled = compiled
+        self.fixed = _fixed_kernels()
+
+    def traverse(self, kernel: Kernel) -> None:
+        assert isinstance(kernel, TritonKernel)
+        graph, step = self.graph, kernel.traversal
+        for root in step.roots:
+            self.make(root)
+        if not graph.count(step.over):
+            return
+        buffers = [self.value(at) for at in (*kernel.inputs, *step.roots)]
+        indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
+        arguments = [*indexes, *buffers]
+        function = getattr(self.compiled.module, kernel.name)
+        if step.by is None:
+            count = graph.count(step.over)
+            rows = _rows_of(kernel.tile)
+            launch(function, (_ceil(count, rows),), [count, self.seed, *arguments], {"ROWS": rows}, warps=4)
+            return
+        run = functools.partial(self._go_through, kernel, function, arguments)
+        run(self._schedule(kernel, run))
+
+    def _go_through(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], chosen: Schedule) -> None:
+        graph, step = self.graph, kernel.traversal
+        assert step.by is not None
+        tasks = tasks_of(graph, step.over, step.by, chosen.split)
+        positions, _ = graph.order(step.over, step.by)
+        sums = [at for at in step.roots if isinstance(self.program[at], Reduce)]
+        parts = [torch.empty(tasks.num_parts, math.prod(self.program[at].shape), device=graph.device) for at in sums]
+        grid = (_ceil(len(tasks.groups), chosen.rows) if chosen.lanes else len(tasks.groups),)
+        given = [
+            tasks.groups, tasks.begins, tasks.ends, tasks.part_numbers, _or_any(positions, tasks.groups),
+            len(tasks.groups), self.seed, *arguments, *parts,
+        ]  # fmt: skip
+        flags = {"HAS_POSITIONS": positions is not None, "LANES": chosen.lanes, "ROWS": chosen.rows}
+        launch(function, grid, given, flags, warps=chosen.warps)
+        for at, part in zip(sums, parts, strict=True):
+            one = self.program[at]
+            assert isinstance(one, Reduce)
+            self._add_parts(tasks.split, part, self.value(at), math.prod(one.shape), is_max=one.kind == "max")
+
+    def _schedule(self, kernel: TritonKernel, run: Callable[[Schedule], None]) -> Schedule:
+        graph, step = self.graph, kernel.traversal
+        assert step.by is not None
+        shape = tuple(graph.count(domain).bit_length() for domain in (step.over, step.by))
+        found = self.compiled.schedules.get((kernel.name, shape))
+        if found is not None:
+            return found
+        mean = graph.count(step.over) / max(1, graph.count(step.by))
+        all_ = schedules(kernel.tile, mean)
+        found = all_[0]
+        if graph.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            found = min(all_, key=lambda one: _seconds(functools.partial(run, one)))
+        self.compiled.schedules[kernel.name, shape] = found
+        return found
+
+    def multiply(self, place: int) -> None:
+        one = self.program[place]
+        assert isinstance(one, Matmul)
+        left, matrix = one.operands
+        shape = self.program[matrix].shape
+        heads = math.prod(one.shape[:-1])
+        inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
+        found, (rows, index, strides) = self.make(place), self._rows(left, one.domain, inner, heads)
+        matrices = self.value(matrix).contiguous()
+        block_rows, block_outer = 64, min(64, _padded(outer))
+        blocks = blocks_of(self.graph, one.domain, self.program[matrix].domain, block_rows)
+        if not len(blocks.types):
+            return
+        launch(
+            self.fixed.typed_matmul,
+            (len(blocks.types), _ceil(outer, block_outer), heads),
+            [
+                blocks.types, blocks.starts, blocks.segments, rows, _or_any(index, blocks.types), matrices, found,
+            ],
+            {
+                "row_stride": strides[0], "head_stride": strides[1], "matrix_stride": math.prod(shape),
+                "matrix_head_stride": inner * outer if math.prod(shape[:-2]) > 1 else 0, "HEADS": heads,
+                "INNER": inner, "OUTER": outer, "TRANSPOSED": one.transposed, "HAS_INDEX": index is not None,
+                "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(), "BLOCK_ROWS": block_rows,
+                "BLOCK_INNER": min(32, _padded(inner)), "BLOCK_OUTER": block_outer,
+            },
+            warps=4,
+        )  # fmt: skip
+
+    def sum_outer(self, place: int) -> None:
+        one = self.program[place]
+        assert isinstance(one, OuterSum)
+        inner, outer = one.shape[-2:]
+        heads = math.prod(one.shape[:-2])
+        found = self.make(place).zero_()
+        blocks = blocks_of(self.graph, one.over, one.domain, _SPLIT_ROWS)
+        if not len(blocks.types):
+            return
+        (left, left_index, left_strides), (right, right_index, right_strides) = (
+            self._rows(at, one.over, size, heads) for at, size in zip(one.operands, (inner, outer), strict=True)
+        )
+        width = heads * inner * outer
+        parts = torch.empty(len(blocks.types), width, device=self.graph.device)
+        block_inner, block_outer = min(64, _padded(inner)), min(64, _padded(outer))
+        launch(
+            self.fixed.typed_outer,
+            (len(blocks.types), _ceil(inner, block_inner) * _ceil(outer, block_outer), heads),
+            [
+                blocks.types, blocks.starts, blocks.segments, left, _or_any(left_index, blocks.types),
+                right, _or_any(right_index, blocks.types), parts,
+            ],
+            {
+                "left_stride": left_strides[0], "left_head_stride": left_strides[1], "right_stride": right_strides[0],
+                "right_head_stride": right_strides[1], "HEADS": heads, "INNER": inner, "OUTER": outer,
+                "LEFT_HAS_INDEX": left_index is not None, "RIGHT_HAS_INDEX": right_index is not None,
+                "IS_HALF": _is_half(left, right), "PRECISION": _precision(), "SPLIT": _SPLIT_ROWS, "BLOCK_ROWS": 32,
+                "BLOCK_INNER": block_inner, "BLOCK_OUTER": block_outer,
+            },
+            warps=4,
+        )  # fmt: skip
+        self._add_parts(blocks.split, parts, found, width, is_max=False)
+
+    def _add_parts(
+        self, split: "Split", parts: torch.Tensor, results: torch.Tensor, width: int, *, is_max: bool
+    ) -> None:
+        if not len(split.groups):
+            return
+        block = min(1024, max(16, _padded(width)))
+        launch(
+            self.fixed.add_parts,
+            (len(split.groups), _ceil(width, block)),
+            [split.groups, split.firsts, split.counts, parts, results],
+            {"WIDTH": width, "IS_MAX": is_max, "BLOCK": block},
+            warps=4,
+        )
+
+    def _rows(
+        self, at: int, over: Domain, width: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]:
+        """A product's rows: the tensor, which row each of ours is, and elements from row to row and head to head."""
+        value, one = self.value(at), self.program[at]
+        size = math.prod(one.shape)
+        strides = (0 if one.domain is Domain.ONE else size, width if heads > 1 and size > width else 0)
+        index = None
+        if one.domain not in (over, Domain.ONE):
+            index = self.graph.index_in_order(over, None, one.domain)
+        return value, index, strides
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Results that several parts make, ``int32`` each."""
+
+    groups: torch.Tensor
+    """Rows of the result."""
+    firsts: torch.Tensor
+    """The first part of each."""
+    counts: torch.Tensor
+    """How many parts each has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """Groups in pieces of bounded length, the longest first; ``int32`` each. Groups without rows have none."""
+
+    groups: torch.Tensor
+    """Which group each is of."""
+    begins: torch.Tensor
+    """Its first position."""
+    ends: torch.Tensor
+    """After its last."""
+    part_numbers: torch.Tensor
+    """Which part it is, -1 where it is the whole group."""
+    num_parts: int
+    """Of groups that are split."""
+    split: Split
+    """How parts come together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows in blocks of one type, ``int32`` each."""
+
+    types: torch.Tensor
+    """Of each block."""
+    starts: torch.Tensor
+    """Its first row."""
+    segments: torch.Tensor
+    """Where each type's rows begin, and where the last one's end."""
+    split: Split
+    """Which blocks each type has."""
+
+
+def tasks_of(graph: RelationalGraph, over: Domain, by: Domain, split: int) -> Tasks:
+    """The graph's, built once."""
+    return graph.remember(("tasks", over, by, split), lambda: _tasks(graph.order(over, by)[1], split, graph.device))
+
+
+def blocks_of(graph: RelationalGraph, of: Domain, to: Domain, size: int) -> Blocks:
+    """The graph's, built once."""
+    return graph.remember(("blocks", of, to, size), lambda: _blocks(graph.order(of, to)[1], size, graph.device))
+
+
+def _tasks(starts: torch.Tensor, split: int, device: torch.device) -> Tasks:
+    starts = starts.cpu()
+    groups, ranks, chunks = _pieces(starts, split)
+    begins = starts[:-1][groups] + ranks * split
+    ends = torch.minimum(begins + split, starts[1:][groups])
+    is_part = chunks[groups] > 1
+    numbers = torch.where(is_part, is_part.cumsum(0) - 1, -1)
+    order = (begins - ends).argsort(stable=True)
+    owners = (chunks > 1).nonzero().squeeze(1)
+    parts = Split(*_int32(device, owners, chunks[owners].cumsum(0) - chunks[owners], chunks[owners]))
+    one, two, three, four = _int32(device, *(one[order] for one in (groups, begins, ends, numbers)))
+    return Tasks(one, two, three, four, num_parts=int(is_part.sum()), split=parts)
+
+
+def _blocks(segments: torch.Tensor, size: int, device: torch.device) -> Blocks:
+    segments = segments.cpu()
+    types, ranks, chunks = _pieces(segments, size)
+    owners = chunks.nonzero().squeeze(1)
+    split = Split(*_int32(device, owners, (chunks.cumsum(0) - chunks)[owners], chunks[owners]))
+    one, two, three = _int32(device, types, segments[:-1][types] + ranks * size, segments)
+    return Blocks(one, two, three, split)
+
+
+def _pieces(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each piece its group and its rank there; and how many pieces each group has."""
+    chunks = (starts.diff() + size - 1) // size
+    groups = torch.arange(len(chunks)).repeat_interleave(chunks)
+    ranks = torch.arange(len(groups)) - (chunks.cumsum(0) - chunks)[groups]
+    return groups, ranks, chunks
+
+
+def _int32(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [one.to(device, torch.int32).contiguous() for one in tensors]
+
+
+def schedules(tile: int, mean_rows: float) -> list[Schedule]:
+    """What a traversal may try, the likeliest first; ``tile``: numbers of a row, ``mean_rows``: of a group."""
+    rows = _rows_of(tile)
+    by_group = [Schedule(min(rows, count), lanes=False, split=1024, warps=warps) for count, warps in _BY_GROUP]
+    by_lane = [Schedule(min(rows, count), lanes=True, split=128, warps=warps) for count, warps in _BY_LANE]
+    found = [*by_group, *by_lane] if mean_rows >= 8 else [*by_lane, *by_group]
+    return list(dict.fromkeys(found))
+
+
+_BY_GROUP = ((16, 2), (8, 1), (32, 4), (64, 8))
+_BY_LANE = ((8, 2), (4, 1), (16, 4), (32, 4))
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], *, warps: int
+) -> None:
+    """Starts a kernel on the device of its tensors."""
+    device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[grid](*arguments, **constants, num_warps=warps)
+    else:
+        kernel[grid](*arguments, **constants)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """The median of five on the device, after one that compiles."""
+    run()
+    found: list[float] = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return statistics.median(found)
+
+
+@functools.lru_cache(maxsize=256)
+def _module(source: str) -> ModuleType:
+    """The source as a module: Triton reads kernels from a file."""
+    name = "relational_layer_" + hashlib.sha256(source.encode()).hexdigest()[:24]
+    file = native.keep_source(source, f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _fixed_kernels() -> Any:  # any: a module of Triton kernels
+    return importlib.import_module("penstock.relational._triton_kernels")
+
+
+def _is_half(*tensors: torch.Tensor) -> bool:
+    """Whether tensor cores may multiply them as they are."""
+    pairs = itertools.pairwise(one.dtype for one in tensors)
+    return tensors[0].dtype is not torch.float32 and all(one is other for one, other in pairs)
+
+
+def _or_any(index: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """A pointer for an argument that is not read where there is no index."""
+    return other if index is None else index
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _rows_of(tile: int) -> int:
+    return max(1, min(64, _TILE_NUMBERS // tile))
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)

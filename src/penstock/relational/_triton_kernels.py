@@ -1,0 +1,216 @@
+"""Triton kernels that do not depend on the layer, and functions that generated ones call.
+
+Like the C side: no atomics. What one program instance cannot finish is written as parts, and `add_parts` brings them
+together in order, so results are equal to the bit from run to run.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def mix(x):
+    """A finalizer of 32 bits, as `penstock.relational._random.hashed`."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def dropped(row, column, seed, stream, limit, scale):
+    """0 or ``scale``, by a hash."""
+    start = mix(row.to(tl.uint32) + (seed.to(tl.uint32) ^ stream))
+    return tl.where(mix(start + column.to(tl.uint32)) >= limit, scale, 0.0)
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN where any is."""
+    return tl.where((a > b) | (a != a), a, b)
+
+
+@triton.jit
+def tanh(x):
+    """By its series near 0, where the quotient would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    s = x * x
+    near = x * (1.0 - s * (0.33333333 - s * (0.13333333 - s * (0.05396825 - s * 0.02186949))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def gelu(x):
+    """With the error function."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_slope(x):
+    """Its derivative."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+
+
+@triton.jit
+def typed_matmul(
+    block_types,
+    block_starts,
+    segments,
+    rows,
+    index,
+    matrices,
+    results,
+    row_stride: tl.constexpr,
+    head_stride: tl.constexpr,
+    matrix_stride: tl.constexpr,
+    matrix_head_stride: tl.constexpr,
+    HEADS: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    BLOCK_OUTER: tl.constexpr,
+):
+    """``results [rows, heads, outer] = rows[index] [rows, heads, inner] @ matrices [types, heads, inner, outer]``.
+
+    Instance (block, tile of outer, head): rows of one type, from a list of blocks.
+    """
+    block = tl.program_id(0)
+    kind = tl.load(block_types + block).to(tl.int64)
+    start = tl.load(block_starts + block)
+    end = tl.load(segments + kind + 1)
+    head = tl.program_id(2)
+    at = start + tl.arange(0, BLOCK_ROWS)
+    live = at < end
+    source = at.to(tl.int64)
+    if HAS_INDEX:
+        source = tl.load(index + at, mask=live, other=0).to(tl.int64)
+    outer = tl.program_id(1) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_OUTER], dtype=tl.float32)
+    for begin in range(0, INNER, BLOCK_INNER):
+        inner = begin + tl.arange(0, BLOCK_INNER)
+        a = tl.load(
+            rows + source[:, None] * row_stride + head * head_stride + inner[None, :],
+            mask=live[:, None] & (inner < INNER)[None, :],
+            other=0.0,
+        )
+        if TRANSPOSED:
+            places = outer[None, :] * INNER + inner[:, None]
+        else:
+            places = inner[:, None] * OUTER + outer[None, :]
+        b = tl.load(
+            matrices + kind * matrix_stride + head * matrix_head_stride + places,
+            mask=(inner < INNER)[:, None] & (outer < OUTER)[None, :],
+            other=0.0,
+        )
+        if not IS_HALF:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    tl.store(
+        results + (at.to(tl.int64)[:, None] * HEADS + head) * OUTER + outer[None, :],
+        total,
+        mask=live[:, None] & (outer < OUTER)[None, :],
+    )
+
+
+@triton.jit
+def typed_outer(
+    block_types,
+    block_starts,
+    segments,
+    left,
+    left_index,
+    right,
+    right_index,
+    parts,
+    left_stride: tl.constexpr,
+    left_head_stride: tl.constexpr,
+    right_stride: tl.constexpr,
+    right_head_stride: tl.constexpr,
+    HEADS: tl.constexpr,
+    INNER: tl.constexpr,
+    OUTER: tl.constexpr,
+    LEFT_HAS_INDEX: tl.constexpr,
+    RIGHT_HAS_INDEX: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    BLOCK_OUTER: tl.constexpr,
+):
+    """``parts [blocks, heads, inner, outer]``: for each block of rows of one type, the sum of left outer right.
+
+    Instance (block, tile of inner and outer, head).
+    """
+    block = tl.program_id(0)
+    kind = tl.load(block_types + block).to(tl.int64)
+    start = tl.load(block_starts + block)
+    end = tl.minimum(tl.load(segments + kind + 1), start + SPLIT)
+    head = tl.program_id(2)
+    tiles = (OUTER + BLOCK_OUTER - 1) // BLOCK_OUTER
+    inner = (tl.program_id(1) // tiles) * BLOCK_INNER + tl.arange(0, BLOCK_INNER)
+    outer = (tl.program_id(1) % tiles) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+    total = tl.zeros([BLOCK_INNER, BLOCK_OUTER], dtype=tl.float32)
+    for begin in range(start, end, BLOCK_ROWS):
+        at = begin + tl.arange(0, BLOCK_ROWS)
+        live = at < end
+        from_left = at.to(tl.int64)
+        if LEFT_HAS_INDEX:
+            from_left = tl.load(left_index + at, mask=live, other=0).to(tl.int64)
+        from_right = at.to(tl.int64)
+        if RIGHT_HAS_INDEX:
+            from_right = tl.load(right_index + at, mask=live, other=0).to(tl.int64)
+        a = tl.load(
+            left + from_left[None, :] * left_stride + head * left_head_stride + inner[:, None],
+            mask=(inner < INNER)[:, None] & live[None, :],
+            other=0.0,
+        )
+        b = tl.load(
+            right + from_right[:, None] * right_stride + head * right_head_stride + outer[None, :],
+            mask=live[:, None] & (outer < OUTER)[None, :],
+            other=0.0,
+        )
+        if not IS_HALF:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    tl.store(
+        parts + ((block.to(tl.int64) * HEADS + head) * INNER + inner[:, None]) * OUTER + outer[None, :],
+        total,
+        mask=(inner < INNER)[:, None] & (outer < OUTER)[None, :],
+    )
+
+
+@triton.jit
+def add_parts(
+    groups,
+    firsts,
+    counts,
+    parts,
+    results,
+    WIDTH: tl.constexpr,
+    IS_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """``results[group] [width]`` = its parts, ``counts`` of them from ``firsts`` on, brought together in order."""
+    task = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    fits = column < WIDTH
+    first = tl.load(firsts + task).to(tl.int64)
+    total = tl.load(parts + first * WIDTH + column, mask=fits, other=0.0)
+    for at in range(1, tl.load(counts + task)):
+        part = tl.load(parts + (first + at) * WIDTH + column, mask=fits, other=0.0)
+        if IS_MAX:
+            total = larger(total, part)
+        else:
+            total = total + part
+    group = tl.load(groups + task).to(tl.int64)
+    tl.store(results + group * WIDTH + column, total, mask=fits)
