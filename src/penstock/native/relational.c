@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048 };
+enum { BLOCK_ROWS = 256, SPLIT_ROWS = 2048, AHEAD = 8, MOST_BYTES_AHEAD = 512 };
 
 typedef void (*Gemm)(const char *, const char *, const int *, const int *, const int *, const void *, const void *,
                      const int *, const void *, const int *, const void *, void *, const int *);
@@ -27,10 +27,19 @@ typedef struct {
     Gemm gemm;
 } Typed;
 
+/* Rows that are looked up lie anywhere, and the processor cannot guess which are next. */
+static void fetch_ahead(const char *row, int64_t bytes) {
+    for (int64_t at = 0; at < bytes && at < MOST_BYTES_AHEAD; at += 64)
+        __builtin_prefetch(row + at);
+}
+
 static void gather(char *block, const Rows *rows, int64_t head, int64_t start, int64_t count, int64_t width,
                    int64_t element_bytes) {
     for (int64_t at = 0; at < count; at++) {
         const int64_t row = rows->index ? rows->index[start + at] : start + at;
+        if (rows->index && at + AHEAD < count)
+            fetch_ahead(rows->rows + (rows->index[start + at + AHEAD] * rows->row_stride + head * rows->head_stride) *
+                                         element_bytes, width * element_bytes);
         memcpy(block + at * width * element_bytes,
                rows->rows + (row * rows->row_stride + head * rows->head_stride) * element_bytes,
                (size_t)(width * element_bytes));
@@ -139,6 +148,8 @@ static int64_t first_at_least(const int32_t *owners, int64_t low, int64_t high, 
 static void add_rows(const Typed *typed, const char *block, const int32_t *owners, int64_t count, char *results) {
     const int64_t width = typed->num_heads * typed->outer;
     for (int64_t at = 0; at < count; at++) {
+        if (at + AHEAD < count)
+            fetch_ahead(results + owners[at + AHEAD] * width * typed->element_bytes, width * typed->element_bytes);
         if (typed->element_bytes == 8) {
             double *to = (double *)results + owners[at] * width;
             const double *from = (const double *)block + at * width;

@@ -46,6 +46,8 @@ typedef struct {
     void *const *buffers;
 } Context;
 
+enum { AHEAD = 8 };
+
 static inline uint32_t mix(uint32_t x) {
     x ^= x >> 16;
     x *= 0x7feb352du;
@@ -351,7 +353,20 @@ class _Writer:
         lines = ["const int64_t row = c->positions ? c->positions[p] : p; (void)row;"]
         for number, domain in enumerate(self.domains):
             lines.append(f"const int64_t r_{domain.name} = c->indexes[{number}][p];")
+        lines += self._prefetches()
         return "\n".join(lines)
+
+    def _prefetches(self) -> list[str]:
+        """Rows that are looked up lie anywhere, and the processor cannot guess which are next."""
+        lines = []
+        for number, domain in enumerate(self.domains):
+            rows = [(at, math.prod(self.program[at].shape)) for at in self.inputs if self.program[at].domain is domain]
+            for at, size in rows:
+                if size < MOST_LOCAL:
+                    continue
+                lines.append(f"const real *const next{at} = b{at} + (int64_t)c->indexes[{number}][p + AHEAD] * {size};")
+                lines += [f"__builtin_prefetch(next{at} + {start});" for start in range(0, min(size, 128), 16)]
+        return ["if (p + AHEAD < c->num_positions) {", *lines, "}"] if lines else []
 
     def _plain(self) -> str:
         """Rows one by one."""
