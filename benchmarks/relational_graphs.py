@@ -29,6 +29,13 @@ class Edges:
     """Rows of features."""
     num_edge_types: int
     """Matrices of a layer."""
+    node_type: torch.Tensor | None = None
+    """``int64 [num_nodes]``, for layers that know node types; ``None``: one for all."""
+
+    @property
+    def distinct(self) -> float:
+        """Pairs of a source and a type that occur, over edges."""
+        return len(torch.unique(self.edge_type * self.num_nodes + self.edge_index[0])) / self.edge_index.shape[1]
 
     def graph(self) -> RelationalGraph:
         """Without any index yet."""
@@ -62,6 +69,46 @@ def aifb() -> Edges:
     )
 
 
+def aifb_by_class() -> Edges:
+    """With inverses, and nodes typed by the first ``rdf:type`` they are given; those without are of one more type."""
+    found = read_ntriples(DATA / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    relation = next(number for name, number in found.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
+    chosen = found.edge_type == relation
+    subject, kind = found.edge_index[:, chosen].flip(1)
+    kinds, number = kind.unique(return_inverse=True)
+    node_type = torch.full((len(found.nodes),), len(kinds))
+    node_type[subject] = number
+    return Edges(
+        name="AIFB by class", edge_index=found.edge_index, edge_type=found.edge_type, num_nodes=len(found.nodes),
+        num_edge_types=len(found.relations), node_type=node_type,
+    )  # fmt: skip
+
+
+def slice_of_mag(share: float) -> Edges:
+    """Four node types and four relations with their inverses, in the numbers of ogbn-mag times ``share``."""
+    generator = torch.Generator().manual_seed(0)
+    nodes = {"paper": 736_389, "author": 1_134_649, "institution": 8_740, "field": 59_965}
+    sizes = [int(count * share) for count in nodes.values()]
+    starts = dict(zip(nodes, torch.tensor([0, *sizes]).cumsum(0).tolist(), strict=False))
+    relations = {
+        ("author", "institution"): 1_043_998, ("author", "paper"): 7_145_660, ("paper", "paper"): 5_416_271,
+        ("paper", "field"): 7_505_078,
+    }  # fmt: skip
+    index, types = [], []
+    for (source, target), count in relations.items():
+        ends = []
+        for end in (source, target):
+            drawn = torch.rand(int(count * share), generator=generator) ** 2  # low numbers occur more often
+            ends.append(starts[end] + (drawn * int(nodes[end] * share)).long())
+        for pair in (ends, ends[::-1]):
+            types.append(torch.full((len(ends[0]),), len(index)))
+            index.append(torch.stack(pair))
+    return Edges(
+        name="MAG slice", edge_index=torch.cat(index, 1), edge_type=torch.cat(types), num_nodes=sum(sizes),
+        num_edge_types=len(index), node_type=torch.arange(4).repeat_interleave(torch.tensor(sizes)),
+    )  # fmt: skip
+
+
 def synthetic(name: str, num_nodes: int, num_edges: int, num_types: int, distinct: float, hub: float = 0.0) -> Edges:
     """Random edges, of which ``distinct`` have a (source, type) pair of their own; ``hub`` of them enter node 0."""
     generator = torch.Generator().manual_seed(0)
@@ -85,6 +132,9 @@ GRAPHS: dict[str, Callable[[], Edges]] = {
     "WN18RR": lambda: knowledge_graph("wn18rr"),
     "MUTAG-like": lambda: synthetic("MUTAG-like", 27_163, 148_100, 50, 0.5),
     "BGS-like": lambda: synthetic("BGS-like", 94_806, 672_884, 122, 0.5),
+    "AIFB by class": aifb_by_class,
+    "AM-like": lambda: synthetic("AM-like", 881_680, 5_668_682, 108, 0.5),
+    "MAG slice": lambda: slice_of_mag(0.05),
     "hub": lambda: synthetic("hub", 50_000, 400_000, 20, 0.7, hub=0.25),
     "small": lambda: synthetic("small", 500, 4_000, 8, 0.5),
 }
