@@ -297,3 +297,36 @@ int penstock_counting_sort(const int64_t *keys, int64_t size, int64_t num_keys, 
     free(next);
     return 0;
 }
+
+/* Pairs of a node and a type that occur among edges, in order of type, then node, and each edge's pair: two counting
+ * sorts. Returns how many there are, -1 without memory. All arrays have room for size numbers. */
+int64_t penstock_pairs(const int64_t *nodes, const int64_t *types, int64_t size, int64_t num_nodes, int64_t num_types,
+                       int64_t *pair_nodes, int64_t *pair_types, int64_t *edge_pairs) {
+    const int64_t largest = num_nodes > num_types ? num_nodes : num_types;
+    int64_t *starts = malloc((size_t)(largest + 1) * sizeof *starts);
+    int64_t *sorted = malloc((size_t)(size ? size : 1) * sizeof *sorted);
+    int32_t *by_node = malloc((size_t)(size ? size : 1) * sizeof *by_node);
+    int32_t *by_type = malloc((size_t)(size ? size : 1) * sizeof *by_type);
+    int64_t count = -1;
+    if (starts && sorted && by_node && by_type && !penstock_counting_sort(nodes, size, num_nodes, by_node, starts)) {
+        for (int64_t at = 0; at < size; at++)
+            sorted[at] = types[by_node[at]];
+        if (!penstock_counting_sort(sorted, size, num_types, by_type, starts)) {
+            count = 0;
+            for (int64_t at = 0; at < size; at++) {
+                const int64_t edge = by_node[by_type[at]];
+                if (!count || pair_nodes[count - 1] != nodes[edge] || pair_types[count - 1] != types[edge]) {
+                    pair_nodes[count] = nodes[edge];
+                    pair_types[count] = types[edge];
+                    count++;
+                }
+                edge_pairs[edge] = count - 1;
+            }
+        }
+    }
+    free(starts);
+    free(sorted);
+    free(by_node);
+    free(by_type);
+    return count;
+}

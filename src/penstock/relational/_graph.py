@@ -10,13 +10,16 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from penstock import native
+from penstock.errors import InternalError
 from penstock.relational._domain import Domain
 from penstock.relational._registry import register
+from penstock.relational._saved import load_graph, save_graph
 
 _Made = TypeVar("_Made")
 
@@ -79,7 +82,6 @@ class RelationalGraph:
         self.number = register(self)
         """Of the graph, in arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
-        self._pairs: dict[Domain, torch.Tensor] = {}
         self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
@@ -139,6 +141,28 @@ class RelationalGraph:
             return cls.from_types(edges, {name: graph.num_nodes(name) for name in graph.ntypes})
         return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=graph.num_nodes())
 
+    def to(self, device: torch.device | str) -> "RelationalGraph":
+        """The graph on another device, without its indexes; itself where it is there."""
+        if torch.device(device) == self.device:
+            return self
+        one, two = (types.to(device) for types in self._node_types)
+        found = RelationalGraph(
+            self._edge_index.to(device), self._edge_type.to(device),
+            num_nodes=self.num_nodes, num_edge_types=self.num_edge_types,
+            node_type=(one, two) if self.is_block else one, num_node_types=self.num_node_types,
+        )  # fmt: skip
+        found.node_type_names, found.edge_type_names = self.node_type_names, self.edge_type_names
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph and the indexes built so far, as safetensors; all of the file or nothing."""
+        save_graph(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RelationalGraph":
+        """What `save` wrote, on the CPU. Raises ``ValueError`` where the file is something else."""
+        return load_graph(cls, Path(path))
+
     @property
     def num_nodes(self) -> int | tuple[int, int]:
         """As given: one number, or those of sources and targets."""
@@ -163,8 +187,7 @@ class RelationalGraph:
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Sources and edge types that occur together, ``int64 [pairs]`` each: the rows of ``x[e.src, e.etype]``."""
-        keys = self._pair_keys(Domain.SOURCE_AND_TYPE)
-        return keys % max(1, self.num_sources), keys // max(1, self.num_sources)
+        return self._pairs(Domain.SOURCE_AND_TYPE)
 
     def node_counts(self) -> list[int]:
         """Sources of each node type."""
@@ -184,7 +207,7 @@ class RelationalGraph:
     def count(self, domain: Domain) -> int:
         """Rows that the domain has."""
         if domain in _ENDS:
-            return self._pair_keys(domain).shape[0]
+            return len(self._pairs(domain)[0])
         return {
             Domain.EDGE: self.num_edges,
             Domain.SOURCE: self.num_sources,
@@ -207,7 +230,7 @@ class RelationalGraph:
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
         """Where rows of ``of`` begin that belong to each row of ``to``, where they lie in order; and where they end."""
         if of in _ENDS and to is Domain.EDGE_TYPE:
-            types, count = self._pair_keys(of) // max(1, self.count(_ENDS[of])), self.num_edge_types
+            types, count = self._pairs(of)[1], self.num_edge_types
         elif (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
             types, count = self._node_types[of is Domain.TARGET], self.num_node_types
         else:
@@ -282,20 +305,20 @@ class RelationalGraph:
             _check_range("node_type", types, self.num_node_types)
         self._node_types = pair
 
-    def _pair_keys(self, domain: Domain) -> torch.Tensor:
-        found = self._pairs.get(domain)
-        if found is None:
-            end = self._edge_index[0 if domain is Domain.SOURCE_AND_TYPE else 1]
-            keys = self._edge_type * self.count(_ENDS[domain]) + end
-            found, rows = torch.unique(keys, sorted=True, return_inverse=True)
-            self._indexes[Domain.EDGE, domain] = rows
-            self._pairs[domain] = found
-        return found
+    def _pairs(self, domain: Domain) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nodes and types of the pairs of a domain, in order of type, then node."""
+        end = _ENDS[domain]
+        if (domain, end) not in self._indexes:
+            nodes = self._edge_index[0 if end is Domain.SOURCE else 1]
+            found = pairs_of(nodes, self._edge_type, self.count(end), self.num_edge_types)
+            self._indexes[domain, end], self._indexes[domain, Domain.EDGE_TYPE] = found[:2]
+            self._indexes[Domain.EDGE, domain] = found[2]
+        return self._indexes[domain, end], self._indexes[domain, Domain.EDGE_TYPE]
 
     def _build(self, of: Domain, to: Domain) -> torch.Tensor:
         if of is Domain.EDGE:
             if to in _ENDS:
-                self._pair_keys(to)
+                self._pairs(to)
                 return self._indexes[of, to]
             match to:
                 case Domain.SOURCE:
@@ -309,14 +332,11 @@ class RelationalGraph:
                 case _:
                     return self._node_types[1][self._edge_index[1]]
         if of in _ENDS:
-            keys, end = self._pair_keys(of), _ENDS[of]
-            if to is end:
-                return keys % max(1, self.count(end))
-            if to is Domain.EDGE_TYPE:
-                return keys // max(1, self.count(end))
-            node = self.index(of, end)
-            assert node is not None
-            return self._node_types[0 if end is Domain.SOURCE else 1][node]
+            end = _ENDS[of]
+            nodes, types = self._pairs(of)
+            if to in (end, Domain.EDGE_TYPE):
+                return nodes if to is end else types
+            return self._node_types[0 if end is Domain.SOURCE else 1][nodes]
         return self._node_types[0 if of is Domain.SOURCE else 1]
 
 
@@ -386,9 +406,17 @@ _known: dict[Hashable, _Known] = {}
 _lock = threading.RLock()
 
 
+def _library(device: torch.device) -> ctypes.CDLL | None:
+    """The loops of `native`; a compiler without OpenMP is as good as none."""
+    try:
+        return native.load("relational", openmp=True) if device.type == "cpu" else None
+    except InternalError:
+        return None
+
+
 def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Places in order of key, equal keys in order of place, ``int32``; and where each key's begin, ``int64``."""
-    library = native.load("relational", openmp=True) if keys.device.type == "cpu" else None
+    library = _library(keys.device)
     if library is None:
         starts = keys.new_zeros(num_keys + 1)
         starts[1:] = keys.bincount(minlength=num_keys).cumsum(0)
@@ -400,6 +428,25 @@ def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torc
     if library.penstock_counting_sort(ctypes.c_void_p(keys.data_ptr()), *sizes, *pointers):
         raise MemoryError(f"no memory to sort {len(keys)} keys")
     return positions, starts
+
+
+def pairs_of(
+    nodes: torch.Tensor, types: torch.Tensor, num_nodes: int, num_types: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Nodes and types of the pairs that occur, in order of type, then node; and each edge's pair. ``int64`` all."""
+    library = _library(nodes.device)
+    if library is None or len(nodes) >= 2**31:
+        keys, rows = torch.unique(types * num_nodes + nodes, sorted=True, return_inverse=True)
+        return keys % max(1, num_nodes), keys // max(1, num_nodes), rows
+    nodes, types = nodes.contiguous(), types.contiguous()
+    made = [torch.empty(len(nodes), dtype=torch.int64) for _ in range(3)]
+    given = [ctypes.c_void_p(one.data_ptr()) for one in (nodes, types)]
+    sizes = [ctypes.c_int64(one) for one in (len(nodes), num_nodes, num_types)]
+    library.penstock_pairs.restype = ctypes.c_int64
+    count = library.penstock_pairs(*given, *sizes, *(ctypes.c_void_p(one.data_ptr()) for one in made))
+    if count < 0:
+        raise MemoryError(f"no memory to find the pairs of {len(nodes)} edges")
+    return made[0][:count].clone(), made[1][:count].clone(), made[2]
 
 
 def _check_ids(name: str, ids: torch.Tensor, size: int, device: torch.device) -> None:

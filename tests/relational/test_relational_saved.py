@@ -1,0 +1,109 @@
+"""Graphs with their indexes as files, pairs by counting, graphs on the move."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from relational_layers import random_graph, rgat, tensors
+from safetensors.torch import save_file
+
+from penstock import native
+from penstock.relational import RelationalGraph, _graph
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), num_edges=st.sampled_from([0, 1, 9, 200]), num_types=st.integers(1, 9))
+def test_pairs_are_those_of_sorting(seed, num_edges, num_types):
+    generator = torch.Generator().manual_seed(seed)
+    nodes, types = (torch.randint(size, (num_edges,), generator=generator) for size in (12, num_types))
+    found = _graph.pairs_of(nodes, types, 12, num_types)
+    keys, rows = torch.unique(types * 12 + nodes, return_inverse=True)
+    for one, other in zip(found, (keys % 12, keys // 12, rows), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pairs_without_a_compiler_are_the_same(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    nodes, types = torch.randint(9, (50,), generator=generator), torch.randint(4, (50,), generator=generator)
+    expected = _graph.pairs_of(nodes, types, 9, 4)
+    monkeypatch.setattr(native, "load", lambda *_, **__: None)
+    for one, other in zip(_graph.pairs_of(nodes, types, 9, 4), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def graph_and_result():
+    generator = torch.Generator().manual_seed(1)
+    graph = random_graph(20, 90, 4, generator)
+    arguments = tensors("rgat", graph, 4, torch.float64, generator)
+    rgat(graph, **arguments).sum().backward()
+    return graph, arguments
+
+
+def test_a_loaded_graph_has_its_indexes_and_gives_the_same(tmp_path, monkeypatch):
+    graph, arguments = graph_and_result()
+    graph.save(tmp_path / "graph.safetensors")
+    found = RelationalGraph.load(tmp_path / "graph.safetensors")
+    for build in ("pairs_of", "counting_sort"):
+        monkeypatch.setattr(_graph, build, lambda *_: pytest.fail("an index was built again"))
+    assert torch.equal(rgat(found, **arguments), rgat(graph, **arguments))
+    assert repr(found) == repr(graph)
+    assert [one.name for one in tmp_path.iterdir()] == ["graph.safetensors"]
+
+
+def test_blocks_and_names_come_back(tmp_path):
+    edges = {("a", "to", "b"): torch.tensor([[0, 1], [1, 0]]), ("b", "to", "b"): torch.tensor([[0], [1]])}
+    graph = RelationalGraph.from_types(edges, {"a": 2, "b": 2})
+    graph.save(tmp_path / "typed")
+    found = RelationalGraph.load(tmp_path / "typed")
+    assert (found.node_type_names, found.edge_type_names) == (("a", "b"), tuple(edges))
+    block = RelationalGraph(torch.tensor([[3, 0], [0, 1]]), num_nodes=(4, 2))
+    block.save(tmp_path / "block")
+    assert RelationalGraph.load(tmp_path / "block").num_nodes == (4, 2)
+
+
+def test_other_files_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"graph\.save"):
+        RelationalGraph.load(tmp_path / "none")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(ValueError, match="no graph that RelationalGraph.save wrote"):
+        RelationalGraph.load(tmp_path / "text")
+    save_file({"edge_index": torch.zeros(2, 1)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match="is of format None"):
+        RelationalGraph.load(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("name", ["index EDGE TARGET_AND_TYPE", "starts EDGE TARGET"])
+def test_an_index_that_does_not_fit_is_refused(tmp_path, name):
+    from safetensors import safe_open
+
+    graph, _ = graph_and_result()
+    graph.save(tmp_path / "graph")
+    with safe_open(tmp_path / "graph", framework="pt") as file:
+        metadata, kept = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    assert json.loads(metadata["about"])["num_edge_types"] == 4
+    kept[name] = kept[name] + 1000
+    save_file(kept, tmp_path / "graph", metadata)
+    with pytest.raises(ValueError, match="does not fit the graph"):
+        RelationalGraph.load(tmp_path / "graph")
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
+    graph, _ = graph_and_result()
+    graph.save(tmp_path / "graph")
+    before = (tmp_path / "graph").read_bytes()
+
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("penstock.relational._saved.save_file", fails)
+    with pytest.raises(OSError, match="No space left"):
+        graph.save(tmp_path / "graph")
+    assert (tmp_path / "graph").read_bytes() == before
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_graph_stays_where_it_is():
+    graph, _ = graph_and_result()
+    assert graph.to("cpu") is graph
