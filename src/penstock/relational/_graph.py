@@ -80,6 +80,7 @@ class RelationalGraph:
         self.edge_type_names: tuple[tuple[str, str, str], ...] = ()
         """Source type, relation and target type, in order of edge types."""
         self.number = register(self)
+        self.name = str(self.number)
         """Of the graph, in arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
         self._derived: dict[Hashable, Any] = {}
@@ -198,11 +199,12 @@ class RelationalGraph:
         return self._edge_index[1].bincount(minlength=self.num_targets)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "number"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("number", "name")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.number = register(self)
+        self.name = str(self.number)
 
     def count(self, domain: Domain) -> int:
         """Rows that the domain has."""

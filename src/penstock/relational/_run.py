@@ -8,6 +8,7 @@ that stand for the variant and the graph; so `torch.compile` sees one node with 
 import functools
 import inspect
 import math
+import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,8 +95,9 @@ class Layer:
                         f"{name} is on {one.device} and the graph on {graph.device}: they have to be together"
                     )
         is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
-        variant, inputs, num_results, num_outputs, dtype = self._prepare(
-            graph.number, given, tuple(constants.items()), torch.is_grad_enabled(), is_unified
+        # a sum of texts is a constant to torch.compile, and never a symbol as a number may be
+        variant, number, inputs, num_results, num_outputs, dtype = self._prepare(
+            graph.name + "", given, tuple(constants.items()), torch.is_grad_enabled(), is_unified
         )
         flat = []
         for name, end, has_rows in inputs:
@@ -104,7 +106,7 @@ class Layer:
             else:
                 tensor = tensors[name][end]
                 flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
-        found = torch.ops.penstock.relational_layer(flat, variant, graph.number, num_results)
+        found = torch.ops.penstock.relational_layer(flat, variant, number, num_results)
         return found[0] if num_outputs == 0 else tuple(found[:num_outputs])
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
@@ -145,17 +147,18 @@ class Layer:
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _prepare(
         self,
-        graph_number: int,
+        graph_name: str,
         given: tuple[tuple[str, "Description", "Description"], ...],
         constants: tuple[tuple[str, Any], ...],
         is_grad_enabled: bool,
         is_unified: bool,
-    ) -> tuple[int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
-        """What the operator is called with: a variant's number, inputs by name and end, how many results and outputs.
+    ) -> tuple[int, int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
+        """What the operator is called with: numbers of a variant and the graph, inputs by name and end, and how many
+        results and outputs there are.
 
         Under `torch.compile` this runs while it traces, on plain numbers.
         """
-        graph = registered(graph_number)
+        graph = registered(int(graph_name))
         shapes = {name: (one, two) for name, one, two in given}
         traced = self._trace(shapes, dict(constants))
         variant = _variant(self, graph, traced, shapes, is_grad_enabled=is_grad_enabled, is_unified=is_unified)
@@ -166,7 +169,7 @@ class Layer:
             if name != SEED and domain is not Domain.ONE:
                 _check_rows(name, shapes[name][end], domain, shape, graph)
         num_results = len(variant.forward.program.outputs)
-        return variant.number, tuple(inputs), num_results, traced.num_returned, variant.dtype
+        return variant.number, graph.number, tuple(inputs), num_results, traced.num_returned, variant.dtype
 
     def _trace(
         self, given: Mapping[str, tuple["Description", "Description"]], constants: Mapping[str, Any]
@@ -373,7 +376,8 @@ def _dtype(given: Mapping[str, tuple[Description, Description]], emitter: Emitte
 
 
 def _description(tensor: torch.Tensor) -> Description:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+    shape = tuple(operator.index(size) for size in tensor.shape)  # torch.compile's symbols become numbers
+    return shape, tensor.dtype, tensor.requires_grad
 
 
 def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:

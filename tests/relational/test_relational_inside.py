@@ -1,0 +1,150 @@
+"""Layers inside of what trains them: offloading, planned recomputation, DDP, data-loader workers, several graphs."""
+
+import copy
+
+import pytest
+import torch
+from relational_layers import random_graph
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import penstock
+from penstock.relational import HGTConv, RelationalGraph, RGATConv, RGCNConv
+
+
+class Model(nn.Module):
+    def __init__(self, num_types=4):
+        super().__init__()
+        self.first, self.second = RGCNConv(8, 16, num_types), RGATConv(16, 8, num_types, heads=2)
+
+    def forward(self, x, graph):
+        return self.second(torch.relu(self.first(x, graph)), graph)
+
+
+@pytest.fixture
+def graph():
+    return random_graph(200, 1500, 4, torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def gradients(model, call):
+    model.zero_grad()
+    call().square().mean().backward()
+    return [
+        one.grad.clone() for one in model.parameters() if one.grad is not None
+    ]  # PyG's RGAT has some for other modes
+
+
+def test_inside_of_offload(graph, model, tmp_path):
+    x = torch.randn(200, 8)
+    expected = gradients(model, lambda: model(x, graph))
+    with penstock.offload.activations(model, disk=tmp_path, min_size=1024):
+        for _ in range(3):
+            found = gradients(model, lambda: model(x, graph))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_inside_of_remat(graph, model):
+    x = torch.randn(200, 8)
+    expected = gradients(model, lambda: model(x, graph))
+    model.zero_grad()
+    step = penstock.remat.optimize(lambda x: model(x, graph).square().mean(), [x], budget="64MiB")
+    step(x).backward()
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_checkpointed(graph, model):
+    x = torch.randn(200, 8)
+    expected = gradients(model, lambda: model(x, graph))
+    found = gradients(model, lambda: torch.utils.checkpoint.checkpoint(model, x, graph, use_reentrant=False))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_copies_and_moves_of_modules(graph, model):
+    """What `copy.deepcopy`, ``state_dict`` and ``double`` do to any module."""
+    x = torch.randn(200, 8)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(x, graph), model(x, graph))
+    twin.load_state_dict(model.state_dict())
+    twin.double()
+    torch.testing.assert_close(twin(x.double(), graph).float(), model(x, graph))
+
+
+def test_several_graphs_under_one_compile(model):
+    """Of other sizes, so that sizes become symbols; and back to the first."""
+    compiled = torch.compile(lambda x, graph: model(x, graph).sum(), backend="aot_eager", fullgraph=True)
+    graphs = [random_graph(n, 5 * n, 4, torch.Generator().manual_seed(n)) for n in (50, 70, 90)]
+    for graph in [*graphs, graphs[0]]:
+        x = torch.randn(graph.num_sources, 8, requires_grad=True)
+        found, expected = compiled(x, graph), model(x, graph).sum()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(one, x)[0] for one in (found, expected)))
+
+
+class Blocks(Dataset):
+    """Blocks of a few targets each, sampled where the loader's workers are."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, number):
+        keep = self.graph.edge_index[1] < 10 * (number + 1)
+        sizes = (200, 10 * (number + 1))
+        edge_index, edge_type = self.graph.edge_index[:, keep], self.graph.edge_type[keep]
+        block = RelationalGraph(edge_index, edge_type, num_nodes=sizes, num_edge_types=4)
+        torch.manual_seed(0)
+        return block, RGCNConv(8, 4, 4)(torch.ones(200, 8), block).detach()
+
+
+def whole(items):
+    return items[0]
+
+
+def test_blocks_from_workers(graph):
+    """A worker samples, and may run a layer; what it sends has its indexes."""
+    loader = DataLoader(Blocks(graph), num_workers=2, collate_fn=whole)
+    for number, (block, result) in enumerate(loader):
+        assert block.num_nodes == (200, 10 * (number + 1))
+        torch.manual_seed(0)
+        assert torch.equal(RGCNConv(8, 4, 4)(torch.ones(200, 8), block), result)
+
+
+def train_in_a_group(rank, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    parallel = nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)
+    graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
+    parallel(torch.ones(60, 8), graph).square().mean().backward()
+    torch.save([one.grad for one in parallel.module.parameters() if one.grad is not None], f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_gives_the_mean_of_its_ranks(tmp_path, model):
+    torch.multiprocessing.spawn(train_in_a_group, (str(tmp_path),), nprocs=2)
+    each = []
+    for rank in range(2):
+        graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
+        each.append(gradients(model, lambda graph=graph: model(torch.ones(60, 8), graph)))
+    for rank in range(2):
+        for found, one, other in zip(torch.load(tmp_path / f"{rank}.pt"), *each, strict=True):
+            torch.testing.assert_close(found, (one + other) / 2)
+
+
+def test_a_typed_layer_takes_another_graph_of_the_same_types():
+    edges = {("a", "to", "b"): torch.tensor([[0, 1], [1, 0]]), ("b", "of", "a"): torch.tensor([[0], [1]])}
+    conv = HGTConv(4, 8, (["a", "b"], list(edges)), heads=2)
+    for count in (2, 5):
+        sizes = {"a": count, "b": count + 1}
+        found = conv({name: torch.randn(size, 4) for name, size in sizes.items()}, edges)
+        assert {name: len(one) for name, one in found.items()} == sizes
