@@ -7,8 +7,10 @@ Our layer and the hand-written ones take turns in one process. The best of PyG's
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from statistics import geometric_mean, median
@@ -21,6 +23,7 @@ from benchmarks.common import Row, parser, show, write
 from benchmarks.relational_graphs import GRAPHS, Edges
 from benchmarks.relational_peers import ABLATIONS, BY_HAND, PEERS, Call, is_installed, make, predicted_bytes
 from penstock.probe import peak_bytes
+from penstock.relational import RelationalGraph, RGATConv, RGCNConv
 from penstock.relational._cost import Cost, cost
 from penstock.relational._native import CompiledC
 from penstock.units import format_bytes
@@ -187,6 +190,70 @@ def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -
     show(f"{name}, over all passes on", ["", "inference", "training", "inference peak", "training peak"], lines)
 
 
+def first_calls(graph: str, rows: list[Row]) -> None:
+    """Seconds from index tensors to gradients in a new process: with no compiled layer on disk, and with."""
+    lines = []
+    for layer in ("RGCN", "RGAT"):
+        with tempfile.TemporaryDirectory() as cache:
+            for when in ("first process", "next process"):
+                request = json.dumps(["first", layer, graph, 64, 0])
+                done = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.relational", "--child", request],
+                    capture_output=True, text=True, check=True, env={**os.environ, "XDG_CACHE_HOME": cache},
+                )  # fmt: skip
+                taken_s = json.loads(done.stdout.splitlines()[-1])
+                rows.append(Row(name=f"{layer} {graph} 64, {when}", metric="first call", value=taken_s, unit="s"))
+                lines.append([f"{layer} {graph} 64", when, f"{taken_s:.2f} s"])
+    show("graph, compilation, inference and a training step", ["", "", ""], lines)
+
+
+def first_call_s(layer: str, graph: str, width: int) -> float:
+    """In this process; the index tensors are there."""
+    edges = GRAPHS[graph]()
+    start_s = time.perf_counter()
+    call, _ = make("penstock", layer, edges, width)
+    with torch.no_grad():
+        call()
+    call().sum().backward()
+    return time.perf_counter() - start_s
+
+
+def blocks(rows: list[Row], rounds: int) -> None:
+    """Sampled blocks of 4,096 targets with 10 edges each: building their indexes against a training step on them."""
+    whole, lines = GRAPHS["hub"](), []
+    generator = torch.Generator().manual_seed(0)
+    for layer in ("RGCN", "RGAT"):
+        shares, steps = [], []
+        conv = {"RGCN": RGCNConv, "RGAT": RGATConv}[layer](64, 64, whole.num_edge_types)
+        for _ in range(rounds + 1):
+            chosen = torch.randperm(whole.edge_index.shape[1], generator=generator)[:40_960]
+            sources, place = whole.edge_index[0, chosen].unique(return_inverse=True)
+            target = torch.arange(4096).repeat_interleave(10)
+            x = torch.randn(len(sources), 64, requires_grad=True)
+
+            def block(place: Any = place, target: Any = target, chosen: Any = chosen, count: int = len(sources)) -> Any:
+                index, types = torch.stack([place, target]), whole.edge_type[chosen]
+                return RelationalGraph(index, types, num_nodes=(count, 4096), num_edge_types=whole.num_edge_types)
+
+            used = block()
+            conv(x, used).sum().backward()
+            start_s = time.perf_counter()
+            conv(x, used).sum().backward()
+            middle_s = time.perf_counter()
+            fresh = block()
+            for over, by in used._orders:
+                fresh.order(over, by)
+            for over, by_or_none, to in used._indexes_in_order:
+                fresh.index_in_order(over, by_or_none, to)
+            steps.append(middle_s - start_s)
+            shares.append((time.perf_counter() - middle_s) / steps[-1])
+        rows.append(
+            Row(name=f"{layer} block", metric="indexes over a training step", value=median(shares[1:]), unit="")
+        )
+        lines.append([layer, f"{median(steps[1:]) * 1e3:.1f} ms", f"{median(shares[1:]):.1%}"])
+    show("blocks of 40,960 edges", ["", "training step", "indexes over it"], lines)
+
+
 def summary(rows: list[Row]) -> None:
     """Geometric means over the real graphs at width 64, against the best PyG variant."""
     for layer, variants in PEERS.items():
@@ -209,18 +276,21 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--layer", action="append", choices=list(PEERS))
     options.add_argument("--graph", action="append", choices=list(GRAPHS))
     options.add_argument("--width", action="append", type=int)
-    options.add_argument("--part", action="append", choices=["peers", "ablations"])
+    options.add_argument("--part", action="append", choices=["peers", "ablations", "first", "blocks"])
     options.add_argument("--rounds", type=int, default=9)
     given = options.parse_args(arguments)
     if given.child:
         kinds, layer, graph, width, rounds = json.loads(given.child)
+        if kinds == "first":
+            print(json.dumps(first_call_s(layer, graph, width)))
+            return []
         print(json.dumps(measure(kinds, layer, GRAPHS[graph](), width, rounds)))
         return []
     cases = [("RGCN", "small", 16), ("RGAT", "small", 16), ("HGT", "small", 16)] if given.quick else CASES
     rounds = 3 if given.quick else given.rounds
     rows: list[Row] = []
     parts, config = (
-        given.part or ["peers", "ablations"],
+        given.part or ["peers", "ablations", "first", "blocks"],
         {"rounds": rounds, "limit_bytes": LIMIT_BYTES, "limit_s": LIMIT_S},
     )
     for layer, graph, width in cases:
@@ -232,6 +302,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         if "ablations" in parts and width in (16, 64) and graph in (*REAL, "small", "AIFB by class"):
             ablation(layer, graph, width, rounds, rows)
         write(given.json, config, rows)
+    if "first" in parts:
+        first_calls("small" if given.quick else "FB15k-237", rows)
+    if "blocks" in parts:
+        blocks(rows, rounds)
     summary(rows)
     write(given.json, config, rows)
     return rows

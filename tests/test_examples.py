@@ -8,12 +8,19 @@ import pytest
 
 EXAMPLES = {"hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "2"]}
 ELSEWHERE = {"sweep_jobs.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py
-WITH_DATA = {"entity_classification.py": ("aifb", ["--epochs", "30"])}
+WITH_DATA = {
+    "entity_classification.py": ("aifb", ["--epochs", "30"], 80),
+    "link_prediction.py": ("fb15k237", ["--epochs", "2", "--width", "16", "--triples", "20000"], 0.002),
+}
+MADE_UP = {
+    "minibatch_attention.py": ["--nodes", "4000", "--epochs", "2", "--batch", "512"],
+    "own_layer.py": ["--nodes", "1000", "--epochs", "40"],
+}
 FOLDER = Path(__file__).parents[1] / "examples"
 
 
 def test_every_example_is_run():
-    assert {path.name for path in FOLDER.glob("*.py")} == set(EXAMPLES) | set(WITH_DATA) | ELSEWHERE
+    assert {path.name for path in FOLDER.glob("*.py")} == set(EXAMPLES) | set(WITH_DATA) | set(MADE_UP) | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -27,12 +34,26 @@ def test_example_runs(name, tmp_path):
 
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_example_with_data_runs(name):
-    folder, options = WITH_DATA[name]
+    folder, options, least = WITH_DATA[name]
     data = Path(__file__).parents[2] / "shared" / "data" / folder
     if not data.is_dir():
         pytest.skip(f"no data in {data}")
     command = [sys.executable, str(FOLDER / name), "--data", str(data), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    accuracy = float(result.stdout.rsplit(":", 1)[1].strip().rstrip("%"))
-    assert accuracy > 80
+    assert last_number(result.stdout) > least
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_example_with_made_up_data_learns(name, tmp_path):
+    files = ["--picture", str(tmp_path / "curve.png"), "--checkpoint", str(tmp_path / "weights.safetensors")]
+    command = [sys.executable, str(FOLDER / name), *MADE_UP[name], *files]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    accuracy = last_number(next(line for line in reversed(result.stdout.splitlines()) if "accuracy" in line))
+    assert accuracy > 70
+    assert {path.name for path in tmp_path.iterdir()} == {"curve.png", "weights.safetensors"}
+
+
+def last_number(text):
+    return float(text.rsplit(":", 1)[1].strip().rstrip("%"))

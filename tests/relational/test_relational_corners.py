@@ -225,3 +225,26 @@ def test_what_is_no_number_stays_so(graph, emitter):
     x = torch.full((6, 2), torch.nan)
     entered = torch.unique(graph.edge_index[1])
     assert largest.with_options(emitter=emitter)(graph, x)[entered].isnan().all()
+
+
+@layer
+def by_own_type(g, x, weight):
+    for e in g.edges():
+        message = x[e.src]
+    for n in g.nodes():
+        total = n.sum(message) * weight[n.ntype]
+    return total
+
+
+@pytest.mark.parametrize("emitter", ["c", "eager"])
+def test_a_table_of_as_many_types_as_sources_is_not_cut(emitter):
+    block = RelationalGraph(
+        torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]), num_nodes=(4, 2),
+        node_type=(torch.arange(4), torch.tensor([1, 3])), num_node_types=4,
+    )  # fmt: skip
+    x, weight = torch.rand(4, 3), torch.arange(4.0).requires_grad_()
+    found = by_own_type.with_options(emitter=emitter)(block, x, weight)
+    expected = torch.stack([x[0] + x[2], 3 * (x[1] + x[3])])
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found.sum(), weight)
+    torch.testing.assert_close(gradient, torch.tensor([0, (x[0] + x[2]).sum(), 0, (x[1] + x[3]).sum()]))

@@ -165,6 +165,8 @@ class Layer:
         inputs = []
         for name, domain, shape in zip(variant.names, variant.domains, variant.shapes, strict=True):
             end = int(domain in _OF_TARGETS)
+            if domain is Domain.TARGET_TYPE and shapes[name][1][0][0] != graph.num_node_types:
+                end = 0  # a table of types, taken for one of sources and cut to the targets
             inputs.append((name, end, domain is not Domain.ONE))
             if name != SEED and domain is not Domain.ONE:
                 _check_rows(name, shapes[name][end], domain, shape, graph)
