@@ -28,6 +28,7 @@ bench: .venv/ready
 	$(RUN) -m benchmarks.fleet_training --json benchmarks/results/fleet-training.json
 	$(RUN) -m benchmarks.planner --json benchmarks/results/planner.json
 	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
+	$(RUN) -m benchmarks.relational --json benchmarks/results/relational.json
 
 # Long campaigns, outside CI: 10,000 put/get cycles under random faults, and 100 faults against fleets.
 soak: .venv/ready
@@ -43,3 +44,5 @@ gpu:
 	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
 		--budget 8GiB --host 64GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
 	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json
+	PYTHONPATH=src timeout 500 $(PYTHON) -m benchmarks.relational --device cuda --width 64 --rounds 5 --part peers --part first \
+		--json $(GPU_OUT)/relational.json

@@ -19,16 +19,15 @@ from unittest import mock
 
 import torch
 
-from benchmarks.common import Row, parser, show, write
+from benchmarks.common import Row, parser, show, synchronize, write
 from benchmarks.relational_graphs import GRAPHS, Edges
 from benchmarks.relational_peers import ABLATIONS, BY_HAND, PEERS, Call, is_installed, make, predicted_bytes
 from penstock.probe import peak_bytes
 from penstock.relational import RelationalGraph, RGATConv, RGCNConv
 from penstock.relational._cost import Cost, cost
-from penstock.relational._native import CompiledC
+from penstock.relational._steps import Compiled
 from penstock.units import format_bytes
 
-LIMIT_BYTES = 18 * 2**30
 LIMIT_S = 120.0
 REAL = ("AIFB", "FB15k-237", "WN18RR")
 CASES = [
@@ -37,20 +36,30 @@ CASES = [
     *(("HGT", graph, 64) for graph in ("AIFB by class", "WN18RR", "MAG slice")),
     *((layer, graph, width) for layer in ("RGCN", "RGAT") for graph in REAL for width in (32, 128)),
 ]
+ON_A_GPU = [("RGAT", graph, 64) for graph in ("AM-like", "MAG", "WikiKG2-like")]
 
 
-def measure(kinds: list[str], layer: str, edges: Edges, width: int, rounds: int) -> dict[str, dict[str, float]]:
+def limit_bytes(device: str) -> int:
+    """What a peer may take."""
+    return 18 * 2**30 if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
+
+
+def measure(
+    kinds: list[str], layer: str, edges: Edges, width: int, rounds: int, device: str
+) -> dict[str, dict[str, float]]:
     """Median seconds and peak bytes of inference and training, of all ``kinds`` in turn."""
-    made = {kind: make(kind, layer, edges, width) for kind in kinds}
+    made = {kind: make(kind, layer, edges, width, device) for kind in kinds}
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
     def infer(call: Call) -> None:
         with torch.no_grad():
             call()
+        synchronize(device)
 
     def train(call: Call, x: torch.Tensor) -> None:
         x.grad = None
         call().sum().backward()
+        synchronize(device)
 
     for kind, (call, x) in made.items():
         start_s = time.perf_counter()
@@ -58,11 +67,11 @@ def measure(kinds: list[str], layer: str, edges: Edges, width: int, rounds: int)
         train(call, x)
         found[kind]["first"] = time.perf_counter() - start_s
         if kind == "penstock":
-            rates = machine_rates()
+            rates = machine_rates(device)
             found[kind]["inference limit"] = limit_s(lambda call=call: infer(call), *rates)
             found[kind]["training limit"] = limit_s(lambda call=call, x=x: train(call, x), *rates)
-        found[kind]["inference peak"] = peak_bytes(lambda call=call: infer(call)).activation_bytes
-        found[kind]["training peak"] = peak_bytes(lambda call=call, x=x: train(call, x)).activation_bytes
+        found[kind]["inference peak"] = peak_bytes(lambda call=call: infer(call), device=device).activation_bytes
+        found[kind]["training peak"] = peak_bytes(lambda call=call, x=x: train(call, x), device=device).activation_bytes
     seconds: dict[tuple[str, str], list[float]] = {}
     for _ in range(rounds):
         for kind, (call, x) in made.items():
@@ -77,9 +86,10 @@ def measure(kinds: list[str], layer: str, edges: Edges, width: int, rounds: int)
     return found
 
 
-def machine_rates() -> tuple[float, float]:
+def machine_rates(device: str) -> tuple[float, float]:
     """Floating-point operations a second of a product, bytes a second of a copy: the best of five."""
-    a, big = torch.randn(1024, 1024), torch.zeros(2**25)
+    size = 1024 if device == "cpu" else 8192
+    a, big = torch.randn(size, size, device=device), torch.zeros(2**25 if device == "cpu" else 2**28, device=device)
     other = torch.empty_like(big)
 
     def best_s(run: Callable[[], object]) -> float:
@@ -87,29 +97,32 @@ def machine_rates() -> tuple[float, float]:
         for _ in range(6):
             start_s = time.perf_counter()
             run()
+            synchronize(device)
             taken.append(time.perf_counter() - start_s)
         return min(taken[1:])
 
-    return 2 * 1024**3 / best_s(lambda: a @ a), 2 * big.nbytes / best_s(lambda: other.copy_(big))
+    return 2 * size**3 / best_s(lambda: a @ a), 2 * big.nbytes / best_s(lambda: other.copy_(big))
 
 
 def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> float:
     """How long our steps would take if each reached the machine's rate of products or of copies."""
     costs: list[Cost] = []
-    run_compiled = CompiledC.run
+    run_compiled = Compiled.run
 
-    def counted(self: CompiledC, graph: Any, inputs: Any) -> list[torch.Tensor]:
+    def counted(self: Compiled, graph: Any, inputs: Any) -> list[torch.Tensor]:
         costs.extend(cost(self.lowered, at, graph, self.dtype.itemsize) for at in range(len(self.lowered.steps)))
         return run_compiled(self, graph, inputs)
 
-    with mock.patch.object(CompiledC, "run", counted):
+    with mock.patch.object(Compiled, "run", counted):
         run()
     return sum(max(one.flops / flops_per_s, one.bytes / bytes_per_s) for one in costs)
 
 
-def in_child(kinds: list[str], layer: str, graph: str, width: int, rounds: int) -> dict[str, dict[str, float]] | str:
+def in_child(
+    kinds: list[str], layer: str, graph: str, width: int, rounds: int, device: str
+) -> dict[str, dict[str, float]] | str:
     """The same in a process of its own; a text where it did not end as it should."""
-    request = json.dumps([kinds, layer, graph, width, rounds])
+    request = json.dumps([kinds, layer, graph, width, rounds, device])
     try:
         done = subprocess.run(
             [sys.executable, "-m", "benchmarks.relational", "--child", request],
@@ -123,11 +136,11 @@ def in_child(kinds: list[str], layer: str, graph: str, width: int, rounds: int) 
     return result
 
 
-def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -> None:
+def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
     """One line of the table."""
     edges = GRAPHS[graph]()
     name = f"{layer} {graph} {width}"
-    found = in_child(["penstock", *BY_HAND[layer]], layer, graph, width, rounds)
+    found = in_child(["penstock", *BY_HAND[layer]], layer, graph, width, rounds, device)
     if isinstance(found, str):
         raise RuntimeError(f"{name}: {found}")
     ours = found["penstock"]
@@ -142,10 +155,10 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -> No
             continue
         needed = predicted_bytes(variant, edges, width)
         result: dict[str, dict[str, float]] | str
-        if needed > LIMIT_BYTES:
+        if needed > limit_bytes(device):
             result = f"needs {format_bytes(needed)}, not run"
         else:
-            result = in_child([variant], layer, graph, width, min(3, rounds))
+            result = in_child([variant], layer, graph, width, max(1, rounds // 3), device)
         if isinstance(result, str):
             rows.append(Row(name=name, metric=f"{variant}: {result}", value=needed, unit="bytes", peer=variant))
             print(f"{name}: {variant} {result}", flush=True)
@@ -170,13 +183,13 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -> No
     rows.append(Row(name=name, metric="distinct (source, type) pairs over edges", value=edges.distinct, unit=""))
 
 
-def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -> None:
+def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
     """Our layer with passes off, one process each, beside itself."""
     name, lines = f"{layer} {graph} {width}", []
-    whole = in_child(["penstock"], layer, graph, width, rounds)
+    whole = in_child(["penstock"], layer, graph, width, rounds, device)
     assert not isinstance(whole, str), whole
     for kind in ABLATIONS:
-        found = in_child([kind], layer, graph, width, rounds)
+        found = in_child([kind], layer, graph, width, rounds, device)
         if isinstance(found, str):
             lines.append([kind, found, "", "", ""])
             continue
@@ -190,13 +203,13 @@ def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row]) -
     show(f"{name}, over all passes on", ["", "inference", "training", "inference peak", "training peak"], lines)
 
 
-def first_calls(graph: str, rows: list[Row]) -> None:
+def first_calls(graph: str, rows: list[Row], device: str) -> None:
     """Seconds from index tensors to gradients in a new process: with no compiled layer on disk, and with."""
     lines = []
     for layer in ("RGCN", "RGAT"):
         with tempfile.TemporaryDirectory() as cache:
             for when in ("first process", "next process"):
-                request = json.dumps(["first", layer, graph, 64, 0])
+                request = json.dumps(["first", layer, graph, 64, 0, device])
                 done = subprocess.run(
                     [sys.executable, "-m", "benchmarks.relational", "--child", request],
                     capture_output=True, text=True, check=True, env={**os.environ, "XDG_CACHE_HOME": cache},
@@ -207,14 +220,15 @@ def first_calls(graph: str, rows: list[Row]) -> None:
     show("graph, compilation, inference and a training step", ["", "", ""], lines)
 
 
-def first_call_s(layer: str, graph: str, width: int) -> float:
+def first_call_s(layer: str, graph: str, width: int, device: str) -> float:
     """In this process; the index tensors are there."""
     edges = GRAPHS[graph]()
     start_s = time.perf_counter()
-    call, _ = make("penstock", layer, edges, width)
+    call, _ = make("penstock", layer, edges, width, device)
     with torch.no_grad():
         call()
     call().sum().backward()
+    synchronize(device)
     return time.perf_counter() - start_s
 
 
@@ -280,31 +294,32 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--rounds", type=int, default=9)
     given = options.parse_args(arguments)
     if given.child:
-        kinds, layer, graph, width, rounds = json.loads(given.child)
+        kinds, layer, graph, width, rounds, device = json.loads(given.child)
         if kinds == "first":
-            print(json.dumps(first_call_s(layer, graph, width)))
+            print(json.dumps(first_call_s(layer, graph, width, device)))
             return []
-        print(json.dumps(measure(kinds, layer, GRAPHS[graph](), width, rounds)))
+        print(json.dumps(measure(kinds, layer, GRAPHS[graph](), width, rounds, device)))
         return []
-    cases = [("RGCN", "small", 16), ("RGAT", "small", 16), ("HGT", "small", 16)] if given.quick else CASES
+    declared = CASES if given.device == "cpu" else [*CASES, *ON_A_GPU]
+    cases = [("RGCN", "small", 16), ("RGAT", "small", 16), ("HGT", "small", 16)] if given.quick else declared
     rounds = 3 if given.quick else given.rounds
     rows: list[Row] = []
     parts, config = (
         given.part or ["peers", "ablations", "first", "blocks"],
-        {"rounds": rounds, "limit_bytes": LIMIT_BYTES, "limit_s": LIMIT_S},
+        {"rounds": rounds, "limit_bytes": limit_bytes(given.device), "limit_s": LIMIT_S},
     )
     for layer, graph, width in cases:
         is_asked = (given.layer is None or layer in given.layer) and (given.graph is None or graph in given.graph)
         if not is_asked or (given.width and width not in given.width):
             continue
         if "peers" in parts:
-            case(layer, graph, width, rounds, rows)
+            case(layer, graph, width, rounds, rows, given.device)
         if "ablations" in parts and width in (16, 64) and graph in (*REAL, "small", "AIFB by class"):
-            ablation(layer, graph, width, rounds, rows)
+            ablation(layer, graph, width, rounds, rows, given.device)
         write(given.json, config, rows)
     if "first" in parts:
-        first_calls("small" if given.quick else "FB15k-237", rows)
-    if "blocks" in parts:
+        first_calls("small" if given.quick else "FB15k-237", rows, given.device)
+    if "blocks" in parts and given.device == "cpu":
         blocks(rows, rounds)
     summary(rows)
     write(given.json, config, rows)

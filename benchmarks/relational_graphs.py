@@ -5,7 +5,7 @@ pairs, since compaction lives on it: with a ratio of 1 nothing is shared.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,13 @@ class Edges:
     def distinct(self) -> float:
         """Pairs of a source and a type that occur, over edges."""
         return len(torch.unique(self.edge_type * self.num_nodes + self.edge_index[0])) / self.edge_index.shape[1]
+
+    def to(self, device: str) -> "Edges":
+        """The same on another device."""
+        node_type = None if self.node_type is None else self.node_type.to(device)
+        return replace(
+            self, edge_index=self.edge_index.to(device), edge_type=self.edge_type.to(device), node_type=node_type
+        )
 
     def graph(self) -> RelationalGraph:
         """Without any index yet."""
@@ -135,6 +142,8 @@ GRAPHS: dict[str, Callable[[], Edges]] = {
     "AIFB by class": aifb_by_class,
     "AM-like": lambda: synthetic("AM-like", 881_680, 5_668_682, 108, 0.5),
     "MAG slice": lambda: slice_of_mag(0.05),
+    "MAG": lambda: slice_of_mag(1.0),
+    "WikiKG2-like": lambda: synthetic("WikiKG2-like", 2_500_604, 16_109_182, 535, 0.5),
     "hub": lambda: synthetic("hub", 50_000, 400_000, 20, 0.7, hub=0.25),
     "small": lambda: synthetic("small", 500, 4_000, 8, 0.5),
 }

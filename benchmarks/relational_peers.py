@@ -60,8 +60,13 @@ def hetero(edges: Edges) -> tuple[dict[str, int], dict[tuple[str, str, str], tor
     return {f"n{number}": int(count) for number, count in enumerate(counts)}, found
 
 
-def make(kind: str, layer: str, edges: Edges, width: int) -> tuple[Call, torch.Tensor]:
-    """A forward pass, and the input whose gradient it wants."""
+def make(kind: str, layer: str, edges: Edges, width: int, device: str) -> tuple[Call, torch.Tensor]:
+    """A forward pass, and the input whose gradient it wants, on the device."""
+    with torch.device(device):
+        return _made(kind, layer, edges.to(device), width)
+
+
+def _made(kind: str, layer: str, edges: Edges, width: int) -> tuple[Call, torch.Tensor]:
     torch.manual_seed(0)
     x = torch.randn(edges.num_nodes, width, requires_grad=True)
     if kind in ABLATIONS:
@@ -125,7 +130,7 @@ def segments_and_index_add(edges: Edges, width: int, x: torch.Tensor) -> Call:
     def forward() -> torch.Tensor:
         rows = x.index_select(0, source).split(counts)
         message = torch.cat([part @ matrix for part, matrix in zip(rows, weight, strict=True)])
-        return torch.zeros(edges.num_nodes, width).index_add(0, target, message)
+        return x.new_zeros(edges.num_nodes, width).index_add(0, target, message)
 
     return forward
 
@@ -171,11 +176,11 @@ def compacted_attention(edges: Edges, width: int, x: torch.Tensor) -> Call:
         at_source, at_target = products(ends[0]), products(ends[1])
         score = (at_target @ query)[ends[1][2], 0] + (at_source @ key)[ends[0][2], 0]
         score = torch.nn.functional.leaky_relu(score, 0.2)
-        largest = torch.full((nodes,), -torch.inf).scatter_reduce(0, target, score.detach(), "amax")
+        largest = x.new_full((nodes,), -torch.inf).scatter_reduce(0, target, score.detach(), "amax")
         raised = (score - largest[target]).exp()
-        share = raised / torch.zeros(nodes).index_add(0, target, raised)[target]
+        share = raised / x.new_zeros(nodes).index_add(0, target, raised)[target]
         message = share.unsqueeze(1) * at_source.index_select(0, ends[0][2])
-        return torch.zeros(nodes, width).index_add(0, target, message)
+        return x.new_zeros(nodes, width).index_add(0, target, message)
 
     return forward
 
