@@ -88,29 +88,35 @@ static int64_t type_of(const int64_t *first, int64_t num_types, int64_t block) {
     return low;
 }
 
-/* results [rows, heads, outer] = left [rows, heads, inner] @ matrices [types, heads, inner, outer] (or transposed) */
+/* results [rows, heads, outer] = left [rows, heads, inner] @ matrices [types, heads, inner, outer] (or transposed).
+ * places: where each of our rows is in results, or NULL: the same. */
 int penstock_typed_matmul(const Typed *typed, const Rows *left, const char *matrices, int64_t matrix_head_stride,
-                          int64_t matrix_stride, int transposed, char *results, int64_t num_threads) {
+                          int64_t matrix_stride, int transposed, const int32_t *places, char *results,
+                          int64_t num_threads) {
     int64_t *first = malloc((size_t)(typed->num_types + 1) * sizeof *first);
     if (!first)
         return 1;
     const int64_t num_blocks = blocks_before(typed, BLOCK_ROWS, first), size = typed->element_bytes;
+    const int64_t row_bytes = typed->num_heads * typed->outer * size;
     int failed = 0;
 #pragma omp parallel num_threads((int)num_threads) if (num_blocks > 1)
     {
         char *block = malloc((size_t)(BLOCK_ROWS * typed->inner * size));
-        if (!block) {
+        char *made = places ? malloc((size_t)(BLOCK_ROWS * row_bytes)) : NULL;
+        const int lacks = !block || (places && !made);
+        if (lacks) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic, 4)
         for (int64_t at = 0; at < num_blocks; at++) {
-            if (!block)
+            if (lacks)
                 continue;
             const int64_t type = type_of(first, typed->num_types, at);
             const int64_t start = typed->segments[type] + (at - first[type]) * BLOCK_ROWS;
             const int64_t left_over = typed->segments[type + 1] - start;
             const int64_t count = left_over < BLOCK_ROWS ? left_over : BLOCK_ROWS;
+            char *const to = places ? made : results + start * row_bytes;
             for (int64_t head = 0; head < typed->num_heads; head++) {
                 const char *matrix = matrices + (type * matrix_stride + head * matrix_head_stride) * size;
                 const char *rows = block;
@@ -123,12 +129,14 @@ int penstock_typed_matmul(const Typed *typed, const Rows *left, const char *matr
                     stride = left->row_stride;
                 }
                 product(typed, transposed, count, typed->outer, typed->inner, rows, stride, matrix,
-                        transposed ? typed->inner : typed->outer,
-                        results + (start * typed->num_heads + head) * typed->outer * size,
+                        transposed ? typed->inner : typed->outer, to + head * typed->outer * size,
                         typed->num_heads * typed->outer);
             }
+            for (int64_t row = 0; places && row < count; row++)
+                memcpy(results + places[start + row] * row_bytes, made + row * row_bytes, (size_t)row_bytes);
         }
         free(block);
+        free(made);
     }
     free(first);
     return failed;

@@ -45,8 +45,9 @@ _SEGMENTED = {
     (Domain.TARGET_AND_TYPE, Domain.EDGE_TYPE),
     (Domain.SOURCE, Domain.SOURCE_TYPE),
     (Domain.TARGET, Domain.TARGET_TYPE),
+    (Domain.EDGE, Domain.EDGE_TYPE),
 }
-"""Rows of the first lie together for each row of the second."""
+"""Rows of the first are found together for each row of the second: they lie so, or an order of edges is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,11 +126,14 @@ class _Run(Run):
         one = self.program[place]
         assert isinstance(one, Matmul)
         typed, matrices = self._product(one)
-        rows = self._rows(one.operands[0], one.domain, typed.inner, typed.num_heads)
+        by = self.program[one.operands[1]].domain
+        rows = self._rows(one.operands[0], one.domain, by, typed.inner, typed.num_heads)
+        places = self.graph.order(one.domain, by)[0]
         found = self.make(place)
         _check(
             self.compiled.products.penstock_typed_matmul(
-                ctypes.byref(typed), ctypes.byref(rows), *matrices, ctypes.c_void_p(found.data_ptr()),
+                ctypes.byref(typed), ctypes.byref(rows), *matrices,
+                None if places is None else ctypes.c_void_p(places.data_ptr()), ctypes.c_void_p(found.data_ptr()),
                 ctypes.c_int64(self.num_threads),
             )
         )  # fmt: skip
@@ -142,7 +145,7 @@ class _Run(Run):
         typed, matrices = self._product(one)
         producer, context = None, None
         if kernel is None:
-            rows = self._rows(left, one.domain, typed.inner, typed.num_heads)
+            rows = self._rows(left, one.domain, Domain.EDGE_TYPE, typed.inner, typed.num_heads)
         else:
             producer = ctypes.cast(self.compiled.functions[kernel.name], ctypes.c_void_p)
             context = self._context(kernel, ())
@@ -184,7 +187,7 @@ class _Run(Run):
         num_heads = math.prod(one.shape[:-2])
         typed = self._typed(self._segments(one.over, one.domain), num_heads, inner, outer)
         found = self.make(place)
-        rows = [self._rows(at, one.over, size, num_heads) for at, size in ((left, inner), (right, outer))]
+        rows = [self._rows(at, one.over, one.domain, size, num_heads) for at, size in ((left, inner), (right, outer))]
         _check(
             self.compiled.products.penstock_typed_outer(
                 ctypes.byref(typed), ctypes.byref(rows[0]), ctypes.byref(rows[1]), ctypes.c_void_p(found.data_ptr()),
@@ -204,13 +207,11 @@ class _Run(Run):
         found.keeps = segments  # type: ignore[attr-defined]  # alive as long as its address is used
         return found
 
-    def _rows(self, at: int, over: Domain, width: int, num_heads: int) -> _Rows:
+    def _rows(self, at: int, over: Domain, by: Domain, width: int, num_heads: int) -> _Rows:
         value, one = self.value(at), self.program[at]
-        index = None
         if one.domain is Domain.ONE:
             value = value.expand(self.graph.count(over), *one.shape).contiguous()
-        elif one.domain is not over:
-            index = self.graph.index_in_order(over, None, one.domain)
+        index = self.lookup(at, over, by)
         size = math.prod(one.shape)
         found = _Rows(
             rows=value.data_ptr(), index=None if index is None else index.data_ptr(), row_stride=size,

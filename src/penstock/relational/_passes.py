@@ -133,8 +133,12 @@ def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int
     return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
 
 
+SUM_FIRST_PAYS = 1.25
+"""Summing first pays with up to so many times the rows: products that are only summed are never stored then."""
+
+
 def sum_first(program: Program, rows: RowCounts) -> Program:
-    """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner sum per type, where that leaves fewer rows for ``@``.
+    """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner one per type, where few rows are left for ``@``.
 
     The product's other readers may only be dots, which `reorder` rewrites; else it is needed anyway.
     """
@@ -179,7 +183,7 @@ def _summed_product(
         return None
     row = program[product.operands[0]].shape
     widening = 1 if factor is None else math.prod(broadcast(program[factor].shape, row)) // max(1, math.prod(row))
-    if rows[between] * widening >= rows[product.domain]:
+    if rows[between] * widening > SUM_FIRST_PAYS * rows[product.domain]:
         return None
     summed = program[one.operands[0]] if factor is not None else None
     for reader in readers[at]:

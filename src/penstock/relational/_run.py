@@ -7,7 +7,6 @@ that stand for the variant and the graph; so `torch.compile` sees one node with 
 
 import functools
 import inspect
-import math
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -317,8 +316,9 @@ def _variant(
         )
     dtype = _dtype(given, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, given) if is_grad_enabled else ()
-    few = layer.options.sum_first and graph.count(Domain.SOURCE_AND_TYPE) / max(1, graph.count(Domain.TARGET_AND_TYPE))
-    key = (wanted, dtype, graph.is_block, is_unified, min(64.0, math.ceil(few)), graph.device)
+    at_source, at_target = (graph.count(one) for one in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
+    pays = int(layer.options.sum_first and _passes.SUM_FIRST_PAYS * at_source / max(1, at_target))
+    key = (wanted, dtype, graph.is_block, is_unified, min(64, pays), graph.device)
     with traced.lock:
         found = traced.variants.get(key)
         if found is None:

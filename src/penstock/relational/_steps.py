@@ -183,6 +183,14 @@ class Run(ABC):
         """Computes a sum of products; ``kernel``: what gives the rows of a block, if they are not stored."""
         raise InternalError(f"{type(self).__name__} was given %{step.place}, {kernel}, to compute in blocks")
 
+    def lookup(self, at: int, over: Domain, by: Domain) -> torch.Tensor | None:
+        """``int32``: the value's row for each row of ``over`` in order of ``by``; ``None``: the same or the only one."""
+        domain = self.program[at].domain
+        positions = self.graph.order(over, by)[0]
+        if domain in (over, Domain.ONE):
+            return None if domain is Domain.ONE else positions
+        return self.graph.index_in_order(over, None if positions is None else by, domain)
+
     def whole(self, place: int) -> None:
         """Computes an operation by PyTorch."""
         dtype = torch.promote_types(self._dtype, torch.float32)

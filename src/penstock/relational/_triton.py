@@ -149,24 +149,27 @@ class _Run(Run):
         shape = self.program[matrix].shape
         heads = math.prod(one.shape[:-1])
         inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
-        found, (rows, index, strides) = self.make(place), self._rows(left, one.domain, inner, heads)
+        by = self.program[matrix].domain
+        found, (rows, index, strides) = self.make(place), self._rows(left, one.domain, by, inner, heads)
+        places = self.graph.order(one.domain, by)[0]
         matrices = self.value(matrix).contiguous()
         block_rows, block_outer = 64, min(64, _padded(outer))
-        blocks = blocks_of(self.graph, one.domain, self.program[matrix].domain, block_rows)
+        blocks = blocks_of(self.graph, one.domain, by, block_rows)
         if not len(blocks.types):
             return
         launch(
             self.fixed.typed_matmul,
             (len(blocks.types), _ceil(outer, block_outer), heads),
             [
-                blocks.types, blocks.starts, blocks.segments, rows, _or_any(index, blocks.types), matrices, found,
+                blocks.types, blocks.starts, blocks.segments, rows, _or_any(index, blocks.types), matrices,
+                _or_any(places, blocks.types), found,
             ],
             {
                 "row_stride": strides[0], "head_stride": strides[1], "matrix_stride": math.prod(shape),
                 "matrix_head_stride": inner * outer if math.prod(shape[:-2]) > 1 else 0, "HEADS": heads,
                 "INNER": inner, "OUTER": outer, "TRANSPOSED": one.transposed, "HAS_INDEX": index is not None,
-                "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(), "BLOCK_ROWS": block_rows,
-                "BLOCK_INNER": min(32, _padded(inner)), "BLOCK_OUTER": block_outer,
+                "HAS_PLACES": places is not None, "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(),
+                "BLOCK_ROWS": block_rows, "BLOCK_INNER": min(32, _padded(inner)), "BLOCK_OUTER": block_outer,
             },
             warps=4,
         )  # fmt: skip
@@ -181,7 +184,8 @@ class _Run(Run):
         if not len(blocks.types):
             return
         (left, left_index, left_strides), (right, right_index, right_strides) = (
-            self._rows(at, one.over, size, heads) for at, size in zip(one.operands, (inner, outer), strict=True)
+            self._rows(at, one.over, one.domain, size, heads)
+            for at, size in zip(one.operands, (inner, outer), strict=True)
         )
         width = heads * inner * outer
         parts = torch.empty(len(blocks.types), width, device=self.graph.device)
@@ -219,16 +223,13 @@ class _Run(Run):
         )
 
     def _rows(
-        self, at: int, over: Domain, width: int, heads: int
+        self, at: int, over: Domain, by: Domain, width: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]:
         """A product's rows: the tensor, which row each of ours is, and elements from row to row and head to head."""
         value, one = self.value(at), self.program[at]
         size = math.prod(one.shape)
         strides = (0 if one.domain is Domain.ONE else size, width if heads > 1 and size > width else 0)
-        index = None
-        if one.domain not in (over, Domain.ONE):
-            index = self.graph.index_in_order(over, None, one.domain)
-        return value, index, strides
+        return value, self.lookup(at, over, by), strides
 
 
 @dataclass(frozen=True, slots=True)

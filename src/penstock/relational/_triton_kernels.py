@@ -61,6 +61,7 @@ def typed_matmul(
     rows,
     index,
     matrices,
+    places,
     results,
     row_stride: tl.constexpr,
     head_stride: tl.constexpr,
@@ -71,13 +72,14 @@ def typed_matmul(
     OUTER: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HAS_INDEX: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     IS_HALF: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
 ):
-    """``results [rows, heads, outer] = rows[index] [rows, heads, inner] @ matrices [types, heads, inner, outer]``.
+    """``results[places] [rows, heads, outer] = rows[index] [.., heads, inner] @ matrices [types, .., inner, outer]``.
 
     Instance (block, tile of outer, head): rows of one type, from a list of blocks.
     """
@@ -101,11 +103,11 @@ def typed_matmul(
             other=0.0,
         )
         if TRANSPOSED:
-            places = outer[None, :] * INNER + inner[:, None]
+            elements = outer[None, :] * INNER + inner[:, None]
         else:
-            places = inner[:, None] * OUTER + outer[None, :]
+            elements = inner[:, None] * OUTER + outer[None, :]
         b = tl.load(
-            matrices + kind * matrix_stride + head * matrix_head_stride + places,
+            matrices + kind * matrix_stride + head * matrix_head_stride + elements,
             mask=(inner < INNER)[:, None] & (outer < OUTER)[None, :],
             other=0.0,
         )
@@ -113,8 +115,11 @@ def typed_matmul(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
+    row = at.to(tl.int64)
+    if HAS_PLACES:
+        row = tl.load(places + at, mask=live, other=0).to(tl.int64)
     tl.store(
-        results + (at.to(tl.int64)[:, None] * HEADS + head) * OUTER + outer[None, :],
+        results + (row[:, None] * HEADS + head) * OUTER + outer[None, :],
         total,
         mask=live[:, None] & (outer < OUTER)[None, :],
     )
