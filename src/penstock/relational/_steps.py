@@ -184,7 +184,7 @@ class Run(ABC):
         raise InternalError(f"{type(self).__name__} was given %{step.place}, {kernel}, to compute in blocks")
 
     def lookup(self, at: int, over: Domain, by: Domain) -> torch.Tensor | None:
-        """``int32``: the value's row for each row of ``over`` in order of ``by``; ``None``: the same or the only one."""
+        """``int32``: the value's row for each of ``over`` in order of ``by``; ``None``: the same or the only one."""
         domain = self.program[at].domain
         positions = self.graph.order(over, by)[0]
         if domain in (over, Domain.ONE):
