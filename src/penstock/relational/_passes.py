@@ -133,20 +133,17 @@ def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int
     return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
 
 
-SUM_FIRST_PAYS = 1.25
-"""Summing first pays with up to so many times the rows: products that are only summed are never stored then."""
-
-
-def sum_first(program: Program, rows: RowCounts) -> Program:
+def sum_first(program: Program, rows: RowCounts, pays: float = 1.0) -> Program:
     """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner one per type, where few rows are left for ``@``.
 
-    The product's other readers may only be dots, which `reorder` rewrites; else it is needed anyway.
+    ``pays``: up to so many times the rows are few. The product's other readers may only be dots, which `reorder`
+    rewrites; else it is needed anyway.
     """
     readers = program.readers()
     builder = Builder()
     places: list[int] = []
     for one in program.operations:
-        found = _summed_product(program, readers, one, rows) if isinstance(one, Reduce) else None
+        found = _summed_product(program, readers, one, rows, pays) if isinstance(one, Reduce) else None
         if found is None:
             places.append(builder.add(rewritten(one, places)))
             continue
@@ -160,7 +157,7 @@ def sum_first(program: Program, rows: RowCounts) -> Program:
 
 
 def _summed_product(
-    program: Program, readers: list[list[int]], one: Reduce, rows: RowCounts
+    program: Program, readers: list[list[int]], one: Reduce, rows: RowCounts, pays: float
 ) -> tuple[int, int | None] | None:
     """The product under the sum, and what it is multiplied with, where summing first pays."""
     if one.kind != "sum":
@@ -183,7 +180,7 @@ def _summed_product(
         return None
     row = program[product.operands[0]].shape
     widening = 1 if factor is None else math.prod(broadcast(program[factor].shape, row)) // max(1, math.prod(row))
-    if rows[between] * widening > SUM_FIRST_PAYS * rows[product.domain]:
+    if rows[between] * widening > pays * rows[product.domain]:
         return None
     summed = program[one.operands[0]] if factor is not None else None
     for reader in readers[at]:

@@ -114,10 +114,11 @@ class Layer:
         given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
         traced = self._trace(given, constants)
         program, parts = traced.program, [f"traced\n{traced.program}"]
-        for name, one in _pipeline(self.options, graph, traced.domains, is_unified=not graph.is_block):
+        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
+        pays = _pays(is_trained=bool(_wanted(program, given)))
+        for name, one in _pipeline(self.options, graph, traced.domains, pays, is_unified=is_unified):
             program = one(program)
             parts.append(f"{name}\n{program}")
-        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
         variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
         for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
             parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
@@ -317,28 +318,34 @@ def _variant(
     dtype = _dtype(given, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, given) if is_grad_enabled else ()
     at_source, at_target = (graph.count(one) for one in (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE))
-    pays = int(layer.options.sum_first and _passes.SUM_FIRST_PAYS * at_source / max(1, at_target))
-    key = (wanted, dtype, graph.is_block, is_unified, min(64, pays), graph.device)
+    pays = _pays(is_trained=bool(wanted))
+    fewer = int(layer.options.sum_first and pays * at_source / max(1, at_target))
+    key = (wanted, dtype, graph.is_block, is_unified, min(64, fewer), graph.device)
     with traced.lock:
         found = traced.variants.get(key)
         if found is None:
             program = traced.program
-            for _, one in _pipeline(layer.options, graph, traced.domains, is_unified=is_unified):
+            for _, one in _pipeline(layer.options, graph, traced.domains, pays, is_unified=is_unified):
                 program = one(program)
             wanted = _moved(traced.program, program, wanted)
             found = traced.variants[key] = Variant(program, wanted, dtype, layer.options, graph.device)
     return found
 
 
+def _pays(*, is_trained: bool) -> float:
+    """Up to how many times the rows summing first pays: sums are kept for backward; in inference they never exist."""
+    return 0.9 if is_trained else 1.25
+
+
 def _pipeline(
-    options: Options, graph: RelationalGraph, domains: Sequence[Domain], *, is_unified: bool
+    options: Options, graph: RelationalGraph, domains: Sequence[Domain], pays: float, *, is_unified: bool
 ) -> list[tuple[str, Callable[[Program], Program]]]:
     """Passes by name, in order."""
     found: list[tuple[str, Callable[[Program], Program]]] = []
     found.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
     if options.sum_first:
         rows = {domain: graph.count(domain) for domain in Domain}
-        found.append(("sum first", lambda program: _passes.sum_first(program, rows)))
+        found.append(("sum first", lambda program: _passes.sum_first(program, rows, pays)))
     if options.reorder:
         found.append(("reorder", _passes.reorder))
     if is_unified:
