@@ -43,17 +43,29 @@ def gradients(model, call):
 def test_inside_of_offload(graph, model, tmp_path):
     x = torch.randn(200, 8)
     expected = gradients(model, lambda: model(x, graph))
-    with penstock.offload.activations(model, disk=tmp_path, min_size=1024):
-        for _ in range(3):
+    spilled = penstock.offload.activations(model, disk=tmp_path, min_size=1024, max_stall=1.0)
+    for _ in range(3):
+        with spilled:
             found = gradients(model, lambda: model(x, graph))
+    assert spilled.statistics().fetched_bytes > 0
+    spilled.close()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_inside_of_remat(graph, model):
+    """Part of a longer chain, under nine tenths of what keeping everything takes."""
     x = torch.randn(200, 8)
-    expected = gradients(model, lambda: model(x, graph))
+    widen = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+
+    def loss(x):
+        return model(widen(x), graph).square().mean()
+
+    expected = gradients(model, lambda: model(widen(x), graph))
     model.zero_grad()
-    step = penstock.remat.optimize(lambda x: model(x, graph).square().mean(), [x], budget="64MiB")
+    problem = penstock.remat.optimize(loss, [x], None).plan.problem
+    everything = penstock.remat.plan(problem, 2**62)
+    step = penstock.remat.optimize(loss, [x], budget=int(0.9 * everything.keep_all_peak_bytes))
+    assert step.plan.peak_bytes <= 0.9 * everything.keep_all_peak_bytes < everything.peak_bytes
     step(x).backward()
     found = [one.grad for one in model.parameters() if one.grad is not None]
     for one, other in zip(found, expected, strict=True):

@@ -2,13 +2,14 @@
 
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from relational_layers import random_graph, rgat, rgcn, tensors
 
 from penstock.errors import DoubleBackwardError, InternalError
-from penstock.relational import RGCNConv
+from penstock.relational import RGCNConv, dropout, layer
 from penstock.relational._graph import graph_of
 
 
@@ -143,3 +144,50 @@ def test_no_compiler_no_matter(graph, arguments, monkeypatch, error):
     found = fresh(graph, **arguments)
     monkeypatch.undo()
     torch.testing.assert_close(found, rgat(graph, **arguments))
+
+
+def test_threads_meet_on_a_cold_graph(arguments):
+    """Indexes are built by whoever comes first, and by nobody else."""
+    for seed in range(20):
+        cold, warm = (random_graph(20, 80, 4, torch.Generator().manual_seed(seed)) for _ in range(2))
+        expected = rgat(warm, **arguments)
+        barrier = threading.Barrier(4)
+
+        def call(_, cold=cold, barrier=barrier):
+            barrier.wait()
+            return rgat(cold, **arguments)
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(torch.equal(found, expected) for found in pool.map(call, range(4)))
+
+
+def test_another_default_device_and_dtype_change_nothing(arguments):
+    expected = rgat(random_graph(20, 80, 4, torch.Generator().manual_seed(1)), **arguments)
+    graph = random_graph(20, 80, 4, torch.Generator().manual_seed(1))
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = rgat(graph, **arguments)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+@layer
+def dropped_weights(g, x, weight):
+    for e in g.edges():
+        message = x[e.src] @ dropout(weight[e.etype], 0.5)
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+def test_dropout_of_weights_has_the_same_zeros_everywhere(graph):
+    x, weight = torch.ones(graph.num_sources, 3), torch.ones(graph.num_edge_types, 3, 5)
+    for seed in range(5):
+        found = []
+        for emitter in ("c", "eager"):
+            torch.manual_seed(seed)
+            found.append(dropped_weights.with_options(emitter=emitter)(graph, x, weight))
+        torch.testing.assert_close(*found)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from relational_layers import random_graph, rgat, tensors
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock import native
@@ -74,18 +75,32 @@ def test_other_files_are_refused(tmp_path):
         RelationalGraph.load(tmp_path / "weights")
 
 
-@pytest.mark.parametrize("name", ["index EDGE TARGET_AND_TYPE", "starts EDGE TARGET"])
-def test_an_index_that_does_not_fit_is_refused(tmp_path, name):
-    from safetensors import safe_open
+def change(name, how):
+    return lambda kept: kept.update({name: how(kept[name])})
 
+
+DAMAGES = {
+    "an index beyond its rows": change("index EDGE TARGET_AND_TYPE", lambda one: one + 99),
+    "borders that are none": change("starts EDGE TARGET", lambda one: one * 0),
+    "wider numbers": change("positions EDGE TARGET", lambda one: one.long()),
+    "a repeated row": change("positions EDGE TARGET", lambda one: one * 0 + 1),
+    "pairs out of order": change("index TARGET_AND_TYPE EDGE_TYPE", lambda one: one.flip(0)),
+    "an unknown domain": lambda kept: kept.update({"index EDGE NOWHERE": torch.zeros(1)}),
+    "no domain": lambda kept: kept.update({"index": torch.zeros(1)}),
+    "no edges": lambda kept: kept.pop("edge_type"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_refused(tmp_path, damage):
     graph, _ = graph_and_result()
     graph.save(tmp_path / "graph")
     with safe_open(tmp_path / "graph", framework="pt") as file:
         metadata, kept = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     assert json.loads(metadata["about"])["num_edge_types"] == 4
-    kept[name] = kept[name] + 1000
+    DAMAGES[damage](kept)
     save_file(kept, tmp_path / "graph", metadata)
-    with pytest.raises(ValueError, match="does not fit the graph"):
+    with pytest.raises(ValueError, match="does not fit together"):
         RelationalGraph.load(tmp_path / "graph")
 
 

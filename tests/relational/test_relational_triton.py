@@ -33,6 +33,10 @@ def test_half_precision_is_summed_in_single():
     assert run("half", interpret=True).count("equal") == 24
 
 
+def test_broadcast_sums_and_rounded_maxima():
+    assert run("corners", interpret=True).count("equal") == 6
+
+
 def test_all_kernels_compile_for_sm_90():
     assert run("compile_all", interpret=False).count("compiled") > 60
 

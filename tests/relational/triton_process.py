@@ -17,6 +17,55 @@ LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_fun
 PAIRWISE = [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
 # One instance for each group, and one for several, each with groups of three rows and more in parts.
 SCHEDULES = [Schedule(4, lanes=False, split=8, warps=4), Schedule(8, lanes=True, split=8, warps=4)]
+ONE_ROW = Schedule(1, lanes=False, split=8, warps=4)
+
+
+@relational.layer
+def broadcast_sums(g, x, weight):
+    """Values that are the same along what is summed."""
+    for e in g.edges():
+        value = (x[e.src] + weight[e.etype]).sum(-1) * relational.dot(weight[e.etype] + 0 * x[e.src], x[e.dst])
+    for n in g.nodes():
+        total = n.sum(value)
+    return total
+
+
+@relational.layer
+def largest(g, x, weight):
+    """A maximum that others read, and one that is the result."""
+    for e in g.edges():
+        message = x[e.src] @ weight[e.etype]
+    for n in g.nodes():
+        found = n.max(message)
+        result = relational.concat(found, n.sum(relational.tanh(message)))
+    return result, found
+
+
+def corners():
+    """Sums of what is broadcast, at widths that need no padding; maxima in half precision."""
+    generator = torch.Generator().manual_seed(5)
+    graph = random_graph(9, 50, 3, generator, hub=True)
+    for width in (1, 3, 4, 8):
+        x, weight = torch.randn(9, width, generator=generator), torch.randn(3, 1, generator=generator)
+        compare(broadcast_sums, graph, torch.float32, 1e-4, x, weight)
+    x, weight = torch.randn(9, 4, generator=generator), torch.randn(3, 4, 16, generator=generator)
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
+        compare(largest, graph, dtype, tolerance, x, weight)
+
+
+def compare(one, graph, dtype, tolerance, *inputs):
+    """With the eager emitter in float32, of the same rounded inputs."""
+    found = []
+    for emitter, kind in (("triton", dtype), ("eager", torch.float32)):
+        given = [value.to(dtype).to(kind).requires_grad_() for value in inputs]
+        result = one.with_options(emitter=emitter)(graph, *given)
+        result = result if isinstance(result, tuple) else (result,)
+        total = sum((value.float() * torch.linspace(-1, 1, value.numel()).view_as(value)).sum() for value in result)
+        found.append([*result, *torch.autograd.grad(total, given)])
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.dtype is dtype
+        torch.testing.assert_close(mine.float(), theirs, rtol=tolerance, atol=tolerance)
+    print("equal", one.__name__, dtype, flush=True)
 
 
 def equality():
@@ -98,13 +147,13 @@ def compile_all():
         print("compiled", kernel.__name__, flush=True)
 
     with mock.patch.object(_triton, "launch", launch), only("triton"):
-        for number, (_, call) in enumerate(shipped()):
-            with scheduled(SCHEDULES[number % 2]):
+        for number, ((_, call), schedule) in enumerate(itertools.product(shipped(), SCHEDULES)):
+            with scheduled(schedule):
                 call((torch.float32, torch.bfloat16, torch.float16)[number % 3])
         generator = torch.Generator().manual_seed(0)
-        for number, (name, one) in enumerate(LAYERS.items()):
+        for (name, one), schedule in itertools.product(LAYERS.items(), [*SCHEDULES, ONE_ROW]):
             graph = random_graph(7, 40, 3, generator)
-            with scheduled(SCHEDULES[number % 2]):
+            with scheduled(schedule):
                 found = one(graph, **tensors(name, graph, 5, torch.float32, generator))
                 (found[0] if isinstance(found, tuple) else found).sum().backward()
 

@@ -261,7 +261,10 @@ def _reduce(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     is_largest = builder.map("equal", operand, at, domain=one.over)
     shape = builder[is_largest].shape
     ties = builder.add(Reduce(domain=one.domain, shape=shape, operands=(is_largest,), over=one.over))
-    share = chain.map("divide", gradient, ties)
+    one_at_least = builder.map(
+        "maximum", ties, builder.add(Constant(domain=Domain.ONE, shape=(), value=1.0)), domain=one.domain
+    )
+    share = chain.map("divide", gradient, one_at_least)
     chain.contribute(operand, builder.map("multiply", is_largest, share, domain=one.over), one.over)
 
 

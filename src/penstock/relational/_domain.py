@@ -43,6 +43,10 @@ def common(domains: Iterable[Domain]) -> Domain:
     return next(one for one in _FROM_FEW_ROWS if all(one.tells(other) for other in wanted))
 
 
+ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}
+"""The node of each pair. Pairs lie type by type, and node by node inside of a type."""
+OF_TYPES = frozenset({Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE})
+"""Domains of few rows."""
 _SOURCE = {Domain.SOURCE_TYPE, Domain.ONE}
 _TARGET = {Domain.TARGET_TYPE, Domain.ONE}
 _WIDER: dict[Domain, set[Domain]] = {

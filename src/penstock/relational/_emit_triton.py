@@ -59,7 +59,7 @@ _FUNCTIONS = {
     "elu_slope": "tl.where({0} > 0, 1.0, tl.exp({0}))",
     "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "equal": "tl.where({0} == {1}, 1.0, 0.0)",
+    "equal": "tl.where({0}.to(STORED).to(tl.float32) == {1}.to(STORED).to(tl.float32), 1.0, 0.0)",
     "greater": "tl.where({0} > {1}, 1.0, 0.0)",
     "stop_gradient": "{0}",
 }
@@ -73,9 +73,12 @@ class TritonKernel(Kernel):
     """Numbers of one row that are in registers at once, at most."""
 
 
-def emit(lowered: Lowered) -> tuple[str, dict[int, TritonKernel]]:
-    """Source of a module with all traversals, and their kernels by the number of the step."""
-    functions, kernels = [HEADER], {}
+def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, TritonKernel]]:
+    """Source of a module with all traversals, and their kernels by the number of the step.
+
+    ``dtype``: Triton's name of what wide values are stored as; a maximum is found again by what it was rounded to.
+    """
+    functions, kernels = [f"{HEADER}\nSTORED = tl.constexpr(tl.{dtype})\n"], {}
     for number, step in enumerate(lowered.steps):
         if isinstance(step, Traversal):
             writer = _Writer(lowered, step, f"step{number}")
@@ -94,8 +97,8 @@ class _Index:
     """The expression."""
     conditions: tuple[str, ...] = ()
     """What holds where it is inside of the dimension."""
-    size: int = 1
-    """Of the tile, padding included."""
+    axes: frozenset[tuple[int, int]] = frozenset()
+    """Dimensions of the tile that it extends along, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ class _Writer:
             return _ZERO
         self.axes.setdefault((slot, size))
         name, padded = f"x{slot}_{size}", _padded(size)
-        return _Index(name, () if padded == size else (f"({name} < {size})",), padded)
+        return _Index(name, () if padded == size else (f"({name} < {size})",), frozenset([(slot, size)]))
 
     def _value(self, at: int, indices: list[_Index], depth: int) -> _Value:
         """The value where its row is broadcast to one with these indices; dimensions from ``depth`` on are free."""
@@ -191,7 +194,7 @@ class _Writer:
         key = at, tuple(indices)
         found = self.known.get(key)
         if found is None:
-            self.tile = max(self.tile, math.prod(index.size for index in indices))
+            self.tile = max(self.tile, _numbers(indices))
             is_read = at in self.lowered.stored and at not in self.traversal.roots
             found = self._load(at, indices) if is_read else self._compute(at, indices, depth)
             self.known[key] = found
@@ -212,7 +215,7 @@ class _Writer:
                 return self._value(operand, _reshaped(indices, one.shape, shape), depth)
             case Slice():
                 last = indices[-1]
-                moved = _Index(f"({last.text} + {one.start})", last.conditions, last.size)
+                moved = _Index(f"({last.text} + {one.start})", last.conditions, last.axes)
                 return self._value(one.operands[0], [*indices[:-1], moved], depth)
             case Concat():
                 return self._concat(one, indices, depth)
@@ -246,10 +249,10 @@ class _Writer:
 
     def _sum(self, text: str, along: list[_Index], depth: int, *, is_fixed: bool) -> _Value:
         for number, index in enumerate(along):
-            if index.size == 1:
+            if not index.axes:
                 continue
-            if index.conditions:
-                text = f"tl.where({' & '.join(index.conditions)}, {text}, 0.0)"
+            inside = " & ".join(index.conditions) or f"{index.text} >= 0"
+            text = f"tl.where({inside}, {text}, 0.0)"  # what is the same along the dimension gets its extent here
             text = f"tl.sum({text}, axis={depth + number + 1}, keep_dims=True)"
         return self._new(text, is_fixed=is_fixed)
 
@@ -259,7 +262,7 @@ class _Writer:
         for operand in reversed(one.operands):
             start = end - self.program[operand].shape[-1]
             inside = (*last.conditions, f"({last.text} >= {start})", f"({last.text} < {end})")
-            moved = _Index(f"({last.text} - {start})", inside, last.size)
+            moved = _Index(f"({last.text} - {start})", inside, last.axes)
             value = self._value(operand, [*indices[:-1], moved], depth)
             if found is not None:
                 text = f"tl.where({last.text} < {end}, {value.text}, {found.text})"
@@ -360,7 +363,7 @@ class _Writer:
         for at in sums:
             one = self.program[at]
             indices = self._indices(one.shape)
-            sizes = [index.size for index in indices][: rank - 1]
+            sizes = [_padded(size) for size in one.shape][: rank - 1]
             shape = ", ".join(["NUM_GROUPS", *map(str, sizes), *["1"] * (rank - 1 - len(sizes))])
             lines.append(f"a{at} = tl.full([{shape}], {_neutral(one)}, tl.float32)")
             size, flat = math.prod(one.shape), _flat(indices, one.shape)
@@ -402,6 +405,11 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _numbers(indices: list[_Index]) -> int:
+    """Of a tile with these indices, rows aside."""
+    return math.prod(_padded(size) for _, size in frozenset[tuple[int, int]]().union(*(one.axes for one in indices)))
+
+
 def _conditions(indices: list[_Index]) -> list[str]:
     return list(dict.fromkeys(condition for index in indices for condition in index.conditions))
 
@@ -431,8 +439,8 @@ def _reshaped(indices: list[_Index], given: Shape, wanted: Shape) -> list[_Index
         rest = iter(index for index, _ in long)
         return [_ZERO if size == 1 else next(rest) for size in wanted]
     flat, conditions = _flat(indices, given), tuple(_conditions(indices))
-    tile, found, below = math.prod(index.size for index in indices), [], 1
+    axes, found, below = frozenset[tuple[int, int]]().union(*(index.axes for index in indices)), [], 1
     for size in reversed(wanted):
-        found.append(_ZERO if size == 1 else _Index(f"({flat} // {below} % {size})", conditions, tile))
+        found.append(_ZERO if size == 1 else _Index(f"({flat} // {below} % {size})", conditions, axes))
         below *= size
     return found[::-1]

@@ -17,11 +17,12 @@ import torch
 
 from penstock import native
 from penstock.errors import InternalError
-from penstock.relational._domain import Domain
+from penstock.relational._domain import ENDS, Domain
 from penstock.relational._registry import register
 from penstock.relational._saved import load_graph, save_graph
 
 _Made = TypeVar("_Made")
+_OF_THIS_PROCESS = ("number", "name", "_lock")
 
 
 class RelationalGraph:
@@ -83,6 +84,8 @@ class RelationalGraph:
         self.name = str(self.number)
         """Of the graph, in arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
+        self._lock = threading.RLock()
+        """Indexes are built by one thread at a time."""
         self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
@@ -144,7 +147,8 @@ class RelationalGraph:
 
     def to(self, device: torch.device | str) -> "RelationalGraph":
         """The graph on another device, without its indexes; itself where it is there."""
-        if torch.device(device) == self.device:
+        device = torch.empty(0, device=device).device  # "cuda" is the current one
+        if device == self.device:
             return self
         one, two = (types.to(device) for types in self._node_types)
         found = RelationalGraph(
@@ -199,16 +203,17 @@ class RelationalGraph:
         return self._edge_index[1].bincount(minlength=self.num_targets)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("number", "name")}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._lock = threading.RLock()
         self.number = register(self)
         self.name = str(self.number)
 
     def count(self, domain: Domain) -> int:
         """Rows that the domain has."""
-        if domain in _ENDS:
+        if domain in ENDS:
             return len(self._pairs(domain)[0])
         return {
             Domain.EDGE: self.num_edges,
@@ -224,14 +229,11 @@ class RelationalGraph:
         """``int64 [rows of "of"]``: the row of ``to`` that each belongs to; ``None`` where that is no question."""
         if of is to or to is Domain.ONE:
             return None
-        found = self._indexes.get((of, to))
-        if found is None:
-            found = self._indexes[of, to] = self._build(of, to)
-        return found
+        return self._once(self._indexes, (of, to), lambda: self._build(of, to))
 
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
         """Where rows of ``of`` begin that belong to each row of ``to``, where they lie in order; and where they end."""
-        if of in _ENDS and to is Domain.EDGE_TYPE:
+        if of in ENDS and to is Domain.EDGE_TYPE:
             types, count = self._pairs(of)[1], self.num_edge_types
         elif (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
             types, count = self._node_types[of is Domain.TARGET], self.num_node_types
@@ -246,35 +248,49 @@ class RelationalGraph:
         ``int32 [rows of over]``, ``None`` where they lie in order already; and ``int64 [rows of by + 1]``: where each
         one's begin.
         """
-        found = self._orders.get((over, by))
-        if found is None:
-            found = self._orders[over, by] = self._ordered(over, by)
-        return found
+        return self._once(self._orders, (over, by), lambda: self._ordered(over, by))
 
     def index_in_order(self, over: Domain, by: Domain | None, to: Domain) -> torch.Tensor:
         """``int32 [rows of over]``: the row of ``to`` of each row of ``over``, in the order of `order`."""
-        key = (over, by, to)
-        found = self._indexes_in_order.get(key)
-        if found is None:
-            index = self.index(over, to)
-            assert index is not None
-            if max(self.count(to), self.count(over)) >= 2**31:
-                raise ValueError(
-                    f"{self} has more rows than int32 has numbers; PyTorch runs it: layer.with_options(emitter='eager')"
-                )
-            positions = None if by is None else self.order(over, by)[0]
-            found = (index if positions is None else index.index_select(0, positions)).to(torch.int32)
-            self._indexes_in_order[key] = found
-        return found
+        return self._once(self._indexes_in_order, (over, by, to), lambda: self._in_order(over, by, to))
 
     def remember(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
         """What an emitter derives from the graph, made once."""
-        found = self._derived.get(key)
-        if found is None:
-            found = self._derived[key] = make()
-        return cast("_Made", found)
+        return cast("_Made", self._once(self._derived, key, make))
+
+    def _once(self, known: dict[Any, _Made], key: Any, make: Callable[[], _Made]) -> _Made:
+        """Of what is known by keys: made by the first who asks, whole before anyone else sees it."""
+        found = known.get(key)
+        if found is not None:
+            return found
+        with self._lock:
+            if key not in known:
+                on_cuda = self.device.type == "cuda"
+                if on_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        "no index can be built while a CUDA graph is captured; call the layer on this graph once before"
+                    )
+                made = make()
+                if on_cuda:
+                    torch.cuda.current_stream(self.device).synchronize()  # other streams may read it next
+                known[key] = made
+            return known[key]
+
+    def _in_order(self, over: Domain, by: Domain | None, to: Domain) -> torch.Tensor:
+        index = self.index(over, to)
+        assert index is not None
+        self._check_int32(over, to)
+        positions = None if by is None else self.order(over, by)[0]
+        return (index if positions is None else index.index_select(0, positions)).to(torch.int32)
+
+    def _check_int32(self, *domains: Domain) -> None:
+        if max(self.count(domain) for domain in domains) >= 2**31:
+            raise ValueError(
+                f"{self} has more rows than int32 has numbers; PyTorch runs it: layer.with_options(emitter='eager')"
+            )
 
     def _ordered(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
+        self._check_int32(over)
         segments = self.segments(over, by)
         if segments is not None:
             return None, torch.tensor(segments, device=self.device)
@@ -309,17 +325,19 @@ class RelationalGraph:
 
     def _pairs(self, domain: Domain) -> tuple[torch.Tensor, torch.Tensor]:
         """Nodes and types of the pairs of a domain, in order of type, then node."""
-        end = _ENDS[domain]
-        if (domain, end) not in self._indexes:
-            nodes = self._edge_index[0 if end is Domain.SOURCE else 1]
-            found = pairs_of(nodes, self._edge_type, self.count(end), self.num_edge_types)
-            self._indexes[domain, end], self._indexes[domain, Domain.EDGE_TYPE] = found[:2]
-            self._indexes[Domain.EDGE, domain] = found[2]
-        return self._indexes[domain, end], self._indexes[domain, Domain.EDGE_TYPE]
+        end = ENDS[domain]
+
+        def make() -> torch.Tensor:
+            of_edges = self._edge_index[0 if end is Domain.SOURCE else 1]
+            nodes, types, rows = pairs_of(of_edges, self._edge_type, self.count(end), self.num_edge_types)
+            self._indexes[domain, Domain.EDGE_TYPE], self._indexes[Domain.EDGE, domain] = types, rows
+            return nodes
+
+        return self._once(self._indexes, (domain, end), make), self._indexes[domain, Domain.EDGE_TYPE]
 
     def _build(self, of: Domain, to: Domain) -> torch.Tensor:
         if of is Domain.EDGE:
-            if to in _ENDS:
+            if to in ENDS:
                 self._pairs(to)
                 return self._indexes[of, to]
             match to:
@@ -333,8 +351,8 @@ class RelationalGraph:
                     return self._node_types[0][self._edge_index[0]]
                 case _:
                     return self._node_types[1][self._edge_index[1]]
-        if of in _ENDS:
-            end = _ENDS[of]
+        if of in ENDS:
+            end = ENDS[of]
             nodes, types = self._pairs(of)
             if to in (end, Domain.EDGE_TYPE):
                 return nodes if to is end else types
@@ -424,7 +442,7 @@ def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torc
         starts[1:] = keys.bincount(minlength=num_keys).cumsum(0)
         return keys.argsort(stable=True).to(torch.int32), starts
     keys = keys.contiguous()
-    positions, starts = torch.empty(len(keys), dtype=torch.int32), torch.empty(num_keys + 1, dtype=torch.int64)
+    positions, starts = torch.empty_like(keys, dtype=torch.int32), keys.new_empty(num_keys + 1)
     pointers = (ctypes.c_void_p(one.data_ptr()) for one in (positions, starts))
     sizes = ctypes.c_int64(len(keys)), ctypes.c_int64(num_keys)
     if library.penstock_counting_sort(ctypes.c_void_p(keys.data_ptr()), *sizes, *pointers):
@@ -441,7 +459,7 @@ def pairs_of(
         keys, rows = torch.unique(types * num_nodes + nodes, sorted=True, return_inverse=True)
         return keys % max(1, num_nodes), keys // max(1, num_nodes), rows
     nodes, types = nodes.contiguous(), types.contiguous()
-    made = [torch.empty(len(nodes), dtype=torch.int64) for _ in range(3)]
+    made = [torch.empty_like(nodes) for _ in range(3)]
     given = [ctypes.c_void_p(one.data_ptr()) for one in (nodes, types)]
     sizes = [ctypes.c_int64(one) for one in (len(nodes), num_nodes, num_types)]
     library.penstock_pairs.restype = ctypes.c_int64
@@ -464,6 +482,3 @@ def _check_range(name: str, ids: torch.Tensor, size: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
         raise ValueError(f"{name} goes from {low} to {high}; with {size} of them it has to be from 0 to {size - 1}")
-
-
-_ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from penstock.relational._domain import Domain, common
+from penstock.relational._domain import OF_TYPES, Domain, common
 from penstock.relational._ir import (
     Builder,
     Concat,
@@ -111,7 +111,7 @@ class Tracer:
     def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
         """For which rows: those of edges where any operand belongs to an edge or to one of its ends."""
         found = common(self.builder[value.place].domain for value in values)
-        return Domain.EDGE if scope == "edge" and found not in _OF_TYPES else found
+        return Domain.EDGE if scope == "edge" and found not in OF_TYPES else found
 
     def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: as `lift` takes
         """An element-wise function."""
@@ -524,7 +524,6 @@ def _a(scope: Scope) -> str:
 
 
 _OF_SCOPES: dict[Scope, Domain] = {"edge": Domain.EDGE, "node": Domain.TARGET, "all": Domain.ONE}
-_OF_TYPES = {Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE}
 _MIRROR = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}
 _KINDS = {
     Domain.EDGE: "an edge",

@@ -16,7 +16,7 @@ Sums that go through the same rows in the same order share one traversal, unless
 import math
 from dataclasses import dataclass, field
 
-from penstock.relational._domain import Domain
+from penstock.relational._domain import ENDS, OF_TYPES, Domain
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -37,9 +37,6 @@ from penstock.relational._ir import (
 )
 
 ROW_BY_ROW = (Map, Dot, Reshape, SumTo, Slice, Concat, Dropout)
-OF_TYPES = frozenset({Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE})
-ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}
-"""The node of each pair. Pairs lie type by type, and node by node inside of a type."""
 _SEGMENTED = {
     (Domain.SOURCE_AND_TYPE, Domain.EDGE_TYPE),
     (Domain.TARGET_AND_TYPE, Domain.EDGE_TYPE),

@@ -23,6 +23,8 @@ from penstock.relational._steps import Compiled, Run
 
 _PROCESS = os.getpid()
 """OpenMP's threads do not survive a fork: children stay with one."""
+_EDGES_A_PRODUCT = 8
+"""Rows that are summed in the time in which one is multiplied, about."""
 _FEW_ROWS = 2048
 """Products of so few rows are not shared out."""
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
@@ -110,16 +112,18 @@ class _Run(Run):
         graph, step = self.graph, kernel.traversal
         buffers = [self.value(at) for at in (*kernel.inputs, *roots)]
         indexes = [graph.index_in_order(step.over, step.by, domain) for domain in kernel.indexes]
+        tables = _pointers(indexes), _pointers(buffers)
         context = _Context(
             num_positions=graph.count(step.over), num_threads=self.num_threads, seed=self.seed,
-            indexes=_pointers(indexes), buffers=_pointers(buffers),
+            indexes=tables[0], buffers=tables[1],
         )  # fmt: skip
-        context.keeps = buffers, indexes  # type: ignore[attr-defined]  # alive as long as their addresses are used
+        context.keeps = tables  # type: ignore[attr-defined]  # alive as long as their addresses are used
         if step.by is not None:
             positions, starts = graph.order(step.over, step.by)
             context.num_groups = graph.count(step.by)
             context.starts = starts.data_ptr()
             context.positions = None if positions is None else positions.data_ptr()
+            context.keeps = tables, positions, starts  # type: ignore[attr-defined]
         return context
 
     def multiply(self, place: int) -> None:
@@ -156,7 +160,8 @@ class _Run(Run):
         owners = graph.index_in_order(one.domain, None, end)
         num_threads = self.num_threads if graph.count(one.domain) > _FEW_ROWS else 1
         borders = graph.remember(
-            ("borders", one.domain, num_threads), lambda: _borders(graph.order(one.domain, end)[1], num_threads)
+            ("borders", one.domain, num_threads, kernel is None),
+            lambda: _borders(graph, one.domain, end, num_threads, sums_edges=kernel is not None),
         )
         _check(
             self.compiled.products.penstock_blocked_sum(
@@ -221,9 +226,12 @@ class _Run(Run):
         return found
 
 
-def _borders(starts: torch.Tensor, num_threads: int) -> torch.Tensor:
-    """Owners at which threads begin, so that each has as many rows."""
-    wanted = torch.arange(num_threads + 1) * int(starts[-1]) // num_threads
+def _borders(graph: RelationalGraph, pairs: Domain, end: Domain, num_threads: int, *, sums_edges: bool) -> torch.Tensor:
+    """Owners at which threads begin, so that each has as much to do: rows to multiply, and edges to sum before."""
+    starts = graph.order(pairs, end)[1]
+    if sums_edges:
+        starts = _EDGES_A_PRODUCT * starts + graph.order(Domain.EDGE, end)[1]
+    wanted = torch.arange(num_threads + 1, device=starts.device) * int(starts[-1]) // num_threads
     found = torch.searchsorted(starts, wanted)
     found[-1] = len(starts) - 1
     return found

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from penstock.relational._domain import Domain, common
+from penstock.relational._domain import OF_TYPES, Domain, common
 from penstock.relational._ir import (
     Builder,
     Concat,
@@ -39,7 +39,6 @@ RowCounts = Mapping[Domain, int]
 """Of a graph."""
 _ROW_BY_ROW = (Map, Matmul, Dot, Reshape, SumTo, Slice, Concat)
 _PAIRS = {Domain.SOURCE_AND_TYPE: "source", Domain.TARGET_AND_TYPE: "target"}
-_OF_TYPES = {Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE}
 
 
 def compact(program: Program) -> Program:
@@ -91,7 +90,7 @@ def reorder(program: Program) -> Program:
 def _is_reorderable(program: Program, reader: Operation, product: int) -> bool:
     """Whether the reader multiplies the product by something that meets its matrix in a domain of types."""
     one = program[product]
-    if not isinstance(one, Matmul) or product in program.outputs or one.domain in _OF_TYPES:
+    if not isinstance(one, Matmul) or product in program.outputs or one.domain in OF_TYPES:
         return False
     match reader:
         case Dot():
@@ -104,7 +103,7 @@ def _is_reorderable(program: Program, reader: Operation, product: int) -> bool:
                 return False
         case _:
             return False
-    return common([program[one.operands[1]].domain, program[other].domain]) in _OF_TYPES
+    return common([program[one.operands[1]].domain, program[other].domain]) in OF_TYPES
 
 
 def _reordered(program: Program, builder: Builder, reader: Operation, at: int, places: list[int]) -> int:
@@ -176,7 +175,7 @@ def _summed_product(
         return None
     matrix = program[product.operands[1]]
     between = common([one.domain, matrix.domain])
-    if matrix.domain not in _OF_TYPES or between is one.over or not one.over.tells(between):
+    if matrix.domain not in OF_TYPES or between is one.over or not one.over.tells(between):
         return None
     row = program[product.operands[0]].shape
     widening = 1 if factor is None else math.prod(broadcast(program[factor].shape, row)) // max(1, math.prod(row))

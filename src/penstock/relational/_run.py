@@ -42,7 +42,8 @@ class Options:
     """Sums before products where that leaves fewer rows."""
     emitter: Emitter = "auto"
     """``c`` on a CPU where a compiler is found, in float32 or float64; ``triton`` on CUDA where Triton is installed, in
-    float32, float16 or bfloat16; else ``eager``, PyTorch operation by operation.
+    float32, float16 or bfloat16; else ``eager``, PyTorch operation by operation. Where half precision is not what an
+    emitter computes in, results are float32.
     """
 
 
@@ -101,7 +102,7 @@ class Layer:
         flat = []
         for name, end, has_rows in inputs:
             if name == SEED:
-                flat.append(torch.randint(2**31, (1,), dtype=torch.int64))
+                flat.append(torch.randint(2**31, (1,), dtype=torch.int64, device="cpu"))
             else:
                 tensor = tensors[name][end]
                 flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
@@ -242,27 +243,29 @@ class Executor:
 
 def _chosen(emitter: Emitter, dtype: torch.dtype, device: torch.device) -> Emitter:
     """The emitter that runs, of those that can."""
-    can_c = device.type == "cpu" and dtype in C_DTYPES and emitter in ("auto", "c") and CompiledC.is_available()
     if emitter == "c" and device.type != "cpu":
         raise ValueError(
-            f"emitter='c' compiles for the CPU and the tensors are on {device}: layer.with_options(emitter='auto')"
+            f"emitter='c' compiles for the CPU; the tensors are on {device}: layer.with_options(emitter='auto')"
         )
-    if can_c:
+    if device.type == "cpu" and dtype in C_DTYPES and emitter in ("auto", "c") and CompiledC.is_available():
         return "c"
-    if emitter == "triton" and not _has_triton(device):
-        raise ValueError(
-            f"emitter='triton' wants Triton and tensors on a CUDA device, and these are on {device}: x.cuda(), "
-            "graph.to('cuda'), or layer.with_options(emitter='auto')"
-        )
-    wants_triton = emitter == "triton" or (emitter == "auto" and device.type == "cuda")
-    return "triton" if wants_triton and dtype is not torch.float64 and _has_triton(device) else "eager"
+    if emitter == "triton" or (emitter == "auto" and device.type == "cuda"):
+        if _has_triton(device, dtype):
+            return "triton"
+        if emitter == "triton":
+            raise ValueError(
+                f"emitter='triton' cannot compute in {dtype} on {device}: it wants Triton (pip install triton), a CUDA "
+                "device that knows the dtype (x.cuda() and graph.to('cuda')), and float32, float16 or bfloat16; "
+                "layer.with_options(emitter='auto') takes what there is"
+            )
+    return "eager"
 
 
 @functools.cache
-def _has_triton(device: torch.device) -> bool:
+def _has_triton(device: torch.device, dtype: torch.dtype) -> bool:
     from penstock.relational._triton import CompiledTriton
 
-    return CompiledTriton.is_available(device)
+    return CompiledTriton.is_available(device, dtype)
 
 
 class Variant:

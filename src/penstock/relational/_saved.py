@@ -5,14 +5,15 @@ A file is safetensors, one tensor for each index by the names of its domains, an
 
 import json
 import os
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from penstock.relational._domain import Domain
+from penstock.relational._domain import ENDS, Domain
 
 if TYPE_CHECKING:
     from penstock.relational._graph import RelationalGraph
@@ -24,6 +25,26 @@ _GIVEN = {(Domain.EDGE, Domain.SOURCE), (Domain.EDGE, Domain.TARGET), (Domain.ED
 
 def save_graph(graph: "RelationalGraph", path: Path) -> None:
     """Writes beside ``path`` first and then takes its place."""
+    with graph._lock:
+        tensors = _tensors(graph)
+    about = {
+        "num_nodes": [int(graph.num_sources), int(graph.num_targets)], "is_block": graph.is_block,
+        "num_edge_types": int(graph.num_edge_types), "num_node_types": int(graph.num_node_types),
+        "node_type_names": graph.node_type_names, "edge_type_names": graph.edge_type_names,
+    }  # fmt: skip
+    metadata = {"format": _FORMAT, "about": json.dumps(about)}
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        save_file({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}, part, metadata)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
+    """By name."""
     tensors = {"edge_index": graph.edge_index, "edge_type": graph.edge_type}
     tensors["node_type 0"], tensors["node_type 1"] = graph._node_types
     for (of, to), index in graph._indexes.items():
@@ -36,22 +57,11 @@ def save_graph(graph: "RelationalGraph", path: Path) -> None:
     for (over, by_or_none, to), index in graph._indexes_in_order.items():
         by_name = "-" if by_or_none is None else by_or_none.name
         tensors[f"in_order {over.name} {by_name} {to.name}"] = index
-    about = {
-        "num_nodes": [graph.num_sources, graph.num_targets], "is_block": graph.is_block,
-        "num_edge_types": graph.num_edge_types, "num_node_types": graph.num_node_types,
-        "node_type_names": graph.node_type_names, "edge_type_names": graph.edge_type_names,
-    }  # fmt: skip
-    metadata = {"format": _FORMAT, "about": json.dumps(about)}
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        save_file({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}, part, metadata)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    return tensors
 
 
 def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
-    """The graph with its indexes; index tensors are checked for their sizes, the graph's own as always."""
+    """The graph with its indexes; what kernels will follow is checked first."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file; graph.save({str(path)!r}) writes one")
     try:
@@ -62,51 +72,73 @@ def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
         raise ValueError(f"{path} is no graph that RelationalGraph.save wrote: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is of format {metadata.get('format')!r}; RelationalGraph.save writes {_FORMAT!r}")
-    about = json.loads(metadata["about"])
+    try:
+        graph = _made(made, json.loads(metadata["about"]), tensors)
+        _take(graph, tensors)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not fit together ({error}); save the graph again") from error
+    return graph
+
+
+def _made(
+    made: type["RelationalGraph"],
+    about: dict[str, Any],
+    tensors: dict[str, torch.Tensor],  # any: JSON
+) -> "RelationalGraph":
     sources, targets = about["num_nodes"]
     types = tensors.pop("node_type 0"), tensors.pop("node_type 1")
-    num_nodes = (sources, targets) if about["is_block"] else sources
     graph = made(
-        tensors.pop("edge_index"), tensors.pop("edge_type"), num_nodes=num_nodes,
+        tensors.pop("edge_index"), tensors.pop("edge_type"),
+        num_nodes=(sources, targets) if about["is_block"] else sources,
         num_edge_types=about["num_edge_types"], node_type=types if about["is_block"] else types[0],
         num_node_types=about["num_node_types"],
     )  # fmt: skip
     graph.node_type_names = tuple(about["node_type_names"])
     graph.edge_type_names = tuple((one[0], one[1], one[2]) for one in about["edge_type_names"])
-    _take(graph, tensors, path)
     return graph
 
 
-def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Indexes first: how many pairs there are is known from them."""
+def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
+    """Pairs first: how many there are is known from them. Raises ``ValueError`` for what a kernel could not follow."""
+    for domain, end in ENDS.items():
+        three = [(domain, end), (domain, Domain.EDGE_TYPE), (Domain.EDGE, domain)]
+        found = [tensors.pop(f"index {of.name} {to.name}", None) for of, to in three]
+        if found[0] is None or found[1] is None or found[2] is None:
+            continue
+        pairs = len(found[0])
+        sizes = (pairs, graph.count(end)), (pairs, graph.num_edge_types), (graph.num_edges, pairs)
+        for (of, to), one, (rows, within) in zip(three, found, sizes, strict=True):
+            assert one is not None
+            graph._indexes[of, to] = _checked(one, torch.int64, rows, within)
+        keys = found[1] * graph.count(end) + found[0]
+        if not bool((keys.diff() > 0).all()):
+            raise ValueError(f"pairs of {domain.name} are not in order")
     for name in sorted(tensors):
         kind, *names = name.split()
-        domains = [None if one == "-" else Domain[one] for one in names]
-        first = domains[0]
-        assert first is not None
-        one = tensors[name]
         if kind == "index":
-            graph._indexes[first, domains[1]] = one  # type: ignore[index]
+            of, to = (Domain[one] for one in names)
+            graph._indexes[of, to] = _checked(tensors[name], torch.int64, graph.count(of), graph.count(to))
         elif kind == "in_order":
-            graph._indexes_in_order[first, domains[1], domains[2]] = one  # type: ignore[index]
+            by = None if names[1] == "-" else Domain[names[1]]
+            over, to = Domain[names[0]], Domain[names[2]]
+            found_index = _checked(tensors[name], torch.int32, graph.count(over), graph.count(to))
+            graph._indexes_in_order[over, by, to] = found_index
         elif kind == "starts":
-            graph._orders[first, domains[1]] = (tensors.get(f"positions {' '.join(names)}"), one)  # type: ignore[index]
-    for (of, to), one in graph._indexes.items():
-        _check(len(one) == graph.count(of) and _is_within(one, graph.count(to)), path, f"index {of.name} {to.name}")
-    for (over, _, to), one in graph._indexes_in_order.items():
-        _check(len(one) == graph.count(over) and _is_within(one, graph.count(to)), path, f"in_order {over.name}")
-    for (over, by), (positions, starts) in graph._orders.items():
-        fits = len(starts) == graph.count(by) + 1 and int(starts[-1]) == graph.count(over) and int(starts[0]) == 0
-        fits = fits and bool((starts.diff() >= 0).all())
-        if positions is not None:
-            fits = fits and len(positions) == graph.count(over) and _is_within(positions, graph.count(over))
-        _check(fits, path, f"order {over.name} {by.name}")
+            over, by = (Domain[one] for one in names)
+            starts = _checked(tensors[name], torch.int64, graph.count(by) + 1, graph.count(over) + 1)
+            if int(starts[0]) or int(starts[-1]) != graph.count(over) or bool((starts.diff() < 0).any()):
+                raise ValueError(f"{name!r} is no list of borders")
+            positions = tensors.get(f"positions {' '.join(names)}")
+            if positions is not None:
+                _checked(positions, torch.int32, graph.count(over), graph.count(over))
+                if bool((positions.long().bincount(minlength=len(positions)) != 1).any()):
+                    raise ValueError(f"{name!r} has an order with repeated rows")
+            graph._orders[over, by] = (positions, starts)
 
 
-def _is_within(index: torch.Tensor, count: int) -> bool:
-    return not len(index) or (int(index.min()) >= 0 and int(index.max()) < count)
-
-
-def _check(fits: bool, path: Path, name: str) -> None:
-    if not fits:
-        raise ValueError(f"{path}: its {name!r} does not fit the graph; save the graph again")
+def _checked(index: torch.Tensor, dtype: torch.dtype, size: int, within: int) -> torch.Tensor:
+    if index.dtype is not dtype or index.shape != (size,):
+        raise ValueError(f"an index is {index.dtype} of shape {list(index.shape)}, not {dtype} of shape [{size}]")
+    if size and (int(index.min()) < 0 or int(index.max()) >= within):
+        raise ValueError(f"an index leaves its {within} rows")
+    return index

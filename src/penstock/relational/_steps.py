@@ -14,13 +14,11 @@ import torch
 from penstock.errors import InternalError
 from penstock.relational import _eager
 from penstock.relational._cost import cost
-from penstock.relational._domain import Domain
+from penstock.relational._domain import ENDS, Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, OuterSum, Program, Reduce, SameRows
 from penstock.relational._language import SEED
 from penstock.relational._lower import BlockedSum, Kernel, Lowered, Outer, Product, Step, Traversal
-
-_PAIRS = (Domain.SOURCE_AND_TYPE, Domain.TARGET_AND_TYPE)
 
 
 class Compiled(ABC):
@@ -52,6 +50,7 @@ class Compiled(ABC):
         for at, one in program.inputs.items():
             run.values[at] = inputs(one).contiguous()
             if one.name == SEED:
+                _check_not_captured(graph)
                 run.seed = int(run.values[at].item()) & 0xFFFFFFFF
         for number, step in enumerate(self.lowered.steps):
             match step:
@@ -170,7 +169,7 @@ class Run(ABC):
         free = self._free.get(size)
         self._to_make[size] -= 1
         self._own.add(at)
-        zeros = isinstance(one, Reduce) and one.domain not in _PAIRS  # a pair has edges, a node may not
+        zeros = isinstance(one, Reduce) and one.domain not in ENDS  # a pair has edges, a node may not
         if free:
             found = free.pop().view(shape)
             self.values[at] = found.zero_() if zeros else found
@@ -198,7 +197,8 @@ class Run(ABC):
         one = self.program[place]
         for at in one.operands:
             operand = self.program[at]
-            machine.values[at] = self.value(at).to(dtype) if at in self.stored else machine.compute(operand)
+            value = self.value(at) if at in self.stored else machine.compute(operand)
+            machine.values[at] = value.to(dtype) if value.is_floating_point() else value
         found = machine.compute(one).expand(self.graph.count(one.domain), *one.shape).contiguous()
         found = found.to(self._dtype_of(place))
         is_view = any(_share_memory(found, other) for other in machine.values.values())
@@ -207,6 +207,13 @@ class Run(ABC):
     def _size(self, at: int) -> tuple[int, torch.dtype]:
         one = self.program[at]
         return self.graph.count(one.domain) * math.prod(one.shape), self._dtype_of(at)
+
+
+def _check_not_captured(graph: RelationalGraph) -> None:
+    if graph.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph would replay a relational layer's dropout with the same zeros; capture it after layer.eval()"
+        )
 
 
 def _names(program: Program, at: int) -> list[int]:

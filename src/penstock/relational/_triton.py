@@ -1,16 +1,17 @@
 """Runs lowered programs by Triton: generated kernels for traversals, `_triton_kernels` for products.
 
-On CUDA the schedule of every kernel is measured when it first meets a graph of a new shape. Under Triton's interpreter
-(``TRITON_INTERPRET=1``) the same kernels run on tensors of the CPU, very slowly.
+On CUDA the schedule of every kernel is measured when it first meets a graph of a new shape, so results are equal to the
+bit within a process. Under ``torch.use_deterministic_algorithms`` nothing is measured, and they are between processes.
+Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on tensors of the CPU, very slowly.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import itertools
 import math
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,11 +23,12 @@ from penstock import native
 from penstock.relational._domain import Domain
 from penstock.relational._emit_triton import TritonKernel, emit
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._ir import Matmul, OuterSum, Program, Reduce
+from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
 from penstock.relational._lower import Kernel, lower
 from penstock.relational._steps import Compiled, Run
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+"""What it computes in, by Triton's names."""
 _TILE_NUMBERS = 4096
 """Of a traversal's tile, rows included, at most."""
 _SPLIT_ROWS = 1024
@@ -58,24 +60,29 @@ class CompiledTriton(Compiled):
     def __init__(self, program: Program, dtype: torch.dtype, num_results: int):
         super().__init__(lower(program, blocked=False), dtype)
         self._results = set(program.outputs[:num_results])
-        self.source, self.kernels = emit(self.lowered)
+        self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         self.module = _module(self.source)
         self.schedules: dict[tuple[str, tuple[int, ...]], Schedule] = {}
         """As measured, by kernel and shape of graph."""
 
     @staticmethod
-    def is_available(device: torch.device) -> bool:
-        """Whether Triton is installed and can reach the device."""
-        if importlib.util.find_spec("triton") is None:
+    def is_available(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether Triton is installed, can reach the device and knows the dtype there."""
+        if importlib.util.find_spec("triton") is None or dtype not in DTYPES:
             return False
         if device.type == "cuda":
-            return torch.cuda.get_device_capability(device) >= (7, 0)
+            return torch.cuda.get_device_capability(device) >= ((8, 0) if dtype is torch.bfloat16 else (7, 0))
         return os.environ.get("TRITON_INTERPRET") == "1"
 
     def dtype_of(self, at: int) -> torch.dtype:
         is_narrow = math.prod(self.lowered.program[at].shape) < _NARROW
         return torch.float32 if is_narrow and at not in self._results else self.dtype
+
+    def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
+        """Values of the outputs, ``[rows, *shape]`` each."""
+        with torch.cuda.device(graph.device) if graph.device.type == "cuda" else contextlib.nullcontext():
+            return super().run(graph, inputs)
 
     def start(self, graph: RelationalGraph) -> "_Run":
         return _Run(self, graph)
@@ -135,10 +142,12 @@ class _Run(Run):
         if found is not None:
             return found
         mean = graph.count(step.over) / max(1, graph.count(step.by))
-        all_ = schedules(kernel.tile, mean)
-        found = all_[0]
-        if graph.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            found = min(all_, key=lambda one: _seconds(functools.partial(run, one)))
+        every = schedules(kernel.tile, mean)
+        if torch.are_deterministic_algorithms_enabled() or graph.device.type != "cuda":
+            return every[0]
+        if torch.cuda.is_current_stream_capturing():
+            return every[0]  # measured when it is next called
+        found = min(every, key=lambda one: _seconds(functools.partial(run, one)))
         self.compiled.schedules[kernel.name, shape] = found
         return found
 
@@ -153,7 +162,7 @@ class _Run(Run):
         found, (rows, index, strides) = self.make(place), self._rows(left, one.domain, by, inner, heads)
         places = self.graph.order(one.domain, by)[0]
         matrices = self.value(matrix).contiguous()
-        block_rows, block_outer = 64, min(64, _padded(outer))
+        block_rows, block_outer = 64, min(64, _block_of(outer))
         blocks = blocks_of(self.graph, one.domain, by, block_rows)
         if not len(blocks.types):
             return
@@ -169,7 +178,7 @@ class _Run(Run):
                 "matrix_head_stride": inner * outer if math.prod(shape[:-2]) > 1 else 0, "HEADS": heads,
                 "INNER": inner, "OUTER": outer, "TRANSPOSED": one.transposed, "HAS_INDEX": index is not None,
                 "HAS_PLACES": places is not None, "IS_HALF": _is_half(rows, matrices), "PRECISION": _precision(),
-                "BLOCK_ROWS": block_rows, "BLOCK_INNER": min(32, _padded(inner)), "BLOCK_OUTER": block_outer,
+                "BLOCK_ROWS": block_rows, "BLOCK_INNER": min(32, _block_of(inner)), "BLOCK_OUTER": block_outer,
             },
             warps=4,
         )  # fmt: skip
@@ -188,8 +197,8 @@ class _Run(Run):
             for at, size in zip(one.operands, (inner, outer), strict=True)
         )
         width = heads * inner * outer
-        parts = torch.empty(len(blocks.types), width, device=self.graph.device)
-        block_inner, block_outer = min(64, _padded(inner)), min(64, _padded(outer))
+        parts = torch.empty(len(blocks.types), width, device=self.graph.device, dtype=torch.float32)
+        block_inner, block_outer = min(64, _block_of(inner)), min(64, _block_of(outer))
         launch(
             self.fixed.typed_outer,
             (len(blocks.types), _ceil(inner, block_inner) * _ceil(outer, block_outer), heads),
@@ -213,7 +222,7 @@ class _Run(Run):
     ) -> None:
         if not len(split.groups):
             return
-        block = min(1024, max(16, _padded(width)))
+        block = min(1024, max(16, _block_of(width)))
         launch(
             self.fixed.add_parts,
             (len(split.groups), _ceil(width, block)),
@@ -312,8 +321,8 @@ def _blocks(segments: torch.Tensor, size: int, device: torch.device) -> Blocks:
 def _pieces(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each piece its group and its rank there; and how many pieces each group has."""
     chunks = (starts.diff() + size - 1) // size
-    groups = torch.arange(len(chunks)).repeat_interleave(chunks)
-    ranks = torch.arange(len(groups)) - (chunks.cumsum(0) - chunks)[groups]
+    groups = torch.arange(len(chunks), device=starts.device).repeat_interleave(chunks)
+    ranks = torch.arange(len(groups), device=starts.device) - (chunks.cumsum(0) - chunks)[groups]
     return groups, ranks, chunks
 
 
@@ -337,27 +346,23 @@ _BY_LANE = ((8, 2), (4, 1), (16, 4), (32, 4))
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], *, warps: int
 ) -> None:
-    """Starts a kernel on the device of its tensors."""
-    device = next(one.device for one in arguments if isinstance(one, torch.Tensor))
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[grid](*arguments, **constants, num_warps=warps)
-    else:
-        kernel[grid](*arguments, **constants)
+    """Starts a kernel on the current device, or under the interpreter."""
+    kernel[grid](*arguments, **constants, num_warps=warps)
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """The median of five on the device, after one that compiles."""
+    """Of one in ten on the device, after one that compiles. The device waits until all are queued: launching them from
+    Python takes longer than small ones run.
+    """
     run()
-    found: list[float] = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10_000_000)  # about 5 ms
+    start.record()
+    for _ in range(10):
         run()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 10
 
 
 @functools.lru_cache(maxsize=256)
@@ -389,14 +394,18 @@ def _or_any(index: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """As the user set it for products of float32, by PyTorch's new name or its old one."""
+    of_products = torch.backends.cuda.matmul
+    if hasattr(of_products, "fp32_precision"):
+        return "tf32" if of_products.fp32_precision == "tf32" else "ieee"
+    return "tf32" if of_products.allow_tf32 else "ieee"
 
 
 def _rows_of(tile: int) -> int:
     return max(1, min(64, _TILE_NUMBERS // tile))
 
 
-def _padded(size: int) -> int:
+def _block_of(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 

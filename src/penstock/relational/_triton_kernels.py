@@ -1,7 +1,7 @@
 """Triton kernels that do not depend on the layer, and functions that generated ones call.
 
 Like the C side: no atomics. What one program instance cannot finish is written as parts, and `add_parts` brings them
-together in order, so results are equal to the bit from run to run.
+together in order, so the same schedule gives the same bits.
 """
 
 import triton
