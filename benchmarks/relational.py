@@ -8,6 +8,7 @@ Our layer and the hand-written ones take turns in one process. The best of PyG's
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -296,6 +297,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     given = options.parse_args(arguments)
     if given.child:
         kinds, layer, graph, width, rounds, device = json.loads(given.child)
+        if device == "cpu":
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes(device), resource.RLIM_INFINITY))
         if kinds == "first":
             print(json.dumps(first_call_s(layer, graph, width, device)))
             return []

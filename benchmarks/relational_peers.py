@@ -34,13 +34,13 @@ def is_installed(variant: str) -> bool:
 
 
 def predicted_bytes(variant: str, edges: Edges, width: int) -> int:
-    """What a peer's largest tensors take at once in a training step: matrices gathered for every edge."""
-    num_edges = edges.edge_index.shape[1]
-    per_edge = {"FastRGCNConv": 2 * width * width, "RGATConv": 3 * width * width}.get(
-        variant.removesuffix(", compiled"), 8 * width
-    )
-    per_node = edges.num_edge_types * 4 * width if variant.startswith("HGTConv") else 0
-    return 4 * (num_edges * per_edge + edges.num_nodes * per_node)
+    """What a peer's largest tensors take at once in a training step: matrices gathered for every edge, rows of all
+    nodes for every relation.
+    """
+    num_edges, variant = edges.edge_index.shape[1], variant.removesuffix(", compiled")
+    per_edge = {"FastRGCNConv": 2 * width * width, "RGATConv": 3 * width * width, "RGCNConv": 2 * width}
+    per_node = {"RGCNConv": edges.num_edge_types * width, "HGTConv": 4 * edges.num_edge_types * width}
+    return 4 * (num_edges * per_edge.get(variant, 8 * width) + edges.num_nodes * per_node.get(variant, 0))
 
 
 def hetero(edges: Edges) -> tuple[dict[str, int], dict[tuple[str, str, str], torch.Tensor]]:
