@@ -48,7 +48,7 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
         left, matrix = program[step.product].operands
         rows = graph.count(program[step.product].domain)
         flops = rows * (_flops_of_a_row(lowered, program[step.product]) + _flops_of_a_row(lowered, one))
-        moved = size(matrix) + size(step.place) + rows * _INDEX_BYTES
+        moved = size(matrix) + size(step.place) * (1 if step.onto is None else 2) + rows * _INDEX_BYTES
         before = Cost(0, size(left)) if step.rows is None else traversal(step.rows, writes=False)
         return Cost(flops + before.flops, moved + before.bytes)
     moved = size(step.place) + sum(size(at) for at in one.operands if not isinstance(program[at], Constant))

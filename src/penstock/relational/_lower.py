@@ -95,6 +95,8 @@ class BlockedSum:
     """Of the `Matmul`."""
     rows: Traversal | None
     """What computes the rows of a block; ``None``: they are stored."""
+    onto: int | None = None
+    """A value whose memory it adds into and takes over, since nobody else reads it; ``None``: it begins with zeros."""
 
 
 Step = Product | Outer | Whole | Traversal | BlockedSum
@@ -130,10 +132,17 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
     """Steps for the program. ``blocked``: whether the emitter knows `BlockedSum`."""
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
+    added = _added_up(program, stored, sums)
+    later = {sums[at].place for pair in added.values() for at in pair}
     steps: list[Step] = []
     made_by: dict[int, int] = {}
     for at, one in enumerate(program.operations):
-        if at not in stored or isinstance(one, Input | SameRows):
+        if at not in stored or at in later or isinstance(one, Input | SameRows):
+            continue
+        if at in added:
+            first, second = (sums[place] for place in added[at])
+            made_by[first.place], made_by[at] = len(steps), len(steps) + 1
+            steps += [first, BlockedSum(at, second.product, second.rows, onto=first.place)]
             continue
         step: Step = sums[at] if at in sums else _template(one, at, program)
         if isinstance(step, Traversal):
@@ -168,6 +177,25 @@ def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
             stored.discard(left)
         stored.discard(product)
         found[at] = BlockedSum(at, product, rows)
+    return found
+
+
+def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -> dict[int, tuple[int, int]]:
+    """Sums of two blocked sums that nobody else reads, by their place: the second adds into the first's memory."""
+    readers, found = program.readers(), {}
+    for at, one in enumerate(program.operations):
+        if at not in stored or not isinstance(one, Map) or one.function != "add":
+            continue
+        parts = []
+        for operand in one.operands:
+            path = [operand]
+            while isinstance(alias := program[path[-1]], SameRows):
+                path.append(alias.operands[0])
+            alone = all(len(readers[place]) == 1 and place not in program.outputs for place in path)
+            if path[-1] in sums and alone and program[path[-1]].shape == one.shape:
+                parts.append(path[-1])
+        if len(parts) == 2 and parts[0] != parts[1]:
+            found[at] = (parts[0], parts[1])
     return found
 
 

@@ -156,7 +156,7 @@ class _Run(Run):
             size = math.prod(self.program[left].shape)
             has_heads = typed.num_heads > 1 and size > typed.inner
             rows = _Rows(row_stride=size, head_stride=typed.inner if has_heads else 0)
-        found = self.make(step.place)
+        found = self.make(step.place) if step.onto is None else self.take(step.onto, step.place)
         owners = graph.index_in_order(one.domain, None, end)
         num_threads = self.num_threads if graph.count(one.domain) > _FEW_ROWS else 1
         borders = graph.remember(

@@ -132,6 +132,22 @@ def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int
     return builder.add(Matmul(domain=domain, shape=shape, operands=(left, right), transposed=transposed))
 
 
+def thin(program: Program) -> Program:
+    """Products of single numbers with a row become element-wise products, unless all they are for is to be summed."""
+    readers, builder, places = program.readers(), Builder(), list[int]()
+    for at, one in enumerate(program.operations):
+        is_summed = [isinstance(program[reader], Reduce) for reader in readers[at]] == [True]
+        if not isinstance(one, Matmul) or program[one.operands[0]].shape[-1] != 1 or is_summed:
+            places.append(builder.add(rewritten(one, places)))
+            continue
+        left, matrix = (places[operand] for operand in one.operands)
+        of = builder[matrix]
+        row = (*of.shape[:-2], of.shape[-2] if one.transposed else of.shape[-1])
+        flat = builder.add(Reshape(domain=of.domain, shape=row, operands=(matrix,)))
+        places.append(builder.map("multiply", left, flat, domain=one.domain))
+    return builder.program(places[at] for at in program.outputs)
+
+
 def sum_first(program: Program, rows: RowCounts, pays: float = 1.0) -> Program:
     """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner one per type, where few rows are left for ``@``.
 

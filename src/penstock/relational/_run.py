@@ -282,9 +282,9 @@ class Variant:
         self.num_outputs = halves.num_outputs
         self.shapes = [program.inputs[at].shape for at in inputs]
         backward = _passes.compact(halves.backward) if options.compact else halves.backward
-        self._backward_program = _passes.widened(backward, [self.domains[at] for at in wanted])
+        self._backward_program = _passes.thin(_passes.widened(backward, [self.domains[at] for at in wanted]))
         self._make = functools.partial(Executor, dtype=dtype, emitter=options.emitter, device=device)
-        self.forward = self._make(halves.forward, halves.num_outputs)
+        self.forward = self._make(_passes.thin(halves.forward), halves.num_outputs)
         self.number = register(self)
 
     @functools.cached_property

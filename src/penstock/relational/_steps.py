@@ -85,7 +85,8 @@ class Compiled(ABC):
             case BlockedSum():
                 domain = program[step.product].domain
                 rows = "stored" if step.rows is None else f"summed over {step.rows.over.value} rows"
-                return f"blocked sum of products of {graph.count(domain):,} {domain.value} rows, {rows}: %{step.place}"
+                onto = "" if step.onto is None else f", onto %{step.onto}"
+                return f"blocked sum of products of {graph.count(domain):,} {domain.value} rows, {rows}{onto}: %{step.place}"
             case Product():
                 domain = program[step.place].domain
                 return f"product of {graph.count(domain):,} {domain.value} rows: %{step.place}"
@@ -118,7 +119,8 @@ class Compiled(ABC):
                 return self.kernels[number].inputs
             case BlockedSum():
                 left, matrix = program[step.product].operands
-                return (left, matrix) if step.rows is None else (*self.kernels[number].inputs, matrix)
+                rows = (left,) if step.rows is None else self.kernels[number].inputs
+                return (*rows, matrix) if step.onto is None else (*rows, matrix, step.onto)
             case _:
                 return program[step.place].operands
 
@@ -182,6 +184,12 @@ class Run(ABC):
         """Computes a sum of products; ``kernel``: what gives the rows of a block, if they are not stored."""
         raise InternalError(f"{type(self).__name__} was given %{step.place}, {kernel}, to compute in blocks")
 
+    def take(self, at: int, place: int) -> torch.Tensor:
+        """The memory of one value for another, with what is in it."""
+        self._own.add(place)
+        self.values[place] = self.values.pop(at)
+        return self.values[place]
+
     def lookup(self, at: int, over: Domain, by: Domain) -> torch.Tensor | None:
         """``int32``: the value's row for each of ``over`` in order of ``by``; ``None``: the same or the only one."""
         domain = self.program[at].domain
@@ -232,4 +240,5 @@ def _made(step: Step) -> Sequence[int]:
     """Values that take memory of `Run.make`."""
     if isinstance(step, Traversal):
         return step.roots
-    return (step.place,) if isinstance(step, Product | Outer | BlockedSum) else ()
+    is_made = isinstance(step, Product | Outer) or (isinstance(step, BlockedSum) and step.onto is None)
+    return (step.place,) if is_made else ()
