@@ -84,9 +84,9 @@ class Compiled(ABC):
                 return f"{self.emitter} traversal of {graph.count(step.over):,} {step.over.value} rows{by}: {roots}"
             case BlockedSum():
                 domain = program[step.product].domain
-                rows = "stored" if step.rows is None else f"summed over {step.rows.over.value} rows"
-                onto = "" if step.onto is None else f", onto %{step.onto}"
-                return f"blocked sum of products of {graph.count(domain):,} {domain.value} rows, {rows}{onto}: %{step.place}"
+                how = "stored" if step.rows is None else f"summed over {step.rows.over.value} rows"
+                how += "" if step.onto is None else f", onto %{step.onto}"
+                return f"blocked sum of products of {graph.count(domain):,} {domain.value} rows, {how}: %{step.place}"
             case Product():
                 domain = program[step.place].domain
                 return f"product of {graph.count(domain):,} {domain.value} rows: %{step.place}"
