@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench gpu soak
+.PHONY: demo test check bench gpu gpu-relational soak
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -44,5 +44,8 @@ gpu:
 	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
 		--budget 8GiB --host 64GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
 	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json
-	PYTHONPATH=src timeout 500 $(PYTHON) -m benchmarks.relational --device cuda --width 64 --rounds 5 --part peers --part first \
+
+gpu-relational:
+	mkdir -p $(GPU_OUT)
+	PYTHONPATH=src timeout 550 $(PYTHON) -m benchmarks.relational --device cuda --width 64 --rounds 5 --part peers --part first \
 		--json $(GPU_OUT)/relational.json

@@ -191,3 +191,10 @@ def test_dropout_of_weights_has_the_same_zeros_everywhere(graph):
             torch.manual_seed(seed)
             found.append(dropped_weights.with_options(emitter=emitter)(graph, x, weight))
         torch.testing.assert_close(*found)
+
+
+def test_what_was_generated_can_be_read(graph, arguments):
+    assert rgat.source(graph, **arguments).count("int step") >= 4
+    assert rgat.with_options(emitter="eager").source(graph, **arguments) == ""
+    steps = rgat.explain(graph, **arguments).rsplit("step by step", 1)[1]
+    assert all("MFLOP" in line for line in steps.strip().splitlines())

@@ -79,11 +79,9 @@ def _closure(lowered: Lowered, step: Traversal) -> tuple[set[int], set[int]]:
 def _flops_of_a_row(lowered: Lowered, one: Operation) -> int:
     program = lowered.program
     match one:
-        case Matmul():
-            return 2 * program[one.operands[0]].shape[-1] * math.prod(one.shape)
         case OuterSum():
             return 2 * math.prod(one.shape)
-        case Dot():
+        case Matmul() | Dot():
             return 2 * program[one.operands[0]].shape[-1] * math.prod(one.shape)
         case SumTo():
             return math.prod(program[one.operands[0]].shape)

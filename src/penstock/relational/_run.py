@@ -111,11 +111,8 @@ class Layer:
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
         """The program after every pass, then forward's and backward's, and the steps that they take for the graph."""
-        tensors, constants = self._sorted(graph, args, kwargs)
-        given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
-        traced = self._trace(given, constants)
+        traced, given, is_unified = self._asked(graph, args, kwargs)
         program, parts = traced.program, [f"traced\n{traced.program}"]
-        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
         pays = _pays(is_trained=bool(_wanted(program, given)))
         for name, one in _pipeline(self.options, graph, traced.domains, pays, is_unified=is_unified):
             program = one(program)
@@ -124,6 +121,22 @@ class Layer:
         for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
             parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
         return "\n\n".join(parts)
+
+    def source(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
+        """What was generated for the traversals of forward and backward, C or Triton; empty where PyTorch runs them."""
+        traced, given, is_unified = self._asked(graph, args, kwargs)
+        variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
+        compiled = [one.compiled for one in (variant.forward, variant.backward)]
+        return "\n\n".join(one.source for one in compiled if one is not None)
+
+    def _asked(
+        self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple["Traced", dict[str, tuple["Description", "Description"]], bool]:
+        """The program of a call, its arguments' shapes, and whether both ends read the same tensors."""
+        tensors, constants = self._sorted(graph, args, kwargs)
+        given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
+        is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
+        return self._trace(given, constants), given, is_unified
 
     def _sorted(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
