@@ -248,3 +248,51 @@ def test_a_table_of_as_many_types_as_sources_is_not_cut(emitter):
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found.sum(), weight)
     torch.testing.assert_close(gradient, torch.tensor([0, (x[0] + x[2]).sum(), 0, (x[1] + x[3]).sum()]))
+
+
+@layer
+def target_before_source(g, x, one, other):
+    for e in g.edges():
+        message = tanh(x[e.dst] @ one[e.etype] + x[e.src] @ other[e.etype])
+    for n in g.nodes():
+        total = n.sum(message)
+    return total
+
+
+@layer
+def ends_of_sums(g, x, one, other):
+    for e in g.edges():
+        left, right = x[e.src] @ one[e.etype], x[e.src] @ other[e.etype]
+    for n in g.nodes():
+        p, q = n.sum(left), n.sum(right)
+    for e in g.edges():
+        both = p[e.src] + q[e.dst]
+    return both
+
+
+@pytest.mark.parametrize("emitter", ["c", "eager"])
+@pytest.mark.parametrize("name", ["target_before_source", "ends_of_sums"])
+def test_sums_into_the_same_rows_come_from_their_own_ends(emitter, name):
+    generator = torch.Generator().manual_seed(0)
+    index, kind = torch.randint(8, (2, 40), generator=generator), torch.randint(3, (40,), generator=generator)
+    graph = RelationalGraph(index, kind, num_nodes=8, num_edge_types=3)
+    x = torch.randn(8, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    one, other = (torch.randn(3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    (source, target), empty = index, torch.zeros(8, 5, dtype=torch.float64)
+
+    def product(end, weight):
+        return torch.einsum("ei,eio->eo", x[end], weight[kind])
+
+    if name == "target_before_source":
+        expected = empty.index_add(0, target, torch.tanh(product(target, one) + product(source, other)))
+        found = target_before_source.with_options(emitter=emitter)(graph, x, one, other)
+    else:
+        p, q = (empty.index_add(0, target, product(source, weight)) for weight in (one, other))
+        expected = p[source] + q[target]
+        found = ends_of_sums.with_options(emitter=emitter)(graph, x, one, other)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
+    for mine, theirs in zip(
+        *(torch.autograd.grad((y * weight).sum(), (x, one, other)) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)

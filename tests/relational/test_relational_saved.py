@@ -87,6 +87,8 @@ DAMAGES = {
     "pairs out of order": change("index TARGET_AND_TYPE EDGE_TYPE", lambda one: one.flip(0)),
     "an unknown domain": lambda kept: kept.update({"index EDGE NOWHERE": torch.zeros(1)}),
     "no domain": lambda kept: kept.update({"index": torch.zeros(1)}),
+    "an order without its rows": lambda kept: kept.pop("positions EDGE TARGET"),
+    "another order": change("positions EDGE TARGET", lambda one: one.flip(0)),
     "no edges": lambda kept: kept.pop("edge_type"),
 }
 

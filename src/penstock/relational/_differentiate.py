@@ -179,7 +179,7 @@ def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
             parts = [product(slope(f"{one.function}_slope", first))]
         case "abs":
             parts = [product(chain.map("sign", first))]
-        case "stop_gradient" | "sign" | "equal" | "greater":
+        case "stop_gradient" | "sign" | "equal" | "greater" | "is_largest":
             return
         case _:
             raise InternalError(f"{one.function} has no derivative")
@@ -258,7 +258,7 @@ def _reduce(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
         chain.contribute(operand, gradient, one.over)
         return
     builder = chain.builder
-    is_largest = builder.map("equal", operand, at, domain=one.over)
+    is_largest = builder.map("is_largest", operand, at, domain=one.over)
     shape = builder[is_largest].shape
     ties = builder.add(Reduce(domain=one.domain, shape=shape, operands=(is_largest,), over=one.over))
     one_at_least = builder.map(

@@ -276,6 +276,7 @@ _FUNCTIONS: dict[str, _Function] = {
     "abs": lambda x, _: x[0].abs(),
     "sign": lambda x, _: x[0].sign(),
     "equal": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
+    "is_largest": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
     "greater": lambda x, _: (x[0] > x[1]).to(x[0].dtype),
     "stop_gradient": lambda x, _: x[0],
 }

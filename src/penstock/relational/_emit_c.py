@@ -105,6 +105,7 @@ _FUNCTIONS = {
     "abs": "FABS({0})",
     "sign": "((real)(({0} > 0) - ({0} < 0)))",
     "equal": "((real)({0} == {1}))",
+    "is_largest": "((real)({0} == {1}))",
     "greater": "((real)({0} > {1}))",
     "stop_gradient": "{0}",
 }

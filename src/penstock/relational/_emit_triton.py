@@ -59,7 +59,8 @@ _FUNCTIONS = {
     "elu_slope": "tl.where({0} > 0, 1.0, tl.exp({0}))",
     "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "equal": "tl.where({0}.to(STORED).to(tl.float32) == {1}.to(STORED).to(tl.float32), 1.0, 0.0)",
+    "equal": "tl.where({0} == {1}, 1.0, 0.0)",
+    "is_largest": "tl.where({0}.to(STORED).to(tl.float32) == {1}.to(STORED).to(tl.float32), 1.0, 0.0)",
     "greater": "tl.where({0} > {1}, 1.0, 0.0)",
     "stop_gradient": "{0}",
 }

@@ -6,7 +6,6 @@ product with that type's matrix is one product. Edges keep the caller's order: w
 
 import ctypes
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from penstock import native
 from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
-from penstock.relational._registry import register
+from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
 
 _Made = TypeVar("_Made")
@@ -84,7 +83,7 @@ class RelationalGraph:
         self.name = str(self.number)
         """Of the graph, in arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
-        self._lock = threading.RLock()
+        self._lock = Guard()
         """Indexes are built by one thread at a time."""
         self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -203,11 +202,13 @@ class RelationalGraph:
         return self._edge_index[1].bincount(minlength=self.num_targets)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+        with self._lock:
+            state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+            return {name: dict(value) if isinstance(value, dict) else value for name, value in state.items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.RLock()
+        self._lock = Guard()
         self.number = register(self)
         self.name = str(self.number)
 
@@ -330,6 +331,8 @@ class RelationalGraph:
         def make() -> torch.Tensor:
             of_edges = self._edge_index[0 if end is Domain.SOURCE else 1]
             nodes, types, rows = pairs_of(of_edges, self._edge_type, self.count(end), self.num_edge_types)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # others may find them from here on
             self._indexes[domain, Domain.EDGE_TYPE], self._indexes[Domain.EDGE, domain] = types, rows
             return nodes
 
@@ -423,7 +426,7 @@ class _Known:
 
 
 _known: dict[Hashable, _Known] = {}
-_lock = threading.RLock()
+_lock = Guard()
 
 
 def _library(device: torch.device) -> ctypes.CDLL | None:

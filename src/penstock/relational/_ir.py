@@ -140,10 +140,12 @@ class SameRows(Operation):
 FUNCTIONS: Mapping[str, int] = {
     "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "negate": 1, "maximum": 2,
     "exp": 1, "log": 1, "sqrt": 1, "reciprocal": 1, "tanh": 1, "sigmoid": 1, "gelu": 1, "gelu_slope": 1,
-    "relu": 1, "leaky_relu": 1, "leaky_relu_slope": 1, "abs": 1, "sign": 1, "equal": 2, "greater": 2,
+    "relu": 1, "leaky_relu": 1, "leaky_relu_slope": 1, "abs": 1, "sign": 1, "equal": 2, "is_largest": 2, "greater": 2,
     "elu": 1, "elu_slope": 1, "stop_gradient": 1,
 }  # fmt: skip
-"""Element-wise functions by name, and how many operands they take."""
+"""Element-wise functions by name, and how many operands they take. ``is_largest`` is ``equal`` with a maximum,
+which may have fewer digits.
+"""
 
 
 @dataclass(frozen=True, slots=True)

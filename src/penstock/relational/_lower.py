@@ -192,7 +192,8 @@ def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -
             while isinstance(alias := program[path[-1]], SameRows):
                 path.append(alias.operands[0])
             alone = all(len(readers[place]) == 1 and place not in program.outputs for place in path)
-            if path[-1] in sums and alone and program[path[-1]].shape == one.shape:
+            fits = program[operand].domain is one.domain and program[operand].shape == one.shape
+            if path[-1] in sums and alone and fits:
                 parts.append(path[-1])
         if len(parts) == 2 and parts[0] != parts[1]:
             found[at] = (parts[0], parts[1])

@@ -14,7 +14,7 @@ import torch
 
 from penstock import native
 from penstock.errors import InternalError
-from penstock.relational._domain import Domain
+from penstock.relational._domain import ENDS, Domain
 from penstock.relational._emit_c import emit
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Matmul, OuterSum, Program
@@ -145,7 +145,7 @@ class _Run(Run):
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
         one, graph = self.program[step.product], self.graph
         assert isinstance(one, Matmul)
-        left, end = one.operands[0], self.program[step.place].domain
+        left, end = one.operands[0], ENDS[one.domain]  # the step's own may be the same nodes by another name
         typed, matrices = self._product(one)
         producer, context = None, None
         if kernel is None:

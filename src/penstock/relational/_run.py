@@ -8,7 +8,6 @@ that stand for the variant and the graph; so `torch.compile` sees one node with 
 import functools
 import inspect
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
 from penstock.relational._native import DTYPES as C_DTYPES
 from penstock.relational._native import CompiledC
-from penstock.relational._registry import register, registered
+from penstock.relational._registry import Guard, register, registered
 from penstock.relational._steps import Compiled
 
 Emitter = Literal["auto", "c", "triton", "eager"]
@@ -201,7 +200,7 @@ class Layer:
         key = (rows, tuple(constants.items()))
         found = self._traced.get(key)
         if found is None:
-            found = self._traced[key] = Traced(*trace(self._function, shapes, constants))
+            found = self._traced.setdefault(key, Traced(*trace(self._function, shapes, constants)))
         return found
 
 
@@ -215,7 +214,7 @@ class Traced:
     def __init__(self, program: Program, domains: tuple[Domain, ...], num_returned: int):
         self.program, self.domains, self.num_returned = program, domains, num_returned
         self.variants: dict[Any, Variant] = {}
-        self.lock = threading.Lock()
+        self.lock = Guard()
 
 
 class Executor:

@@ -111,8 +111,11 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
             assert one is not None
             graph._indexes[of, to] = _checked(one, torch.int64, rows, within)
         keys = found[1] * graph.count(end) + found[0]
-        if not bool((keys.diff() > 0).all()):
-            raise ValueError(f"pairs of {domain.name} are not in order")
+        of_edges = graph.edge_type * graph.count(end) + graph.edge_index[0 if end is Domain.SOURCE else 1]
+        if not bool((keys.diff() > 0).all()) or not torch.equal(keys[found[2]], of_edges):
+            raise ValueError(f"pairs of {domain.name} are not those of the edges")
+        if bool((found[2].bincount(minlength=pairs) == 0).any()):
+            raise ValueError(f"a pair of {domain.name} has no edge")
     for name in sorted(tensors):
         kind, *names = name.split()
         if kind == "index":
@@ -133,6 +136,11 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
                 _checked(positions, torch.int32, graph.count(over), graph.count(over))
                 if bool((positions.long().bincount(minlength=len(positions)) != 1).any()):
                     raise ValueError(f"{name!r} has an order with repeated rows")
+            index = graph.index(over, by)
+            keys = torch.zeros(graph.count(over), dtype=torch.int64) if index is None else index
+            keys = keys if positions is None else keys[positions.long()]
+            if not torch.equal(keys, torch.arange(graph.count(by)).repeat_interleave(starts.diff())):
+                raise ValueError(f"{name!r} is not in order")
             graph._orders[over, by] = (positions, starts)
 
 

@@ -137,14 +137,14 @@ class _Run(Run):
     def _schedule(self, kernel: TritonKernel, run: Callable[[Schedule], None]) -> Schedule:
         graph, step = self.graph, kernel.traversal
         assert step.by is not None
-        shape = tuple(graph.count(domain).bit_length() for domain in (step.over, step.by))
-        found = self.compiled.schedules.get((kernel.name, shape))
-        if found is not None:
-            return found
         mean = graph.count(step.over) / max(1, graph.count(step.by))
         every = schedules(kernel.tile, mean)
         if torch.are_deterministic_algorithms_enabled() or graph.device.type != "cuda":
             return every[0]
+        shape = tuple(graph.count(domain).bit_length() for domain in (step.over, step.by))
+        found = self.compiled.schedules.get((kernel.name, shape))
+        if found is not None:
+            return found
         if torch.cuda.is_current_stream_capturing():
             return every[0]  # measured when it is next called
         found = min(every, key=lambda one: _seconds(functools.partial(run, one)))
