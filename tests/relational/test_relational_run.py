@@ -198,3 +198,28 @@ def test_what_was_generated_can_be_read(graph, arguments):
     assert rgat.with_options(emitter="eager").source(graph, **arguments) == ""
     steps = rgat.explain(graph, **arguments).rsplit("step by step", 1)[1]
     assert all("MFLOP" in line for line in steps.strip().splitlines())
+
+
+def test_a_child_that_is_forked_while_indexes_are_built_does_not_wait(graph, arguments):
+    given = {name: one.detach() for name, one in arguments.items()}
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with graph._lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = context.Process(target=_in_child, args=(graph, given, queue))
+    child.start()
+    try:
+        found = queue.get(timeout=60)
+    finally:
+        done.set()
+        holder.join()
+        child.kill()
+    assert found == pytest.approx(rgat(graph, **given).sum().item())
