@@ -10,7 +10,11 @@ EXAMPLES = {"hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "2"
 ELSEWHERE = {"sweep_jobs.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py
 WITH_DATA = {
     "entity_classification.py": ("aifb", ["--epochs", "30"], 80),
-    "link_prediction.py": ("fb15k237", ["--epochs", "2", "--width", "16", "--triples", "20000"], 0.002),
+    "link_prediction.py": (
+        "fb15k237",
+        ["--epochs", "4", "--width", "16", "--triples", "20000", "--batch", "2048"],
+        0.03,
+    ),
 }
 MADE_UP = {
     "minibatch_attention.py": ["--nodes", "4000", "--epochs", "2", "--batch", "512"],
