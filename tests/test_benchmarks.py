@@ -79,7 +79,7 @@ def test_remat_benchmark(tmp_path):
 
 def test_relational_benchmark(tmp_path):
     file = tmp_path / "relational.json"
-    relational.main(["--quick", "--json", str(file)])
+    relational.main(["--quick", "--part", "peers", "--part", "blocks", "--json", str(file)])
     rows = {(row["name"], row["peer"], row["metric"]): row for row in json.loads(file.read_text())["rows"]}
     assert rows["RGCN small 16", "penstock", "training peak"]["value"] > 0
     for name, peer in (
