@@ -1,6 +1,7 @@
 """Graphs with their indexes as files: what took a second to build is read in its place.
 
-A file is safetensors, one tensor for each index by the names of its domains, and sizes and names as JSON beside them.
+A file is safetensors: pairs and orders by the names of their domains, and sizes and names as JSON beside them. What a
+look-up gives is not saved.
 """
 
 import json
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from penstock.relational._graph import RelationalGraph
 
 _FORMAT = "penstock.relational 1"
-_GIVEN = {(Domain.EDGE, Domain.SOURCE), (Domain.EDGE, Domain.TARGET), (Domain.EDGE, Domain.EDGE_TYPE)}
-"""Indexes that are the graph's own tensors."""
 
 
 def save_graph(graph: "RelationalGraph", path: Path) -> None:
@@ -47,16 +46,13 @@ def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
     """By name."""
     tensors = {"edge_index": graph.edge_index, "edge_type": graph.edge_type}
     tensors["node_type 0"], tensors["node_type 1"] = graph._node_types
-    for (of, to), index in graph._indexes.items():
-        if (of, to) not in _GIVEN:
-            tensors[f"index {of.name} {to.name}"] = index
+    for of, to in _pair_indexes():
+        if (of, to) in graph._indexes:
+            tensors[f"index {of.name} {to.name}"] = graph._indexes[of, to]
     for (over, by), (positions, starts) in graph._orders.items():
         tensors[f"starts {over.name} {by.name}"] = starts
         if positions is not None:
             tensors[f"positions {over.name} {by.name}"] = positions
-    for (over, by_or_none, to), index in graph._indexes_in_order.items():
-        by_name = "-" if by_or_none is None else by_or_none.name
-        tensors[f"in_order {over.name} {by_name} {to.name}"] = index
     return tensors
 
 
@@ -101,7 +97,7 @@ def _made(
 def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
     """Pairs first: how many there are is known from them. Raises ``ValueError`` for what a kernel could not follow."""
     for domain, end in ENDS.items():
-        three = [(domain, end), (domain, Domain.EDGE_TYPE), (Domain.EDGE, domain)]
+        three = _pair_indexes(domain)
         found = [tensors.pop(f"index {of.name} {to.name}", None) for of, to in three]
         if found[0] is None or found[1] is None or found[2] is None:
             continue
@@ -118,16 +114,8 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"a pair of {domain.name} has no edge")
     for name in sorted(tensors):
         kind, *names = name.split()
-        if kind == "index":
-            of, to = (Domain[one] for one in names)
-            graph._indexes[of, to] = _checked(tensors[name], torch.int64, graph.count(of), graph.count(to))
-        elif kind == "in_order":
-            by = None if names[1] == "-" else Domain[names[1]]
-            over, to = Domain[names[0]], Domain[names[2]]
-            found_index = _checked(tensors[name], torch.int32, graph.count(over), graph.count(to))
-            graph._indexes_in_order[over, by, to] = found_index
-        elif kind == "starts":
-            over, by = (Domain[one] for one in names)
+        over, by = (Domain[one] for one in names)
+        if kind == "starts":
             starts = _checked(tensors[name], torch.int64, graph.count(by) + 1, graph.count(over) + 1)
             if int(starts[0]) or int(starts[-1]) != graph.count(over) or bool((starts.diff() < 0).any()):
                 raise ValueError(f"{name!r} is no list of borders")
@@ -142,6 +130,17 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
             if not torch.equal(keys, torch.arange(graph.count(by)).repeat_interleave(starts.diff())):
                 raise ValueError(f"{name!r} is not in order")
             graph._orders[over, by] = (positions, starts)
+        elif kind != "positions":
+            raise ValueError(f"{name!r} is nothing that is saved")
+
+
+def _pair_indexes(*domains: Domain) -> list[tuple[Domain, Domain]]:
+    """What finding pairs costs: their nodes, their types, and each edge's. Other indexes are looked up from these."""
+    return [
+        index
+        for domain in domains or ENDS
+        for index in ((domain, ENDS[domain]), (domain, Domain.EDGE_TYPE), (Domain.EDGE, domain))
+    ]
 
 
 def _checked(index: torch.Tensor, dtype: torch.dtype, size: int, within: int) -> torch.Tensor:
