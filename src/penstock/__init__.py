@@ -5,6 +5,8 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 - `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
 - `penstock.remat`: one budget in bytes; a plan that keeps, recomputes or swaps every storage of a step.
 - `penstock.fleet`: many models, each larger than a device, trained together on few devices.
+- `penstock.unified`: feature tables larger than the device, or than memory, that index like a tensor.
+- `penstock.relational`: relational graph layers, compiled.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
 - `penstock.integrations`: fleets beside Optuna, TensorBoard, MLflow and Ray.
@@ -20,7 +22,10 @@ from types import ModuleType
 
 from penstock._version import __version__ as __version__
 
-_ROOMS = ("errors", "fleet", "integrations", "offload", "probe", "remat", "report", "testing", "tiers", "units")
+_ROOMS = (
+    "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report", "testing", "tiers",
+    "unified", "units",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

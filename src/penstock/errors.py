@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "CompilerDeclinedWarning",
     "DoubleBackwardError",
+    "FeatureFileError",
     "FleetStateError",
     "ForkedProcessError",
     "InternalError",
@@ -87,6 +88,10 @@ class CaptureError(PenstockError):
 
 class CheckpointError(PenstockError):
     """A checkpoint could not be written, or is damaged or another job's. Older ones are whole."""
+
+
+class FeatureFileError(PenstockError, ValueError):
+    """A file of features is damaged, cut short, or of no kind that is known. Nothing of it was used."""
 
 
 class FleetStateError(PenstockError):

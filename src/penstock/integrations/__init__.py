@@ -1,14 +1,17 @@
-"""Fleets beside what people use already; each library is an extra, imported when it is first needed.
+"""Fleets and features beside what people use already; each library is an extra, imported when it is first needed.
 
 - `OptunaStopper`: a pruner of Optuna's stops jobs early (`fleet` extra).
 - `search`: Optuna's sampler says which jobs come next, while others train (`fleet` extra).
 - `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
 - `MLflowTracker`: the same as runs of an MLflow experiment (`mlflow` extra).
+- `pyg_sampler`, `pyg_features`: samplers and tiered features for PyG's loaders (`gnn` extra).
 - `run_on_ray`: a fleet over several machines (`ray` extra).
 """
 
 from penstock.integrations._mlflow import MLflowTracker as MLflowTracker
 from penstock.integrations._optuna import OptunaStopper as OptunaStopper
 from penstock.integrations._optuna import search as search
+from penstock.integrations._pyg import pyg_features as pyg_features
+from penstock.integrations._pyg import pyg_sampler as pyg_sampler
 from penstock.integrations._ray import run_on_ray as run_on_ray
 from penstock.integrations._tensorboard import TensorBoardTracker as TensorBoardTracker

@@ -1,0 +1,54 @@
+"""Samplers and feature stores for PyG's loaders."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.unified import Graph, TieredFeatures
+
+Name = str | tuple[str | None, str]
+"""Of an attribute of nodes, or a type of nodes and an attribute."""
+
+
+def pyg_sampler(
+    data: Any, fanouts: Sequence[int] | Mapping[tuple[str, str, str], Sequence[int]], *, replace: bool = False
+) -> Any:
+    """A ``BaseSampler`` over PyG's ``Data`` or ``HeteroData``, a `unified.Graph`, or a dict of them by type.
+
+    ``NodeLoader(data, node_sampler=pyg_sampler(data, [10, 5]), input_nodes=...)`` works without pyg-lib, as do
+    ``NeighborLoader(..., neighbor_sampler=...)`` and ``LinkNeighborLoader``. -1 takes all neighbours.
+
+    Raises ``ImportError`` naming the extra where PyG is not installed, ``ValueError`` for graphs without edges in
+    ``edge_index``.
+    """
+    classes = _classes()
+    if isinstance(data, Graph):
+        return classes.Sampler(data, fanouts, replace=replace)
+    if isinstance(data, Mapping):
+        return classes.HeteroSampler(data, fanouts, replace=replace)
+    if not hasattr(data, "edge_types"):
+        if getattr(data, "edge_index", None) is None:
+            raise ValueError("the data has no edge_index; for adj_t give the graph: Graph.from_csc(colptr, row)")
+        return classes.Sampler(Graph(data.edge_index, data.num_nodes), fanouts, replace=replace)
+    graphs = {
+        kind: Graph(data[kind].edge_index, data[kind[2]].num_nodes, data[kind[0]].num_nodes) for kind in data.edge_types
+    }
+    return classes.HeteroSampler(graphs, fanouts, replace=replace)
+
+
+def pyg_features(features: Mapping[Name, TieredFeatures | torch.Tensor]) -> Any:
+    """A ``FeatureStore`` of tables by name, ``{"x": features}``, or by type and name, ``{("paper", "x"): features}``.
+
+    ``NodeLoader((pyg_features(...), data), node_sampler=...)`` reads rows from them; ``data`` gives the edges.
+    Raises ``ImportError`` naming the extra where PyG is not installed.
+    """
+    return _classes().Features(features)
+
+
+def _classes() -> Any:
+    try:
+        from penstock.integrations import _pyg_classes
+    except ImportError as error:
+        raise ImportError("this needs PyG: pip install 'penstock[gnn]'") from error
+    return _pyg_classes

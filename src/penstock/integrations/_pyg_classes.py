@@ -1,0 +1,113 @@
+"""Subclasses of PyG's; imported when first needed, since they import PyG."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch_geometric.data import FeatureStore, TensorAttr
+from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, SamplerOutput
+from torch_geometric.sampler.neighbor_sampler import edge_sample, node_sample
+
+from penstock.unified import Graph, HeteroNeighborSampler, NeighborSampler, TieredFeatures
+
+EdgeType = tuple[str, str, str]
+
+
+class _Base(BaseSampler):  # type: ignore[misc]
+    """What homogeneous and heterogeneous samplers have in common."""
+
+    is_hetero: bool
+    is_sorted = False
+    disjoint = False
+    num_nodes: Any
+    node_time = None
+    edge_time = None
+
+    def sample_from_nodes(self, inputs: Any, **_: Any) -> Any:
+        """The neighbourhood of nodes."""
+        self._refuse_time(inputs)
+        return node_sample(inputs, self._sample)
+
+    def sample_from_edges(self, inputs: Any, neg_sampling: Any = None) -> Any:
+        """The neighbourhood of edges' ends, and of negative ones."""
+        self._refuse_time(inputs)
+        return edge_sample(inputs, self._sample, self.num_nodes, self.disjoint, self.node_time, neg_sampling)
+
+    @staticmethod
+    def _refuse_time(inputs: Any) -> None:
+        if inputs.time is not None:
+            raise ValueError("edges are drawn whenever they were made; sampling by time is not supported")
+
+    def _sample(self, seed: Any, seed_time: Any = None, **_: Any) -> Any:
+        raise NotImplementedError
+
+
+class Sampler(_Base):
+    """For graphs with one type of nodes."""
+
+    is_hetero = False
+
+    def __init__(self, graph: Graph, fanouts: Any, *, replace: bool):
+        self.num_nodes = graph.num_nodes
+        self._sampler = NeighborSampler(graph, list(fanouts), replace=replace)
+
+    def _sample(self, seed: torch.Tensor, seed_time: Any = None, **_: Any) -> SamplerOutput:  # noqa: ARG002
+        found = self._sampler.sample(seed)
+        return SamplerOutput(
+            node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
+            num_sampled_nodes=list(found.num_sampled_nodes), num_sampled_edges=list(found.num_sampled_edges),
+        )  # fmt: skip
+
+
+class HeteroSampler(_Base):
+    """For graphs with several."""
+
+    is_hetero = True
+
+    def __init__(self, graphs: Mapping[EdgeType, Graph], fanouts: Any, *, replace: bool):
+        if not isinstance(fanouts, Mapping):
+            fanouts = list(fanouts)
+        self._sampler = HeteroNeighborSampler(graphs, fanouts, replace=replace)
+        self.num_nodes = self._sampler.num_nodes
+
+    def _sample(self, seed: Mapping[str, torch.Tensor], seed_time: Any = None, **_: Any) -> HeteroSamplerOutput:  # noqa: ARG002
+        found = self._sampler.sample(seed)
+        return HeteroSamplerOutput(
+            node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
+            num_sampled_nodes={name: list(counts) for name, counts in found.num_sampled_nodes.items()},
+            num_sampled_edges={kind: list(counts) for kind, counts in found.num_sampled_edges.items()},
+        )  # fmt: skip
+
+
+class Features(FeatureStore):  # type: ignore[misc]
+    """Tables by type and name."""
+
+    def __init__(self, features: Mapping[Any, TieredFeatures | torch.Tensor]):
+        super().__init__()
+        self._tables: dict[tuple[str | None, str], Any] = {}
+        for name, table in features.items():
+            self._tables[(None, name) if isinstance(name, str) else tuple(name)] = table  # type: ignore[index]
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        if attr.index is not None:
+            raise ValueError("rows are not written through a store of tiered features; give the whole table")
+        self._tables[attr.group_name, attr.attr_name] = torch.as_tensor(tensor)
+        return True
+
+    def _get_tensor(self, attr: TensorAttr) -> torch.Tensor | None:
+        table = self._tables.get((attr.group_name, attr.attr_name))
+        if table is None:
+            return None
+        index = slice(None) if attr.index is None else attr.index
+        return table[index if isinstance(index, int | slice) else torch.as_tensor(index)]  # type: ignore[no-any-return]
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        return self._tables.pop((attr.group_name, attr.attr_name), None) is not None
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        table = self._tables.get((attr.group_name, attr.attr_name))
+        return None if table is None else tuple(table.shape)
+
+    def get_all_tensor_attrs(self) -> Sequence[TensorAttr]:
+        """What there is."""
+        return [TensorAttr(group, name) for group, name in self._tables]

@@ -1,0 +1,48 @@
+"""Feature tables larger than the device, or than memory, that index like a tensor (PyTorch-Direct, and past it).
+
+>>> import torch
+>>> from penstock import unified
+>>> features = unified.wrap(torch.arange(12.0).view(4, 3))  # host memory that devices read in place
+>>> features[torch.tensor([2, 0])]
+tensor([[6., 7., 8.],
+        [0., 1., 2.]])
+
+- `wrap`, `empty`, `from_file`: a `UnifiedTensor`; `is_unified` tells one; `gather` reads rows, with more to choose.
+- `place`, `Operand`, `operand_of`, `Preference`: the rules of where an operator with unified operands runs.
+- `TieredFeatures`: rows on the device, in host memory and on an SSD, one index for all; `FeatureStatistics`.
+- `plan_tiers`: which rows lie where; `TierProblem`, `TierPlan`, and `verify`, which checks one.
+- `expected_accesses`, `count_accesses`: what a sampler will read, before and after.
+- `write_features`: rows as a file that is read row by row at the disk's rate; `check` reads all of it and compares.
+- `Graph`, `NeighborSampler`, `Sample`, `Block`; `HeteroNeighborSampler`, `HeteroSample` for several types of nodes.
+- `Loader`: mini-batches that are sampled and read beside the step; `Batch`, `LoaderStatistics`.
+"""
+
+from penstock.unified._aligned import check as check
+from penstock.unified._graph import Graph as Graph
+from penstock.unified._graph import count_accesses as count_accesses
+from penstock.unified._graph import expected_accesses as expected_accesses
+from penstock.unified._load import from_file as from_file
+from penstock.unified._loader import Batch as Batch
+from penstock.unified._loader import Loader as Loader
+from penstock.unified._loader import LoaderStatistics as LoaderStatistics
+from penstock.unified._placement import Operand as Operand
+from penstock.unified._placement import Preference as Preference
+from penstock.unified._placement import operand_of as operand_of
+from penstock.unified._placement import place as place
+from penstock.unified._plan import TierPlan as TierPlan
+from penstock.unified._plan import plan_tiers as plan_tiers
+from penstock.unified._problem import TierProblem as TierProblem
+from penstock.unified._sampler import Block as Block
+from penstock.unified._sampler import HeteroNeighborSampler as HeteroNeighborSampler
+from penstock.unified._sampler import HeteroSample as HeteroSample
+from penstock.unified._sampler import NeighborSampler as NeighborSampler
+from penstock.unified._sampler import Sample as Sample
+from penstock.unified._tensor import UnifiedTensor as UnifiedTensor
+from penstock.unified._tensor import empty as empty
+from penstock.unified._tensor import gather as gather
+from penstock.unified._tensor import is_unified as is_unified
+from penstock.unified._tensor import wrap as wrap
+from penstock.unified._tiered import FeatureStatistics as FeatureStatistics
+from penstock.unified._tiered import TieredFeatures as TieredFeatures
+from penstock.unified._verify import verify as verify
+from penstock.unified._write import write_features as write_features

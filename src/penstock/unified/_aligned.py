@@ -1,0 +1,129 @@
+"""Rows in a file of our own: none straddles more sectors than it must, and damage is told from data.
+
+A header page (magic, length and CRC-32 of a JSON text: version, shape, dtype, stride, and where and what the checksums
+are), then rows from byte 4096 on, ``stride_bytes`` apart, then a CRC-32 for each chunk of rows. Strides up to a sector
+are powers of two, larger ones multiples of it. The file is written under another name and renamed when all of it is on
+the disk, so a file of the right name is whole. Opening checks header, checksums and length; ``check`` checks the rows.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import FeatureFileError
+from penstock.unified._table import Table, check_shape, refuse
+from penstock.units import format_bytes
+
+MAGIC = b"PENSROW1"
+"""The first bytes of a file."""
+SECTOR_BYTES = 512
+PAGE_BYTES = 4096
+VERSION = 1
+CHUNK_BYTES = 4 * 2**20
+DTYPES = {
+    str(one).removeprefix("torch."): one
+    for one in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
+        torch.int64, torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the first page of a file says."""
+
+    table: Table
+    """Where the rows are."""
+    chunk_rows: int
+    """Rows with one checksum."""
+    checksums: tuple[int, ...]
+    """CRC-32 of every chunk, padding included."""
+
+
+def stride_for(row_bytes: int) -> int:
+    """Bytes from row to row, so that rows touch as few sectors as they can."""
+    if row_bytes <= SECTOR_BYTES:
+        return 1 << max(0, row_bytes - 1).bit_length()
+    return -(-row_bytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def read_header(path: Path, file: Any) -> Header:
+    """The header of an open file, checked. Raises ``FeatureFileError``."""
+    size = os.fstat(file.fileno()).st_size
+    file.seek(0)
+    page = file.read(PAGE_BYTES)
+    length, crc = int.from_bytes(page[8:12], "little"), int.from_bytes(page[12:16], "little")
+    text = page[16 : 16 + length]
+    if page[:8] != MAGIC or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
+        refuse(path, "its header is not what was written")
+    try:
+        found = json.loads(text)
+        if found["version"] != VERSION:
+            raise FeatureFileError(
+                f"{path} is of version {found['version']}, this Penstock reads {VERSION}. Write it once more with it"
+            )
+        table = Table(
+            path=path, shape=tuple(found["shape"]), dtype=DTYPES[found["dtype"]], first_byte=PAGE_BYTES,
+            stride_bytes=found["stride_bytes"],
+        )  # fmt: skip
+        check_shape(path, table.shape)
+        chunk_rows, at = int(found["chunk_rows"]), int(found["checksums_byte"])
+        num_chunks = -(-table.shape[0] // chunk_rows)
+        if size != at + 4 * num_chunks or table.stride_bytes != stride_for(table.row_bytes) or at < table.end_byte:
+            refuse(path, f"it has {format_bytes(size)}, and its header says otherwise")
+        file.seek(at)
+        raw = file.read(4 * num_chunks)
+        if len(raw) != 4 * num_chunks or zlib.crc32(raw) != found["checksums_crc"]:
+            refuse(path, "its checksums are not what was written")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, FeatureFileError):
+            raise
+        refuse(path, f"its header cannot be read ({error})")
+    sums = tuple(int.from_bytes(raw[4 * one : 4 * one + 4], "little") for one in range(num_chunks))
+    return Header(table=table, chunk_rows=chunk_rows, checksums=sums)
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
+    path = Path(path)
+    with path.open("rb", buffering=0) as file:
+        header = read_header(path, file)
+        for number, (begin, raw) in enumerate(chunks(header.table, file, header.chunk_rows)):
+            if zlib.crc32(raw) != header.checksums[number]:
+                refuse(
+                    path,
+                    f"rows {begin} to {begin + len(raw) // header.table.stride_bytes - 1} are not what was written",
+                )
+
+
+def read_all(table: Table, raw: torch.Tensor) -> None:
+    """Rows without their padding into ``uint8 [rows * row_bytes]``, chunks checked."""
+    rows = raw.view(table.shape[0], -1) if raw.numel() else raw
+    with table.path.open("rb", buffering=0) as file:
+        header = read_header(table.path, file)
+        for number, (begin, chunk) in enumerate(chunks(table, file, header.chunk_rows)):
+            if zlib.crc32(chunk) != header.checksums[number]:
+                refuse(table.path, f"rows from {begin} on are not what was written")
+            padded = torch.frombuffer(chunk, dtype=torch.uint8).view(-1, table.stride_bytes)
+            rows[begin : begin + len(padded)] = padded[:, : table.row_bytes]
+
+
+def chunks(table: Table, file: Any, chunk_rows: int) -> Iterator[tuple[int, bytearray]]:
+    """First row and bytes of every chunk, padding included."""
+    for begin in range(0, table.shape[0], chunk_rows):
+        raw = bytearray(min(chunk_rows, table.shape[0] - begin) * table.stride_bytes)
+        offset, at = table.first_byte + begin * table.stride_bytes, 0
+        while at < len(raw):
+            count = os.preadv(file.fileno(), [memoryview(raw)[at:]], offset + at)
+            if not count:
+                refuse(table.path, f"it ends within row {begin + at // table.stride_bytes}")
+            at += count
+        os.posix_fadvise(file.fileno(), offset, len(raw), os.POSIX_FADV_DONTNEED)
+        yield begin, raw

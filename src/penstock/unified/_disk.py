@@ -1,0 +1,198 @@
+"""Rows of files, many at once: the whole batch is one call into C, with as many open requests as the disk can take."""
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from penstock.errors import TierDegradedWarning, TierReadError
+from penstock.unified._library import address, library, number
+from penstock.unified._rows import RowType
+from penstock.unified._table import Table
+
+DEPTH = 64
+"""Requests at once. docs/design/unified.md has the rates by depth."""
+MOST_BYTES = 128 * 1024
+"""Of a request that reads several rows."""
+_GAP_BYTES = 4096
+"""Rows that are no farther apart are read in one request: a disk reads as much more in less than a request's time."""
+_PAGE_BYTES = 4096
+_PYTHON_THREADS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadReport:
+    """What a batch of rows cost."""
+
+    num_requests: int
+    """To the disk."""
+    read_bytes: int
+    """By these requests: whole sectors, and gaps that were read along."""
+
+
+class _CFiles(ctypes.Structure):
+    _fields_ = (
+        ("descriptors", ctypes.c_void_p),
+        ("num_files", ctypes.c_int64),
+        ("first_byte", ctypes.c_int64),
+        ("stride_bytes", ctypes.c_int64),
+        ("align_bytes", ctypes.c_int64),
+        ("gap_bytes", ctypes.c_int64),
+        ("most_bytes", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+    )
+
+
+class _CReport(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("num_requests", "bytes", "error", "file", "offset", "size"))
+
+
+class RowFiles:
+    """Tables of one kind in one or several files: row ``r`` is row ``r // n`` of file ``r % n``.
+
+    Reads go past the page cache (``O_DIRECT``) where the file system allows it, else through it, and say so once.
+    """
+
+    def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH):
+        self.tables = list(tables)
+        self.num_rows = sum(one.shape[0] for one in tables)
+        self.depth = depth
+        opened = [_open(one, direct) for one in self.tables]
+        self._descriptors = [descriptor for descriptor, _ in opened]
+        self._closer = weakref.finalize(self, _close, self._descriptors)
+        self.align_bytes = max(align for _, align in opened)
+        self._lock = threading.Lock()
+        if direct and self.align_bytes == 1:
+            warnings.warn(
+                f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
+                "on ext4, xfs or btrfs on a local SSD avoids it.",
+                TierDegradedWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that a batch of reads takes beside the rows, at most."""
+        return self.depth * (max(MOST_BYTES, self.tables[0].stride_bytes) + 2 * _PAGE_BYTES)
+
+    def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
+        """Rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
+
+        Raises ``TierReadError`` where a request fails or the file has become too short.
+        """
+        if not len(rows) or not kind.row_bytes:
+            return ReadReport(num_requests=0, read_bytes=0)
+        compiled = library()
+        if compiled is None:
+            return self._read_by_python(rows, kind, out, positions)
+        descriptors = torch.tensor(self._descriptors, dtype=torch.int32)
+        table, report = self.tables[0], _CReport()
+        files = _CFiles(
+            descriptors=descriptors.data_ptr(), num_files=len(descriptors), first_byte=table.first_byte,
+            stride_bytes=table.stride_bytes, align_bytes=self.align_bytes, gap_bytes=_GAP_BYTES,
+            most_bytes=MOST_BYTES, depth=self.depth,
+        )  # fmt: skip
+        compiled.penstock_read_rows(
+            ctypes.byref(files), number(self.num_rows), address(rows), address(positions), number(len(rows)),
+            ctypes.byref(kind.into(out)), ctypes.byref(report),
+        )  # fmt: skip
+        if report.error:
+            raise _read_error(self.tables[report.file], report.offset, report.size, report.error)
+        return ReadReport(num_requests=report.num_requests, read_bytes=report.bytes)
+
+    def close(self) -> None:
+        """Closes the files. May be called again."""
+        self._closer()
+
+    def _read_by_python(
+        self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
+    ) -> ReadReport:
+        """One buffered request a row, from a few threads."""
+        distinct, inverse = rows.unique(return_inverse=True)
+        raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8)
+        view = memoryview(raw.numpy()).cast("B")
+        size = kind.row_bytes
+
+        def fetch(at: int) -> None:
+            file, row = int(distinct[at]) % len(self.tables), int(distinct[at]) // len(self.tables)
+            table = self.tables[file]
+            offset = table.first_byte + row * table.stride_bytes
+            _read_exactly(table, self._descriptors[file], view[at * size : (at + 1) * size], offset, self.align_bytes)
+
+        with ThreadPoolExecutor(_PYTHON_THREADS) as pool:
+            list(pool.map(fetch, range(len(distinct))))
+        found = kind.convert(raw.view(kind.stored).view(-1, *kind.shape))[inverse]
+        if positions is None:
+            out.view(-1, *kind.shape).copy_(found)
+        else:
+            out[positions] = found
+        return ReadReport(num_requests=len(distinct), read_bytes=len(distinct) * size)
+
+
+def _open(table: Table, direct: bool) -> tuple[int, int]:
+    """A descriptor, and what offsets and lengths must be multiples of."""
+    for flag in (os.O_DIRECT, 0) if direct else (0,):
+        try:
+            descriptor = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC | flag)
+        except OSError as error:
+            if flag and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                continue
+            raise
+        if not flag:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            return descriptor, 1
+        align = next((size for size in (512, _PAGE_BYTES) if _can_read(descriptor, size)), None)
+        if align is not None:
+            return descriptor, align
+        os.close(descriptor)
+    raise AssertionError("unreachable: the last flag either opens or raises")
+
+
+def _can_read(descriptor: int, size: int) -> bool:
+    with mmap.mmap(-1, _PAGE_BYTES) as page:
+        try:
+            os.preadv(descriptor, [memoryview(page)[:size]], size)
+        except OSError:
+            return False
+        return True
+
+
+def _read_exactly(table: Table, descriptor: int, view: memoryview, offset: int, align: int) -> None:
+    low = offset // align * align
+    length = -(-(offset + len(view) - low) // align) * align
+    with mmap.mmap(-1, length + _PAGE_BYTES) as room:
+        had, needed = 0, offset - low + len(view)
+        while had < needed:
+            try:
+                count = os.preadv(descriptor, [memoryview(room)[had:length]], low + had)
+            except OSError as error:
+                raise _read_error(table, low, needed, error.errno or errno.EIO) from error
+            if not count:
+                raise _read_error(table, low, needed, -1)
+            had += count
+        view[:] = room[offset - low : needed]
+
+
+def _read_error(table: Table, offset: int, size: int, code: int) -> TierReadError:
+    reason = "the file ends before that" if code < 0 else os.strerror(code)
+    return TierReadError(
+        tier="disk",
+        file=str(table.path),
+        offset=offset,
+        size_bytes=size,
+        reason=reason,
+        errno=code if code > 0 else None,
+    )
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())

@@ -1,0 +1,242 @@
+"""Neighbours of nodes, drawn by compiled loops, by a kernel, or by PyTorch; and the numbering of what was drawn.
+
+Without replacement by Floyd's method (Bentley and Floyd, CACM 30(9), 1987): every subset is equally likely. Random
+numbers are counters: what a node draws depends on the seed and the node, whatever threads there are, and all three ways
+draw the same.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.unified._gather import has_triton, launch
+from penstock.unified._graph import Graph
+from penstock.unified._library import address, library, number, threads_for
+from penstock.unified._tensor import UnifiedTensor, wrap
+
+_MASK = 0xFFFFFFFF
+_GOLDEN = 0x9E3779B9
+_BLOCK = 64
+_MOST_SLOTS = 128
+"""Of draws that the kernel holds for a node."""
+
+
+class Drawn(NamedTuple):
+    """What nodes drew."""
+
+    offsets: torch.Tensor
+    """Where each node's draws begin, ``int64 [nodes + 1]``."""
+    neighbours: torch.Tensor
+    """Sources of the edges drawn, ``int64 [draws]``."""
+    edges: torch.Tensor
+    """Places of the edges in the graph's arrays."""
+
+
+class Drawer:
+    """Draws from one graph on one device."""
+
+    def __init__(self, graph: Graph, device: torch.device):
+        self.graph, self.device = graph, device
+        self._on_link: tuple[UnifiedTensor, UnifiedTensor] | None = None
+        if device.type == "cuda":
+            self._on_link = wrap(graph.starts), wrap(graph.sources)
+
+    def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+        """Up to ``fanout`` (-1: all) of the edges that enter each node."""
+        replace = replace and fanout > 0
+        link = self._on_link
+        if link is None:
+            return draw(self.graph, nodes, fanout, seed, replace=replace)
+        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not link[0].is_registered:
+            found = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
+            return Drawn(*(one.to(self.device) for one in found))
+        with torch.cuda.device(self.device):
+            return draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
+
+    def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
+        """Which edges of the graph as it was given."""
+        positions = self.graph.positions
+        return edges if positions is None else positions[edges.to(positions.device)].to(self.device)
+
+
+def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+    """By the CPU's cores."""
+    compiled = library()
+    if compiled is None:
+        return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
+    offsets = torch.empty(len(nodes) + 1, dtype=torch.int64)
+    count = compiled.penstock_sample_offsets(
+        address(graph.starts), address(nodes), number(len(nodes)), number(fanout), number(int(replace)),
+        address(offsets),
+    )  # fmt: skip
+    neighbours, edges = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    compiled.penstock_sample(
+        address(graph.starts), address(graph.sources), number(graph.sources.element_size()), address(nodes),
+        number(len(nodes)), number(int(replace)), number(seed), address(offsets), address(neighbours), address(edges),
+        number(threads_for(count * 64)),
+    )  # fmt: skip
+    return Drawn(offsets, neighbours, edges)
+
+
+def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+    """By the device, which reads the graph over the link."""
+    starts, sources = graph.starts, graph.sources
+    degrees = _degrees(starts, nodes)
+    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64, device=nodes.device)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    total = int(offsets[-1])
+    neighbours = torch.empty(total, dtype=torch.int64, device=nodes.device)
+    edges = torch.empty_like(neighbours)
+    if total:
+        launch(
+            _kernels().sample_neighbours, (-(-len(nodes) // _BLOCK),),
+            [
+                starts, sources, nodes, offsets, neighbours, edges, len(nodes), _signed(seed & _MASK),
+                _signed(seed >> 32 & _MASK),
+            ],
+            {"FANOUT": fanout, "SLOTS": max(2, 1 << (fanout - 1).bit_length()), "REPLACE": replace, "BLOCK": _BLOCK},
+            warps=4,
+        )  # fmt: skip
+    return Drawn(offsets, neighbours, edges)
+
+
+def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+    """By PyTorch's operators, for machines without a compiler."""
+    starts, sources = graph.starts, graph.sources
+    first = starts[nodes]
+    degrees = starts[nodes + 1] - first
+    counts = degrees if fanout < 0 else torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
+    chosen = within.clone()
+    keys = _keys(nodes, seed)
+    for one in range(max(fanout, 0)):
+        drawing = (one < counts) & ((counts < degrees) | replace)
+        most = (degrees - counts + one)[drawing]
+        bound = degrees[drawing] if replace else most + 1
+        drawn = _hashed(keys[drawing] + one * _GOLDEN & _MASK) * bound >> 32
+        at = offsets[:-1][drawing]
+        if not replace:
+            earlier = torch.zeros(len(drawn), dtype=torch.bool)
+            for other in range(one):
+                earlier |= chosen[at + other] == drawn
+            drawn = torch.where(earlier, most, drawn)
+        chosen[at + one] = drawn
+    edges = first.repeat_interleave(counts) + chosen
+    return Drawn(offsets, sources[edges].long(), edges)
+
+
+def mixed(number: int, hop: int) -> int:
+    """The seed of one hop: 63 bits."""
+    value = (number + (hop + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) >> 1
+
+
+def numbering_for(device: torch.device) -> "Numbering | SortedNumbering":
+    """An empty one."""
+    return Numbering() if device.type == "cpu" and library() is not None else SortedNumbering(device)
+
+
+class Numbering:
+    """Places of nodes in the order in which they are first met, by a hash table that grows."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._nodes = torch.empty(0, dtype=torch.int64)
+        self._keys = torch.empty(0, dtype=torch.int64)
+        self._values = torch.empty(0, dtype=torch.int64)
+
+    def nodes(self) -> torch.Tensor:
+        """Node numbers by place."""
+        return self._nodes[: self.count]
+
+    def add(self, ids: torch.Tensor) -> torch.Tensor:
+        """The places of nodes, new ones last."""
+        most = self.count + len(ids)
+        if most * 2 > len(self._keys):
+            self._grow(most)
+        places = torch.empty_like(ids)
+        self.count = self._relabel(ids, places, self.count)
+        return places
+
+    def _grow(self, most: int) -> None:
+        size = 1 << max(8, (most * 2).bit_length())
+        old = self.nodes()
+        self._keys, self._values = torch.full((size,), -1, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
+        self._nodes = torch.empty(size // 2 + 1, dtype=torch.int64)
+        self._relabel(old, None, 0)
+
+    def _relabel(self, ids: torch.Tensor, places: torch.Tensor | None, first: int) -> int:
+        compiled = library()
+        assert compiled is not None
+        return int(
+            compiled.penstock_relabel(
+                address(self._keys), address(self._values), number(len(self._keys) - 1), address(ids), number(len(ids)),
+                address(places), address(self._nodes), number(first),
+            )
+        )  # fmt: skip
+
+
+class SortedNumbering:
+    """The same by sorting, on any device; the same order of nodes."""
+
+    def __init__(self, device: torch.device):
+        self._nodes = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def count(self) -> int:
+        """Nodes so far."""
+        return len(self._nodes)
+
+    def nodes(self) -> torch.Tensor:
+        """Node numbers by place."""
+        return self._nodes
+
+    def add(self, ids: torch.Tensor) -> torch.Tensor:
+        """The places of nodes, new ones last."""
+        every = torch.cat([self._nodes, ids])
+        distinct, inverse = every.unique(return_inverse=True)
+        first = torch.full((len(distinct),), len(every), device=ids.device)
+        first.scatter_reduce_(0, inverse, torch.arange(len(every), device=ids.device), "amin")
+        order = first.argsort()
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(len(order), device=ids.device)
+        known = self.count
+        self._nodes = distinct[order]
+        return rank[inverse[known:]]
+
+
+def _degrees(starts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    if nodes.device.type == "cpu":
+        return starts[nodes + 1] - starts[nodes]
+    ends = wrap(starts)[torch.cat([nodes, nodes + 1])]
+    return ends[len(nodes) :] - ends[: len(nodes)]
+
+
+def _keys(nodes: torch.Tensor, seed: int) -> torch.Tensor:
+    mixed_seed = _hashed(_hashed(torch.tensor(seed & _MASK ^ _GOLDEN)) ^ (seed >> 32))
+    return _hashed(_hashed(mixed_seed ^ (nodes & _MASK)) ^ (nodes >> 32))
+
+
+def _hashed(value: torch.Tensor) -> torch.Tensor:
+    value = value & _MASK
+    value = (value ^ (value >> 16)) * 0x7FEB352D & _MASK
+    value = (value ^ (value >> 15)) * 0x846CA68B & _MASK
+    return value ^ (value >> 16)
+
+
+def _signed(word: int) -> int:
+    """The same 32 bits as a signed number, which is how kernels take them."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+@functools.cache
+def _kernels() -> Any:
+    from penstock.unified import _kernels as found
+
+    return found

@@ -1,0 +1,195 @@
+"""Rows of a table in host memory to where the index wants them: by the CPU's cores, or read by a device in place."""
+
+import functools
+import importlib.util
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.unified._memory import Memory
+from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
+
+_LINE_BYTES = 128
+_TILE_NUMBERS = 4096
+_MOST_READERS = 256
+"""Instances of the gather kernel at once: enough to fill a link (each has 4 KiB and more on its way), and no more,
+since every further reader takes a place on the device from the computation."""
+
+
+def gather_rows(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    device: torch.device | None,
+    memory: Memory | None,
+    kind: RowType | None = None,
+    *,
+    wraps: bool = True,
+    sort: bool = False,
+    verify: bool = False,
+) -> torch.Tensor:
+    """Rows ``index``, of any shape, of a table in host memory: ``[*index.shape, *row]`` on ``device`` (``None``: CPU).
+
+    ``memory`` is the table's where it is registered. Raises ``IndexError`` for rows that are not there; on a device at
+    its next gather, or at once where it is to ``verify``.
+    """
+    kind = kind or RowType(tuple(table.shape[1:]), table.dtype, table.dtype)
+    if not len(table) and index.numel():
+        raise out_of_range(int(index.reshape(-1)[0]), 0, 0, wraps=wraps)
+    if device is not None and memory is not None and memory.is_registered and is_plain_table(table):
+        memory.order.before_device(device, writes=False)
+        found = _on_device(table, index, device, memory, kind, wraps=wraps, sort=sort)
+        memory.order.after_device(device, writes=False)
+        raise_bad(device, now=verify)
+        return found
+    if memory is not None:
+        memory.order.before_host(writes=False)
+    out = kind.empty(*index.shape)
+    flat = as_index(index)
+    if is_plain_table(table):
+        _by_cpu(table, flat, kind, out, wraps=wraps, sort=sort)
+    else:  # rows in pieces
+        out.copy_(kind.convert(table.index_select(0, check_range(flat, len(table), wraps=wraps))).view(out.shape))
+    return out if device is None else out.to(device)
+
+
+def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], flags: dict[str, Any], warps: int) -> None:
+    """Starts a kernel, in a form that its tests can look into."""
+    function[grid](*arguments, **flags, num_warps=warps)
+
+
+def has_triton() -> bool:
+    """Whether kernels can be compiled."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def start_gather(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    positions: torch.Tensor | None,
+    out: torch.Tensor,
+    bad: torch.Tensor,
+    kind: RowType,
+    *,
+    wraps: bool,
+    readers: int = _MOST_READERS,
+) -> None:
+    """Launches the kernel; ``table`` is a plain table that the device reaches, the rest is on the device."""
+    if not index.numel() or not kind.width:
+        return
+    stored, result, width = _in_words(table, out, kind)
+    item = stored.element_size()
+    line, first = _LINE_BYTES // item, stored.data_ptr() % _LINE_BYTES // item
+    stride = stored.stride(0) if len(stored) > 1 else width
+    vector = math.gcd(16 // item, width, stride, first)
+    columns = min(_TILE_NUMBERS, _power_of_two(width + (0 if _begins_lines(width, stride, first, line) else line - 1)))
+    rows = max(1, min(32, _TILE_NUMBERS // 4 // columns))
+    num_tiles = -(-index.numel() // rows)
+    scale = _any(kind.scale, out) if kind.scale is None else kind.scale.to(out.device)
+    launch(
+        _kernels().gather_rows,
+        (min(num_tiles, readers),),
+        [stored, index, _any(positions, index), result, bad, scale, index.numel(), len(table), first, stride],
+        {
+            "WIDTH": width, "LINE": line, "VECTOR": vector, "ROWS": rows, "COLUMNS": columns, "WRAPS": wraps,
+            "HAS_POSITIONS": positions is not None, "HAS_SCALE": kind.scale is not None,
+        },
+        warps=4,
+    )  # fmt: skip
+
+
+def raise_bad(device: torch.device, *, now: bool = False) -> None:
+    """Raises for an index that a kernel found out of range; ``now``: after waiting for the device."""
+    flags = _flags.get(device)
+    if flags is None:
+        return
+    if now:
+        torch.cuda.synchronize(device)
+    flags.raise_bad()
+
+
+class _Flags:
+    """Where kernels of one device say that an index was out of range: pinned, so that looking costs nothing."""
+
+    def __init__(self) -> None:
+        self.bad = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.num_rows = 0
+
+    def raise_bad(self) -> None:
+        position = int(self.bad[0])
+        if position:
+            self.bad.zero_()
+            raise IndexError(
+                f"an index at position {position - 1} of an earlier gather on the device was out of range (tables had "
+                f"up to {self.num_rows} rows), and its rows are zeros. gather(table, index, verify=True) raises at once"
+            )
+
+
+_flags: dict[torch.device, _Flags] = {}
+_lock = threading.Lock()
+
+
+def _on_device(
+    table: torch.Tensor, index: torch.Tensor, device: torch.device, memory: Memory, kind: RowType, *, wraps: bool,
+    sort: bool,
+) -> torch.Tensor:  # fmt: skip
+    with torch.cuda.device(device):
+        flat = index.detach().to(device).reshape(-1)
+        if not has_triton():
+            flat = torch.where(flat < 0, flat + len(table), flat) if wraps else flat
+            return kind.convert(memory.on(table, device).index_select(0, flat)).view(*index.shape, *kind.shape)
+        with _lock:
+            flags = _flags.setdefault(device, _Flags())
+        flags.num_rows = max(flags.num_rows, len(table))
+        out = kind.empty(*index.shape, device=device)
+        positions = None
+        if sort:
+            flat, positions = flat.sort()
+        start_gather(table, flat, positions, out, flags.bad, kind, wraps=wraps)
+        return out
+
+
+def _by_cpu(
+    table: torch.Tensor, flat: torch.Tensor, kind: RowType, out: torch.Tensor, *, wraps: bool, sort: bool
+) -> None:
+    if not sort:
+        gather(table, flat, kind, out, wraps=wraps)
+        return
+    order = flat.argsort()
+    gather(table, flat[order], kind, out, order, wraps=wraps)
+
+
+def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """What is only copied goes as the largest words that rows, strides and addresses are made of."""
+    rows = table.view(len(table), -1) if table.is_contiguous() else table.flatten(1)
+    if kind.is_converted:
+        return rows, out, kind.width
+    if rows.is_complex():
+        rows, out = torch.view_as_real(rows).flatten(1), torch.view_as_real(out)
+    item, offset = rows.element_size(), rows.storage_offset() * rows.element_size()
+    stride_bytes = rows.stride(0) * item if len(rows) > 1 else kind.row_bytes
+    size = math.gcd(4, kind.row_bytes, stride_bytes, rows.data_ptr(), offset)
+    word = {1: torch.int8, 2: torch.int16, 4: torch.int32}[size]
+    return rows.view(word), out.view(-1).view(word), kind.row_bytes // size
+
+
+def _begins_lines(width: int, stride: int, first: int, line: int) -> bool:
+    """Whether no row straddles more lines than it must: rows begin at lines, or fit into one with their neighbours."""
+    return first == 0 and (stride % line == 0 or (line % stride == 0 and width <= stride))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _any(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
+    return instead if tensor is None else tensor
+
+
+@functools.cache
+def _kernels() -> Any:
+    from penstock.unified import _kernels as found
+
+    return found

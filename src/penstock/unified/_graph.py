@@ -1,0 +1,174 @@
+"""A graph by the edges that enter each node, and what a sampler will ask of its nodes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from penstock.unified._library import address, library, number
+
+_MOST_EDGES = 4 * 2**20
+"""Gone through at once by PyTorch's operators."""
+
+
+class Graph:
+    """Edges by target: the sources of the edges that enter node ``v`` are ``sources[starts[v]:starts[v + 1]]``.
+
+    Made from ``edge_index`` (``int64 [2, edges]``: sources, then targets, as PyG has it) by counting sort; edges keep
+    their order. Sources and targets are the same nodes, unless ``num_sources`` says how many of another kind there are.
+    ``Graph.from_csc`` takes the two arrays as they are.
+
+    Raises ``ValueError`` for edges whose ends are not nodes.
+    """
+
+    def __init__(self, edge_index: torch.Tensor, num_nodes: int | None = None, num_sources: int | None = None):
+        if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype is not torch.int64:
+            raise ValueError(
+                f"edge_index is int64 [2, edges], sources above targets, not {tuple(edge_index.shape)} "
+                f"{edge_index.dtype}: Graph(torch.stack([sources, targets]))"
+            )
+        sources, targets = edge_index.cpu().contiguous()
+        least = int(edge_index.min()) if edge_index.numel() else 0
+        most = [int(one.max()) + 1 if len(one) else 0 for one in (sources, targets)]
+        self.num_nodes = num_nodes if num_nodes is not None else most[1] if num_sources is not None else max(most)
+        self.num_sources = self.num_nodes if num_sources is None else num_sources
+        if least < 0 or most[0] > self.num_sources or most[1] > self.num_nodes:
+            raise ValueError(
+                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; there are "
+                f"{self.num_sources} and {self.num_nodes} nodes: Graph(edge_index, num_nodes={max(most)})"
+            )
+        self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
+
+    starts: torch.Tensor
+    """Where each node's edges begin, ``int64 [nodes + 1]``."""
+    sources: torch.Tensor
+    """``int32`` where node numbers allow, else ``int64``, ``[edges]``."""
+    positions: torch.Tensor | None
+    """Which edge of ``edge_index`` each is, ``int64 [edges]``; ``None``: the same."""
+    num_nodes: int
+    """Targets, isolated ones included."""
+    num_sources: int
+    """Sources; ``num_nodes`` where they are the same nodes."""
+
+    @staticmethod
+    def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
+        """From arrays as the class describes them; nothing is copied that has the right type."""
+        starts = starts.to(torch.int64).contiguous()
+        if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(sources):
+            raise ValueError(f"starts goes from 0 to the number of edges, {len(sources)}: Graph.from_csc(colptr, row)")
+        if bool((starts[1:] < starts[:-1]).any()):
+            raise ValueError("starts never falls: it says where each node's edges begin")
+        made = Graph.__new__(Graph)
+        made.num_nodes = made.num_sources = len(starts) - 1
+        made.starts, made.positions = starts, positions
+        made.sources = sources.contiguous() if sources.dtype is torch.int32 else sources.to(torch.int64).contiguous()
+        if len(sources) and (int(sources.min()) < 0 or int(sources.max()) >= made.num_nodes):
+            raise ValueError(f"sources has a node that is not among the {made.num_nodes}")
+        return made
+
+    def __repr__(self) -> str:
+        return f"Graph({self.num_nodes:,} nodes, {self.num_edges:,} edges)"
+
+    @property
+    def num_edges(self) -> int:
+        """Of all nodes."""
+        return len(self.sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the arrays."""
+        return sum(one.nbytes for one in (self.starts, self.sources, self.positions) if one is not None)
+
+    def degrees(self) -> torch.Tensor:
+        """How many edges enter each node, ``int64 [nodes]``."""
+        return self.starts[1:] - self.starts[:-1]
+
+    def out_degrees(self) -> torch.Tensor:
+        """How many edges leave each source, ``int64 [sources]``: how often a sampler can come by."""
+        return torch.bincount(self.sources, minlength=self.num_sources)
+
+
+def expected_accesses(
+    graph: Graph, seeds: torch.Tensor, fanouts: Sequence[int], *, batch_size: int, replace: bool = False
+) -> torch.Tensor:
+    """How often each node's row is expected to be read in a mini-batch, ``float64 [nodes]``, 0 to 1.
+
+    Reverse PageRank from the training seeds along sampled edges, hop by hop, with each edge weighted by the chance that
+    its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A node's visits are taken as independent, so that
+    it is in the mini-batch with probability 1 - exp(-expected visits); a row is read once a mini-batch however often it
+    is visited. Cost: one pass over the edges for each hop.
+    """
+    degrees = graph.degrees().double()
+    reached = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    frontier = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    if seeds.dtype is torch.bool:
+        seeds = seeds.nonzero().view(-1)
+    frontier[seeds] = min(1.0, batch_size / max(1, len(seeds)))
+    for fanout in fanouts:
+        reached += frontier
+        share = _chance(degrees, fanout, replace=replace)
+        visits = _along_edges(graph, frontier * share)
+        frontier = -torch.expm1(-visits) * (1 - reached)
+    return (reached + frontier).clamp_(0, 1)
+
+
+def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torch.Tensor:
+    """How often each row was read in a trial epoch, ``float64 [num_rows]``.
+
+    ``indexes`` yields the rows of every mini-batch, or mini-batches with ``n_id`` (PyG's loaders) or ``nodes`` (ours).
+    """
+    counts = torch.zeros(num_rows, dtype=torch.float64)
+    for one in indexes:
+        rows = one if isinstance(one, torch.Tensor) else one.n_id if hasattr(one, "n_id") else one.nodes
+        rows = rows.reshape(-1).cpu()
+        counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
+    return counts
+
+
+def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tensor:
+    """That one edge of a node is drawn, or how often it is."""
+    if fanout < 0:
+        return (degrees > 0).double()
+    share = fanout / degrees.clamp(min=1)
+    return share if replace else share.clamp(max=1)
+
+
+def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
+    """Every edge's target gives its value to the source."""
+    found = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    degrees, at = graph.degrees(), 0
+    while at < graph.num_nodes:  # nodes with about so many edges at once
+        wanted = graph.starts[at] + _MOST_EDGES
+        end = max(at + 1, int(torch.searchsorted(graph.starts, wanted, right=True)) - 1)
+        end = min(end, graph.num_nodes)
+        given = values[at:end].repeat_interleave(degrees[at:end])
+        found.index_add_(0, graph.sources[int(graph.starts[at]) : int(graph.starts[end])].long(), given)
+        at = end
+    return found
+
+
+def _by_target(
+    sources: torch.Tensor, targets: torch.Tensor, num_nodes: int, num_sources: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    if bool((targets[1:] >= targets[:-1]).all()):  # in order already
+        starts = torch.zeros(num_nodes + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
+        return starts, sources.to(_type_for(num_sources)).clone(), None
+    compiled = library()
+    if compiled is None:
+        order = targets.argsort(stable=True)
+        starts = torch.zeros(num_nodes + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
+        return starts, sources[order].to(_type_for(num_sources)), order
+    starts = torch.empty(num_nodes + 1, dtype=torch.int64)
+    index = torch.empty(len(sources), dtype=_type_for(num_sources))
+    positions = torch.empty(len(sources), dtype=torch.int64)
+    compiled.penstock_by_target(
+        address(sources), address(targets), number(len(sources)), number(num_nodes), number(index.element_size()),
+        address(starts), address(index), address(positions),
+    )  # fmt: skip
+    return starts, index, positions
+
+
+def _type_for(num_nodes: int) -> torch.dtype:
+    return torch.int32 if num_nodes < 2**31 else torch.int64

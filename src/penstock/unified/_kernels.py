@@ -1,0 +1,85 @@
+"""Kernels for CUDA in Triton: rows read over the link in whole lines, and neighbours drawn from a pinned graph.
+
+A line of 128 bytes is what a warp reads at once. A tile begins at the line in which its row begins, so no line is asked
+for twice, whatever the rows' size (PyTorch-Direct, arXiv 2101.07956, section 4.4, shifts in a circle to the same end).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gather_rows(
+    table, index, positions, out, bad, scale, num_wanted, num_rows, first, stride,
+    WIDTH: tl.constexpr, LINE: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WRAPS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Rows of ``WIDTH`` numbers, ``stride`` apart; the table begins ``first`` numbers after a line's begin.
+
+    ``LINE``: numbers in a line. ``VECTOR``: numbers read at once; divides ``WIDTH``, ``stride`` and ``first``.
+    ``bad`` (``int64 [1]``) takes a position, plus one, whose row is not there; such rows become zeros.
+    """
+    columns = tl.arange(0, COLUMNS)
+    for tile in range(tl.program_id(0), tl.cdiv(num_wanted, ROWS), tl.num_programs(0)):
+        at = tile * ROWS + tl.arange(0, ROWS)
+        wanted = at < num_wanted
+        row = tl.load(index + at, mask=wanted, other=0).to(tl.int64)
+        if WRAPS:
+            row = tl.where(row < 0, row + num_rows, row)
+        exists = (row >= 0) & (row < num_rows)
+        tl.store(bad + tl.zeros_like(at), at.to(tl.int64) + 1, mask=wanted & ~exists)
+        begin = tl.where(exists, row, 0) * stride
+        shift = ((begin + first) % LINE).to(tl.int32)
+        to = at.to(tl.int64)
+        if HAS_POSITIONS:
+            to = tl.load(positions + at, mask=wanted, other=0)
+        for block in range(0, WIDTH + LINE - 1, COLUMNS):
+            # in vectors, so that a vector's numbers are visibly all inside or all outside
+            unit = ((block + columns) // VECTOR)[None, :] - (shift // VECTOR)[:, None]
+            inside = (unit >= 0) & (unit < WIDTH // VECTOR) & wanted[:, None]
+            column = unit * VECTOR + (columns % VECTOR)[None, :]
+            found = tl.load(table + (begin[:, None] + column), mask=inside & exists[:, None], other=0)
+            if HAS_SCALE:
+                found = found.to(tl.float32) * tl.load(scale + column, mask=inside, other=0)
+            tl.store(out + (to[:, None] * WIDTH + column), found.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _hashed(value):
+    value = (value ^ (value >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
+    value = (value ^ (value >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def sample_neighbours(
+    starts, index, nodes, offsets, neighbours, edges, size, seed_low, seed_high,
+    FANOUT: tl.constexpr, SLOTS: tl.constexpr, REPLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The draws of native/unified.c, bit for bit; ``SLOTS`` is the power of two above ``FANOUT``."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    asked = at < size
+    node = tl.load(nodes + at, mask=asked, other=0)
+    first = tl.load(starts + node, mask=asked, other=0)
+    degree = tl.load(starts + node + 1, mask=asked, other=0) - first
+    begin = tl.load(offsets + at, mask=asked, other=0)
+    count = tl.load(offsets + at + 1, mask=asked, other=0) - begin
+    key = tl.full((BLOCK,), 0x9E3779B9, tl.uint32) ^ seed_low.to(tl.uint32)
+    key = _hashed(_hashed(key) ^ seed_high.to(tl.uint32))
+    key = _hashed(_hashed(key ^ (node & 0xFFFFFFFF).to(tl.uint32)) ^ (node >> 32).to(tl.uint32))
+    slot = tl.arange(0, SLOTS)
+    taken = tl.full((BLOCK, SLOTS), -1, tl.int64)
+    for one in range(FANOUT):
+        most = degree - count + one
+        bound = degree if REPLACE else most + 1
+        number = (one * 0x9E3779B9).to(tl.uint32)
+        chosen = ((_hashed(key + number).to(tl.uint64) * bound.to(tl.uint64)) >> 32).to(tl.int64)
+        if not REPLACE:
+            is_taken = tl.max((taken == chosen[:, None]).to(tl.int32), axis=1) > 0
+            chosen = tl.where(is_taken, most, chosen)
+            chosen = tl.where(count == degree, one, chosen)
+            taken = tl.where(slot[None, :] == one, chosen[:, None], taken)
+        mine = asked & (one < count)
+        tl.store(edges + begin + one, first + chosen, mask=mine)
+        found = tl.load(index + first + chosen, mask=mine, other=0).to(tl.int64)
+        tl.store(neighbours + begin + one, found, mask=mine)

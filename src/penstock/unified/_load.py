@@ -1,0 +1,87 @@
+"""`from_file`: tables of files as unified tensors."""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import FeatureFileError
+from penstock.tiers import Budget
+from penstock.unified._aligned import read_all
+from penstock.unified._files import find_table
+from penstock.unified._memory import Memory, exact
+from penstock.unified._placement import Preference
+from penstock.unified._table import Table
+from penstock.unified._tensor import UnifiedTensor, check_preference
+
+_READ_BYTES = 16 * 2**20
+
+
+def from_file(
+    path: str | os.PathLike[str],
+    key: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int, ...] | None = None,
+    offset: int = 0,
+    shared: bool = False,
+    prefer: Preference = "device",
+    budget: Budget | None = None,
+) -> UnifiedTensor:
+    """The table of a .npy, .safetensors (``key``) or raw file (``dtype``, ``shape``, ``offset`` in bytes), unified.
+
+    By default it is read into memory of its own, of exactly its size, which ``budget`` is charged for. With ``shared``
+    the file is mapped instead: all processes of the machine that do so share one copy, writes go to the file, and the
+    tensor is pickled as the path. For CUDA keep such a file in ``/dev/shm``; not every system registers others.
+
+    Raises as ``find_table`` does, and ``BudgetError``.
+    """
+    check_preference(prefer)
+    table = find_table(path, key, dtype=dtype, shape=shape, offset=offset)
+    if table.stride_bytes != table.row_bytes and shared:
+        raise ValueError(
+            f"{path} has padded rows, which are not shared; TieredFeatures({str(path)!r}) reads it in place"
+        )
+    if shared:
+        host = _mapped(table)
+        options = {"key": key, "dtype": dtype, "shape": shape, "offset": offset, "shared": True}
+        return UnifiedTensor(host, Memory(host, reference=(str(Path(path).resolve()), options)), prefer)
+    host = _read(table, budget)
+    return UnifiedTensor(host, Memory(host), prefer)
+
+
+def _mapped(table: Table) -> torch.Tensor:
+    if not table.size_bytes:
+        return torch.empty(table.shape, dtype=table.dtype)
+    start = table.first_byte // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    if (table.first_byte - start) % table.dtype.itemsize:
+        raise ValueError(
+            f"{table.path}: the table begins at byte {table.first_byte}, no multiple of its numbers' size; read it "
+            "instead: from_file(path, shared=False)"
+        )
+    with table.path.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), table.end_byte - start, offset=start)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8)[table.first_byte - start :]
+    return raw.view(table.dtype).view(table.shape)
+
+
+def _read(table: Table, budget: Budget | None) -> torch.Tensor:
+    raw = exact(table.size_bytes, budget)
+    if table.stride_bytes == table.row_bytes:
+        with table.path.open("rb", buffering=0) as file:
+            file.seek(table.first_byte)
+            _fill(table, file, raw)
+    else:
+        read_all(table, raw)
+    return raw.view(table.dtype).view(table.shape) if raw.numel() else torch.empty(table.shape, dtype=table.dtype)
+
+
+def _fill(table: Table, file: Any, raw: torch.Tensor) -> None:
+    view, at = memoryview(raw.numpy()), 0
+    while at < len(view):
+        count = file.readinto(view[at : at + _READ_BYTES])
+        if not count:
+            raise FeatureFileError(f"{table.path} ended at byte {table.first_byte + at} while it was read")
+        at += count

@@ -1,0 +1,250 @@
+"""Mini-batches whose sampling and reading of rows run beside the training step."""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock.unified._sampler import NeighborSampler, Sample
+from penstock.unified._tensor import UnifiedTensor
+from penstock.unified._tiered import TieredFeatures
+
+Features = torch.Tensor | TieredFeatures
+"""What is indexed by nodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """One mini-batch."""
+
+    sample: Sample
+    """Nodes and edges around the seeds."""
+    seeds: torch.Tensor
+    """Node numbers that the step is about, ``int64 [seeds]``; they are the first of ``nodes``."""
+    x: Any
+    """Rows of the features for every node of the sample, ``[nodes, ...]``; a dict where several features were given."""
+    y: torch.Tensor | None
+    """Labels of the seeds; ``None`` where none were given."""
+
+    @property
+    def nodes(self) -> torch.Tensor:
+        """Node numbers, seeds first."""
+        return self.sample.nodes
+
+    @property
+    def edge_index(self) -> torch.Tensor:
+        """Of the sample, as places in ``nodes``."""
+        return self.sample.edge_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderStatistics:
+    """Where an epoch's time went. Sampling and reading run in threads of their own, beside the step."""
+
+    num_batches: int = 0
+    """That were taken."""
+    num_nodes: int = 0
+    """Whose rows were read."""
+    sample_s: float = 0.0
+    """Sampling, in seconds."""
+    gather_s: float = 0.0
+    """Reading rows, in seconds."""
+    stall_s: float = 0.0
+    """That the step waited for a mini-batch, in seconds; what overlapping did not hide."""
+    wall_s: float = 0.0
+    """From the first request of an epoch to its end, in seconds."""
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of sampling and reading that ran behind the step, 0 to 1."""
+        total = self.sample_s + self.gather_s
+        return max(0.0, 1 - self.stall_s / total) if total else 1.0
+
+
+class Loader:
+    """Mini-batches of seeds, whose neighbourhoods are sampled and features read ``ahead`` batches in advance.
+
+    ``features`` is a `TieredFeatures`, a tensor, or a dict of them; ``labels`` a tensor of all nodes. Order and draws
+    depend on ``seed`` and the epoch alone. An epoch that is left early ends its threads; an error in one is raised
+    here. With ``ahead=0`` everything runs in the calling thread.
+
+    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing.
+    """
+
+    def __init__(
+        self,
+        sampler: NeighborSampler,
+        features: Features | Mapping[str, Features],
+        seeds: torch.Tensor,
+        *,
+        batch_size: int,
+        labels: torch.Tensor | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        ahead: int = 2,
+        seed: int = 0,
+    ):
+        if batch_size < 1 or ahead < 0:
+            raise ValueError(f"batch_size is at least 1 and ahead at least 0, not {batch_size} and {ahead}")
+        self.sampler, self.features, self.labels = sampler, features, labels
+        self.seeds = seeds.nonzero().view(-1) if seeds.dtype is torch.bool else seeds.reshape(-1).to(torch.int64)
+        self.batch_size, self.shuffle, self.drop_last, self.ahead, self.seed = (
+            batch_size,
+            shuffle,
+            drop_last,
+            ahead,
+            seed,
+        )
+        self.epoch = 0
+        """The number of the next epoch; set it to go on where another run stopped."""
+        self._lock = threading.Lock()
+        self._statistics = LoaderStatistics()
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.seeds), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Batch]:
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        start_s = time.perf_counter()
+        steps: list[Callable[[Any], Any]] = [lambda one: self._sample(epoch, *one), self._read]
+        made = _pipeline(enumerate(self._seeds_of(epoch)), steps, self.ahead, self._stalled)
+        with contextlib.closing(made):
+            try:
+                for batch in made:
+                    self._count(num_batches=1, num_nodes=len(batch.nodes))
+                    yield batch
+            finally:
+                self._count(wall_s=time.perf_counter() - start_s)
+
+    def statistics(self) -> LoaderStatistics:
+        """Since the last `reset_statistics`."""
+        with self._lock:
+            return self._statistics
+
+    def reset_statistics(self) -> LoaderStatistics:
+        """The statistics so far, which begin anew."""
+        with self._lock:
+            found, self._statistics = self._statistics, LoaderStatistics()
+            return found
+
+    def _seeds_of(self, epoch: int) -> Iterator[torch.Tensor]:
+        seeds = self.seeds
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            seeds = seeds[torch.randperm(len(seeds), generator=generator)]
+        for number in range(len(self)):
+            yield seeds[number * self.batch_size : (number + 1) * self.batch_size]
+
+    def _sample(self, epoch: int, number: int, seeds: torch.Tensor) -> tuple[torch.Tensor, Sample]:
+        start_s = time.perf_counter()
+        sample = self.sampler.sample(seeds, number=(self.seed << 40) + (epoch << 20) + number)
+        self._count(sample_s=time.perf_counter() - start_s)
+        return seeds, sample
+
+    def _read(self, sampled: tuple[torch.Tensor, Sample]) -> Batch:
+        seeds, sample = sampled
+        start_s = time.perf_counter()
+        rows: Any
+        if isinstance(self.features, Mapping):
+            rows = {name: _rows(one, sample.nodes) for name, one in self.features.items()}
+        else:
+            rows = _rows(self.features, sample.nodes)
+        labels = None if self.labels is None else _rows(self.labels, seeds)
+        self._count(gather_s=time.perf_counter() - start_s)
+        return Batch(sample=sample, seeds=seeds, x=rows, y=labels)
+
+    def _stalled(self, seconds: float) -> None:
+        self._count(stall_s=seconds)
+
+    def _count(self, **more: Any) -> None:
+        with self._lock:
+            now = self._statistics
+            self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
+
+
+def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
+    if isinstance(features, torch.Tensor) and not isinstance(features, UnifiedTensor):
+        nodes = nodes.to(features.device)
+    return features[nodes]
+
+
+class _Failure:
+    """An error on its way to the thread that takes mini-batches."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+
+_END = object()
+
+
+def _pipeline(
+    source: Iterator[Any], steps: list[Callable[[Any], Any]], ahead: int, stalled: Callable[[float], None]
+) -> Iterator[Any]:
+    """What the steps make of the source, each step in a thread of its own, at most ``ahead`` results waiting."""
+    if not ahead:
+        for one in source:
+            start_s = time.perf_counter()
+            for step in steps:
+                one = step(one)
+            stalled(time.perf_counter() - start_s)
+            yield one
+        return
+    ends = threading.Event()
+    room = threading.Semaphore(ahead)  # taken when a mini-batch is begun, given back when it is taken
+    pipes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in steps]
+    threads = []
+    for number, step in enumerate(steps):
+        take = _taken(source, room, ends) if number == 0 else _received(pipes[number - 1], ends)
+        thread = threading.Thread(target=_work, args=(take, step, pipes[number]), name="penstock-loader", daemon=True)
+        thread.start()
+        threads.append(thread)
+    try:
+        while True:
+            start_s = time.perf_counter()
+            one = pipes[-1].get()
+            if one is _END:
+                return
+            stalled(time.perf_counter() - start_s)
+            if isinstance(one, _Failure):
+                raise one.error
+            room.release()
+            yield one
+    finally:
+        ends.set()
+        room.release()
+        for pipe in pipes:
+            pipe.put(_END)
+        for thread in threads:
+            thread.join()
+
+
+def _work(take: Iterator[Any], step: Callable[[Any], Any], put: "queue.SimpleQueue[Any]") -> None:
+    try:
+        for one in take:
+            put.put(one if isinstance(one, _Failure) else step(one))
+    except BaseException as error:
+        put.put(_Failure(error))
+    put.put(_END)
+
+
+def _taken(source: Iterator[Any], room: threading.Semaphore, ends: threading.Event) -> Iterator[Any]:
+    for one in source:
+        room.acquire()
+        if ends.is_set():
+            return
+        yield one
+
+
+def _received(pipe: "queue.SimpleQueue[Any]", ends: threading.Event) -> Iterator[Any]:
+    while not ends.is_set():
+        one = pipe.get()
+        if one is _END:
+            return
+        yield one

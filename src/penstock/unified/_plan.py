@@ -1,0 +1,84 @@
+"""Which rows lie where: the most wanted on the device, the next in host memory, the rest on the disk (Data Tiering).
+
+The problem: every access of a row costs as much as its tier; rows are of one size, so taking them by descending score
+is optimal for the scores given. Source: Min et al., "Graph Neural Network Training with Data Tiering" (arXiv
+2111.05894). Cost: one partial sort. Ties fall to the lower row number, so that plans are repeatable.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.unified._problem import TierProblem
+from penstock.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TierPlan:
+    """Where every row is, and what share of the accesses each tier is expected to serve."""
+
+    device_rows: torch.Tensor
+    """In ascending order, ``int64``."""
+    host_rows: torch.Tensor
+    """In ascending order, ``int64``."""
+    num_disk_rows: int
+    """All others."""
+    device_share: float
+    """Of accesses, expected, 0 to 1."""
+    host_share: float
+    """Of accesses, expected, 0 to 1."""
+    row_bytes: int
+    """Of a row in memory."""
+
+    @property
+    def disk_share(self) -> float:
+        """Of accesses, expected, 0 to 1."""
+        return max(0.0, 1.0 - self.device_share - self.host_share) if self.num_disk_rows else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of accesses that no disk has to serve, expected."""
+        return 1.0 - self.disk_share
+
+    def explain(self) -> str:
+        """A table: rows, bytes and expected accesses of every tier."""
+        lines = [f"{'tier':<8}{'rows':>14}{'bytes':>12}{'accesses':>10}"]
+        for name, count, share in (
+            ("device", len(self.device_rows), self.device_share),
+            ("host", len(self.host_rows), self.host_share),
+            ("disk", self.num_disk_rows, self.disk_share),
+        ):
+            lines.append(f"{name:<8}{count:>14,}{format_bytes(count * self.row_bytes):>12}{share:>10.1%}")
+        return "\n".join(lines)
+
+
+def plan_tiers(problem: TierProblem) -> TierPlan:
+    """Deals rows out by descending score. Raises ``ValueError`` for scores that are not one number for each row."""
+    num_device = min(problem.num_rows, problem.device_bytes // max(1, problem.row_bytes))
+    num_left = problem.num_rows - num_device
+    num_host = num_left
+    if problem.host_bytes is not None:
+        num_host = min(num_left, problem.host_bytes // max(1, problem.row_bytes))
+    scores = _checked(problem)
+    if num_device + num_host == 0 or problem.num_rows == num_host:
+        order = torch.arange(problem.num_rows)
+    else:
+        order = scores.argsort(descending=True, stable=True)
+    device, host = order[:num_device].sort().values, order[num_device : num_device + num_host].sort().values
+    total = float(scores.sum()) or 1.0
+    return TierPlan(
+        device_rows=device, host_rows=host, num_disk_rows=num_left - num_host,
+        device_share=float(scores[device].sum()) / total, host_share=float(scores[host].sum()) / total,
+        row_bytes=problem.row_bytes,
+    )  # fmt: skip
+
+
+def _checked(problem: TierProblem) -> torch.Tensor:
+    if problem.scores is None:
+        return torch.ones(problem.num_rows, dtype=torch.float64)
+    scores = problem.scores.detach().to("cpu", torch.float64).reshape(-1)
+    if len(scores) != problem.num_rows:
+        raise ValueError(f"scores has {len(scores)} numbers; the table has {problem.num_rows} rows: give one for each")
+    if not bool(torch.isfinite(scores).all()) or bool((scores < 0).any()):
+        raise ValueError("scores are expected accesses: finite and not negative, as unified.expected_accesses gives")
+    return scores

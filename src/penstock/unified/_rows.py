@@ -1,0 +1,161 @@
+"""Rows of a table in host memory, by index: copied, or widened from the type they are stored in, by all cores."""
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+
+from penstock.unified._library import address, library, number, threads_for
+
+_KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+"""Stored types that are widened to float32, by the C library's numbers; 0 copies."""
+
+
+class CResult(ctypes.Structure):
+    """``Result`` of native/unified.c."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("stride_bytes", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("scale", ctypes.c_void_p),
+        ("kind", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowType:
+    """How rows are stored, and what they become when they are read."""
+
+    shape: tuple[int, ...]
+    """Of a row."""
+    stored: torch.dtype
+    """Of its numbers in the table."""
+    dtype: torch.dtype
+    """Of its numbers in results: the stored one, or float32."""
+    scale: torch.Tensor | None = None
+    """What integers are multiplied by, ``float32 [width]`` in host memory; ``None`` where nothing is."""
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None, scale: torch.Tensor | float | None
+    ) -> "RowType":
+        """Checked. ``ValueError`` for a conversion that there is not."""
+        dtype = dtype or (torch.float32 if scale is not None else stored)
+        width = math.prod(shape)
+        if dtype is stored and scale is None:
+            return RowType(shape, stored, dtype)
+        if dtype is not torch.float32 or stored not in _KINDS:
+            raise ValueError(
+                f"rows of {stored} cannot be read as {dtype}; float16, bfloat16 and int8 (with scale=...) can be read "
+                "as torch.float32. Convert the rows after reading them: features[index].to(...)"
+            )
+        if (scale is not None) != (stored is torch.int8):
+            raise ValueError(
+                f"rows of {stored} {'with' if scale is not None else 'without'} a scale: int8 needs one, a number or one "
+                "for each column, scale=torch.full((width,), 0.05), and other types take none"
+            )
+        if scale is not None:
+            scale = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
+            if scale.numel() not in (1, width):
+                raise ValueError(f"scale has {scale.numel()} numbers; rows have {width}: give one number, or {width}")
+            scale = scale.reshape(-1).expand(width).contiguous()
+        return RowType(shape, stored, dtype, scale)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a stored row."""
+        return self.width * self.stored.itemsize
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether results are of another type."""
+        return self.stored is not self.dtype
+
+    def into(self, out: torch.Tensor) -> CResult:
+        """``out``, ``[rows, *shape]`` and contiguous, for the C library."""
+        return CResult(
+            rows=out.data_ptr(), stride_bytes=self.width * out.element_size(), row_bytes=self.row_bytes,
+            width=self.width, scale=None if self.scale is None else self.scale.data_ptr(),
+            kind=_KINDS[self.stored] if self.is_converted else 0,
+        )  # fmt: skip
+
+    def empty(self, *leading: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Room for rows."""
+        return torch.empty((*leading, *self.shape), dtype=self.dtype, device=device)
+
+    def convert(self, rows: torch.Tensor) -> torch.Tensor:
+        """Stored rows ``[.., *shape]`` as they are read, by PyTorch."""
+        rows = rows.to(self.dtype)
+        return rows if self.scale is None else rows * self.scale.to(rows.device).view(self.shape)
+
+
+def is_plain_table(table: torch.Tensor) -> bool:
+    """Whether rows are contiguous, so that a row is one copy."""
+    inner = table[0] if table.dim() and len(table) else table
+    return table.dim() > 0 and inner.is_contiguous() and table.stride(0) >= 0
+
+
+def as_index(index: torch.Tensor) -> torch.Tensor:
+    """Row numbers as ``int64``, one after the other, in host memory."""
+    return index.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1)
+
+
+def gather(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    kind: RowType,
+    out: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    *,
+    wraps: bool = True,
+) -> None:
+    """Rows ``index`` (``int64 [n]``; negative where it ``wraps``) of ``table`` into ``out`` (at ``positions``, ``[n]``).
+
+    ``table`` satisfies ``is_plain_table``; ``out`` is contiguous. Raises ``IndexError`` for a row that is not there.
+    """
+    compiled = library()
+    if compiled is None:
+        _gather_by_torch(table, check_range(index, len(table), wraps=wraps), kind, out, positions)
+        return
+    stride = table.stride(0) * table.element_size() if len(table) else kind.row_bytes
+    bad = compiled.penstock_gather(
+        address(table), number(len(table)), number(len(table) if wraps else 0), number(stride), address(index),
+        address(positions), number(len(index)), ctypes.byref(kind.into(out)),
+        number(threads_for(len(index) * kind.row_bytes)),
+    )  # fmt: skip
+    if bad >= 0:
+        raise out_of_range(int(index[bad]), bad, len(table), wraps=wraps)
+
+
+def out_of_range(row: int, position: int, num_rows: int, *, wraps: bool = True) -> IndexError:
+    """The error for a row that is not there."""
+    return IndexError(
+        f"index {row} at position {position} is out of range: the table has {num_rows} rows, "
+        f"{-num_rows if wraps else 0} to {num_rows - 1}"
+    )
+
+
+def check_range(index: torch.Tensor, num_rows: int, *, wraps: bool = True) -> torch.Tensor:
+    """The index without negative numbers. Raises ``IndexError`` as ``gather`` does."""
+    bad = ((index < (-num_rows if wraps else 0)) | (index >= num_rows)).nonzero()
+    if len(bad):
+        raise out_of_range(int(index[bad[0, 0]]), int(bad[0, 0]), num_rows, wraps=wraps)
+    return torch.where(index < 0, index + num_rows, index)
+
+
+def _gather_by_torch(
+    table: torch.Tensor, index: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
+) -> None:
+    rows = kind.convert(table.index_select(0, index))
+    if positions is None:
+        out.copy_(rows.view(out.shape))
+    else:
+        out[positions] = rows

@@ -1,0 +1,222 @@
+"""The neighbourhood of a mini-batch's seeds: in each hop the nodes that are new draw some of their edges."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.unified._draw import Drawer, mixed, numbering_for
+from penstock.unified._graph import Graph
+
+EdgeType = tuple[str, str, str]
+"""Type of the source, name, type of the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """Nodes around a mini-batch's seeds, and the edges that were drawn. Tensors are on the sampler's device."""
+
+    nodes: torch.Tensor
+    """Node numbers in the graph, seeds first, then hop by hop, ``int64 [nodes]``."""
+    rows: torch.Tensor
+    """Where an edge begins, as a place in ``nodes``, ``int64 [edges]``."""
+    cols: torch.Tensor
+    """Where it ends."""
+    edges: torch.Tensor
+    """Which edge of the graph it is, as the graph was given, ``int64 [edges]``."""
+    num_sampled_nodes: tuple[int, ...]
+    """Seeds, then new nodes of every hop."""
+    num_sampled_edges: tuple[int, ...]
+    """Of every hop."""
+    seeds: torch.Tensor
+    """Where each given seed is in ``nodes``, ``int64 [seeds]``; seeds that were given twice are there once."""
+
+    @property
+    def edge_index(self) -> torch.Tensor:
+        """``int64 [2, edges]``, sources above targets, as places in ``nodes``."""
+        return torch.stack([self.rows, self.cols])
+
+    def block(self, layer: int) -> "Block":
+        """What layer ``layer`` of a model needs, 0 being the first: the last hop matters to the first layer alone."""
+        hops = len(self.num_sampled_edges) - layer
+        if not 0 < hops <= len(self.num_sampled_edges):
+            raise IndexError(f"layer {layer}: {len(self.num_sampled_edges)} hops were sampled, for as many layers")
+        count = sum(self.num_sampled_edges[:hops])
+        return Block(
+            edge_index=torch.stack([self.rows[:count], self.cols[:count]]), edges=self.edges[:count],
+            num_sources=sum(self.num_sampled_nodes[: hops + 1]), num_targets=sum(self.num_sampled_nodes[:hops]),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """The edges of one layer. Targets are the first of the sources."""
+
+    edge_index: torch.Tensor
+    """``int64 [2, edges]``, sources above targets."""
+    edges: torch.Tensor
+    """Which edge of the graph each is, ``int64 [edges]``."""
+    num_sources: int
+    """Nodes whose values the layer reads."""
+    num_targets: int
+    """Nodes whose values it makes."""
+
+
+class NeighborSampler:
+    """Draws up to ``fanouts[hop]`` of the edges that enter each node; -1 takes all of them.
+
+    With ``device`` on CUDA the graph is registered and kernels draw from it over the link; else the CPU's cores do.
+    ``replace`` draws with replacement.
+
+    Raises ``ValueError`` for fanouts that are not positive or -1.
+    """
+
+    def __init__(
+        self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, device: torch.device | str = "cpu"
+    ):
+        if graph.num_sources != graph.num_nodes:
+            raise ValueError(
+                "sources and targets are different nodes: HeteroNeighborSampler({('a', 'to', 'b'): graph}, ...)"
+            )
+        self.graph, self.fanouts, self.replace = graph, checked_fanouts(fanouts), replace
+        self.device = torch.device(device)
+        self._drawer = Drawer(graph, self.device)
+
+    def sample(self, seeds: torch.Tensor, *, number: int | None = None) -> Sample:
+        """The neighbourhood of ``seeds``, node numbers ``[seeds]``, or a mask of all nodes.
+
+        The same ``number`` gives the same draws; without one it comes from PyTorch's generator.
+        Raises ``IndexError`` for seeds that are not nodes.
+        """
+        number = _number(number)
+        numbering = numbering_for(self.device)
+        places = numbering.add(_checked_seeds(seeds, self.graph.num_nodes).to(self.device))
+        begin, nodes = 0, [numbering.count]
+        rows, cols, edges = [], [], []
+        for hop, fanout in enumerate(self.fanouts):
+            frontier, first, begin = numbering.nodes()[begin:], begin, numbering.count
+            drawn = self._drawer.draw(frontier, fanout, mixed(number, hop), replace=self.replace)
+            rows.append(numbering.add(drawn.neighbours))
+            cols.append(_owners(drawn.offsets, first))
+            edges.append(self._drawer.edge_numbers(drawn.edges))
+            nodes.append(numbering.count - begin)
+        return Sample(
+            nodes=numbering.nodes(), rows=torch.cat(rows), cols=torch.cat(cols), edges=torch.cat(edges),
+            num_sampled_nodes=tuple(nodes), num_sampled_edges=tuple(map(len, edges)), seeds=places,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeteroSample:
+    """As ``Sample``, by type of node and of edge."""
+
+    nodes: dict[str, torch.Tensor]
+    """Node numbers within their type; those of the seeds' type begin with the seeds."""
+    rows: dict[EdgeType, torch.Tensor]
+    """Where an edge begins, as a place in ``nodes`` of the source's type."""
+    cols: dict[EdgeType, torch.Tensor]
+    """Where it ends, as a place in ``nodes`` of the target's type."""
+    edges: dict[EdgeType, torch.Tensor]
+    """Which edge of that type's graph it is."""
+    num_sampled_nodes: dict[str, tuple[int, ...]]
+    """Seeds, then new nodes of every hop."""
+    num_sampled_edges: dict[EdgeType, tuple[int, ...]]
+    """Of every hop."""
+    seeds: dict[str, torch.Tensor]
+    """Where each given seed is in ``nodes``."""
+
+
+class HeteroNeighborSampler:
+    """As ``NeighborSampler``, with a graph for each edge type: new nodes draw from every type that enters them.
+
+    ``fanouts`` is one list for all edge types, or a list for each.
+    """
+
+    def __init__(
+        self,
+        graphs: Mapping[EdgeType, Graph],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]],
+        *,
+        replace: bool = False,
+        device: torch.device | str = "cpu",
+    ):
+        self.graphs, self.replace, self.device = dict(graphs), replace, torch.device(device)
+        by_type = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(self.graphs, fanouts)
+        if set(by_type) != set(self.graphs) or not self.graphs:
+            raise ValueError(f"fanouts name the edge types {sorted(by_type)}, the graphs {sorted(self.graphs)}")
+        self.fanouts = {one: checked_fanouts(by_type[one]) for one in self.graphs}
+        if len({len(one) for one in self.fanouts.values()}) != 1:
+            raise ValueError("all edge types have as many fanouts as there are hops; 0 takes none of a type")
+        self.num_nodes: dict[str, int] = {}
+        for (source, _, target), graph in self.graphs.items():
+            for name, count in ((source, graph.num_sources), (target, graph.num_nodes)):
+                if self.num_nodes.setdefault(name, count) != count:
+                    raise ValueError(
+                        f"graphs disagree about how many nodes {name!r} has: {self.num_nodes[name]}, {count}"
+                    )
+        self._drawers = {one: Drawer(graph, self.device) for one, graph in self.graphs.items()}
+
+    def sample(self, seeds: Mapping[str, torch.Tensor], *, number: int | None = None) -> HeteroSample:
+        """The neighbourhood of ``seeds``, node numbers by type. ``number`` and errors as of ``NeighborSampler``."""
+        number = _number(number)
+        found = {name: numbering_for(self.device) for name in self.num_nodes}
+        places = {
+            name: found[name].add(_checked_seeds(some, self.num_nodes[name]).to(self.device))
+            for name, some in seeds.items()
+        }
+        begins = dict.fromkeys(found, 0)
+        nodes = {name: [one.count] for name, one in found.items()}
+        rows: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
+        cols: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
+        edges: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
+        seed_numbers = itertools.count()
+        for hop in range(len(next(iter(self.fanouts.values())))):
+            ends = {name: one.count for name, one in found.items()}
+            for one, drawer in self._drawers.items():
+                source, _, target = one
+                frontier = found[target].nodes()[begins[target] : ends[target]]
+                seed = mixed(number, next(seed_numbers))
+                drawn = drawer.draw(frontier, self.fanouts[one][hop], seed, replace=self.replace)
+                rows[one].append(found[source].add(drawn.neighbours))
+                cols[one].append(_owners(drawn.offsets, begins[target]))
+                edges[one].append(drawer.edge_numbers(drawn.edges))
+            begins = ends
+            for name, numbering in found.items():
+                nodes[name].append(numbering.count - ends[name])
+        return HeteroSample(
+            nodes={name: one.nodes() for name, one in found.items()},
+            rows={one: torch.cat(some) for one, some in rows.items()},
+            cols={one: torch.cat(some) for one, some in cols.items()},
+            edges={one: torch.cat(some) for one, some in edges.items()},
+            num_sampled_nodes={name: tuple(some) for name, some in nodes.items()},
+            num_sampled_edges={one: tuple(map(len, some)) for one, some in edges.items()}, seeds=places,
+        )  # fmt: skip
+
+
+def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+    """As a tuple. Raises ``ValueError`` for what says nothing."""
+    if not fanouts or any(isinstance(one, bool) or not isinstance(one, int) or one < -1 for one in fanouts):
+        raise ValueError(
+            f"fanouts are neighbours to draw, one number a hop, -1 for all, not {fanouts!r}: fanouts=[10, 5]"
+        )
+    return tuple(fanouts)
+
+
+def _number(number: int | None) -> int:
+    return int(torch.randint(2**62, ())) if number is None else number
+
+
+def _checked_seeds(seeds: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    if seeds.dtype is torch.bool:
+        seeds = seeds.nonzero()
+    seeds = seeds.reshape(-1).to(torch.int64).contiguous()
+    if len(seeds) and (int(seeds.min()) < 0 or int(seeds.max()) >= num_nodes):
+        raise IndexError(f"seeds go from {int(seeds.min())} to {int(seeds.max())}, nodes from 0 to {num_nodes - 1}")
+    return seeds
+
+
+def _owners(offsets: torch.Tensor, first: int) -> torch.Tensor:
+    """The node of every draw, as a place."""
+    size = len(offsets) - 1
+    return torch.arange(first, first + size, device=offsets.device).repeat_interleave(offsets[1:] - offsets[:-1])

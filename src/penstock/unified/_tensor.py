@@ -1,0 +1,302 @@
+"""Tensors in host memory that operators on a device read and write in place (PyTorch-Direct, arXiv 2101.07956).
+
+A `UnifiedTensor` is a tensor of the CPU whose operators are placed by `_placement.place`; where that is a device, they
+run there on a view of the same memory. Rows are gathered by kernels of our own (`_gather`). Views of a unified tensor
+are unified; results of other operators are plain tensors.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from penstock.tiers import Budget
+from penstock.unified._gather import gather_rows
+from penstock.unified._memory import Memory, exact
+from penstock.unified._placement import Preference, operand_of, place
+from penstock.unified._rows import RowType
+from penstock.units import format_bytes
+
+_aten: Any = torch.ops.aten
+_LIKE = {
+    _aten.empty_like.default: lambda _: None,
+    _aten.zeros_like.default: lambda host: host.zero_(),
+    _aten.ones_like.default: lambda host: host.fill_(1),
+}
+
+
+class UnifiedTensor(torch.Tensor):
+    """A tensor in host memory that devices use in place. Made by ``wrap``, ``empty`` and ``from_file``."""
+
+    _host: torch.Tensor
+    _memory: Memory
+    _prefer: Preference
+
+    @staticmethod
+    def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
+        """A unified tensor over ``host``, which lies in ``memory``."""
+        made: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
+        made._host, made._memory, made._prefer = host.detach(), memory, prefer
+        return made
+
+    @property
+    def prefer(self) -> Preference:
+        """Where operators of unified tensors alone run."""
+        return self._prefer
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether CUDA devices reach the memory. Always ``False`` on a machine without one."""
+        return self._memory.is_registered
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
+        """The same memory as a plain tensor, after what devices still write to it."""
+        self._memory.order.before_host(writes=True)  # whoever has it may write
+        return self._host.requires_grad_(self.requires_grad) if self.is_leaf else self._host
+
+    def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
+        """The same memory as an array, after what devices still write; ``force``: also where gradients are kept."""
+        if self.requires_grad and not force:
+            raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
+        self._memory.order.before_host(writes=True)
+        return self._host.numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        """For NumPy's functions."""
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def tolist(self) -> Any:
+        """Numbers as nested lists."""
+        self._memory.order.before_host(writes=False)
+        return self._host.tolist()
+
+    def is_pinned(self, device: Any = None) -> bool:  # noqa: ARG002
+        """Whether CUDA devices reach the memory."""
+        return self._memory.is_registered
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self._memory.order.before_host(writes=False)
+        return f"UnifiedTensor({self._host!r}, prefer={self._prefer!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = _fresh(self, self.dtype)
+        self._memory.order.before_host(writes=False)
+        made._host.copy_(self._host)
+        memo[id(self)] = made.requires_grad_(self.requires_grad)
+        return made  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reference = self._memory.reference
+        is_whole = (self._host.data_ptr(), self._host.nbytes) == self._memory.whole and self._host.is_contiguous()
+        if reference is None or not is_whole:
+            raise TypeError(
+                f"a unified tensor of {format_bytes(self._host.nbytes)} is not pickled, since that would copy it. Give "
+                "other processes a file: penstock.unified.from_file(path, shared=True) is pickled as the path, and "
+                "they share its memory. To save the numbers: torch.save(tensor.cpu(), path)"
+            )
+        return _reopen, (*reference, self._prefer)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Places one operator, and runs it."""
+        return _dispatch(func, args, kwargs or {})
+
+
+def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
+    """``tensor``'s own memory as a unified tensor; nothing is copied, and writes are seen through both.
+
+    Its memory is registered with CUDA where there is a device, at its exact size, until no tensor made from it lives.
+    A tensor in shared memory may be wrapped by several processes; each registers it for its own devices.
+
+    Raises ``ValueError`` for tensors that are not in the CPU's memory or that have a history of gradients,
+    ``TypeError`` for what is no dense tensor.
+    """
+    check_preference(prefer)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"wrap takes a tensor, not {type(tensor).__name__}; for arrays: wrap(torch.from_numpy(array))")
+    if isinstance(tensor, UnifiedTensor):
+        return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"wrap takes dense tensors, not {tensor.layout}; wrap its parts, or tensor.to_dense()")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"the tensor is on {tensor.device}, where operators run at full speed already; unified tensors are in host "
+            "memory: wrap(tensor.cpu())"
+        )
+    if not tensor.is_leaf:
+        raise ValueError("the tensor is a result that keeps a history of gradients: wrap(tensor.detach())")
+    return UnifiedTensor(tensor, Memory(tensor), prefer)
+
+
+def empty(
+    *shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    prefer: Preference = "device",
+    budget: Budget | None = None,
+) -> UnifiedTensor:
+    """A unified tensor of zeros in memory of its own, of exactly its size; pages are taken when they are first written.
+
+    ``budget`` is charged for the memory while it lives; ``BudgetError`` where it would exceed it.
+    """
+    check_preference(prefer)
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
+    dtype = dtype or torch.get_default_dtype()
+    raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
+    host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype)  # type: ignore[arg-type]
+    return UnifiedTensor(host, Memory(host), prefer)
+
+
+def gather(
+    table: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    scale: torch.Tensor | float | None = None,
+    sort: bool = False,
+    verify: bool = False,
+) -> torch.Tensor:
+    """Rows ``index`` (``int64``, any shape) of a table in host memory: ``[*index.shape, *row]``, without gradients.
+
+    The result is where the rules of placement say: with the index on a CUDA device there, read over the link in place.
+    ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8 with
+    ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which spares translations of
+    addresses in large tables. ``verify`` waits for the device and raises for rows that are not there at once; without
+    it they become zeros, and the next gather raises.
+
+    Raises ``IndexError`` for rows that are not there, ``ValueError`` for conversions that there are not.
+    """
+    if not table.dim() or index.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"gather takes a table [rows, ...] and int64 rows, not {tuple(table.shape)} and {index.dtype}")
+    kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
+    host, memory = table, None
+    prefers: list[Preference] = ["host"]
+    if isinstance(table, UnifiedTensor):
+        host, memory, prefers = table._host, table._memory, [table.prefer]
+    elif table.device.type != "cpu":
+        raise ValueError(f"the table is on {table.device}; table[index] reads it at full speed")
+    where = place([operand_of(index)], prefers)
+    device = (index.device if index.device.type != "cpu" else _device()) if where == "device" else None
+    return gather_rows(host, index, device, memory, kind, sort=sort, verify=verify)
+
+
+def is_unified(tensor: object) -> bool:
+    """Whether ``tensor`` is a unified tensor."""
+    return isinstance(tensor, UnifiedTensor)
+
+
+def check_preference(prefer: str) -> None:
+    """Raises ``ValueError`` for what is none."""
+    if prefer not in ("device", "host"):
+        raise ValueError(f"prefer is 'device' or 'host', not {prefer!r}: wrap(tensor, prefer='host')")
+
+
+def _reopen(path: str, options: dict[str, Any], prefer: Preference) -> UnifiedTensor:
+    from penstock.unified._load import from_file
+
+    return from_file(path, **options, prefer=prefer)
+
+
+def _fresh(like: UnifiedTensor, dtype: torch.dtype) -> UnifiedTensor:
+    return empty(like.shape, dtype=dtype, prefer=like.prefer)
+
+
+def _device() -> torch.device | None:
+    """Where operators run that prefer the device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph breaks here, and goes on behind
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    flat, spec = tree_flatten((args, kwargs))
+    unified = [one for one in flat if isinstance(one, UnifiedTensor)]
+    others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
+    if func in _LIKE and not kwargs.get("device"):
+        made = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
+        _LIKE[func](made._host)
+        return made
+    returns = [one.alias_info for one in func._schema.returns]
+    if any(one is not None and not one.is_write for one in returns):  # a view: nothing is read or written
+        owner = unified[0]
+        found = func(
+            *_replaced(spec, flat, lambda one: one._host)[0], **_replaced(spec, flat, lambda one: one._host)[1]
+        )
+        return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
+    where = place(map(operand_of, others), (one._prefer for one in unified))
+    target = next((one.device for one in others if one.device.type != "cpu"), None)
+    device = target or _device() if where == "device" else None
+    rows = _rows(func, args, kwargs)
+    if rows is not None:
+        table, index = rows
+        return gather_rows(table._host, index, device, table._memory, wraps=func is _aten.index.Tensor)
+    writes = func._schema.is_mutable
+    return _run(func, flat, spec, unified, device, writes=writes)
+
+
+def _run(
+    func: Any, flat: list[Any], spec: Any, unified: list[UnifiedTensor], device: torch.device | None, *, writes: bool
+) -> Any:
+    written = _written(func, flat, spec) if writes else set()
+    for one in unified:
+        if device is None:
+            one._memory.order.before_host(writes=id(one) in written)
+        elif device.type == "cuda":
+            one._memory.order.before_device(device, writes=id(one) in written)
+    stand_ins: dict[int, UnifiedTensor] = {}
+
+    def stand_in(one: UnifiedTensor) -> torch.Tensor:
+        made = one._host if device is None else one._memory.on(one._host, device)
+        stand_ins[id(made)] = one
+        return made
+
+    kept: dict[int, torch.Tensor] = {}
+    args, kwargs = _replaced(spec, flat, lambda one: kept.setdefault(id(one), stand_in(one)))
+    found = func(*args, **kwargs)
+    if device is not None and device.type == "cuda":
+        for one in unified:
+            one._memory.order.after_device(device, writes=id(one) in written)
+    return _map(found, lambda one: stand_ins.get(id(one), one))
+
+
+def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:
+    """Unified operands that the operator writes to."""
+    args, kwargs = tree_unflatten(flat, spec)
+    found: set[int] = set()
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found |= {id(one) for one in tree_flatten(value)[0] if isinstance(one, UnifiedTensor)}
+    return found
+
+
+def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[UnifiedTensor, torch.Tensor] | None:
+    """The table and the rows wanted, where the operator gathers rows of a unified table."""
+    if func is _aten.index.Tensor and len(args[1]) == 1 and args[1][0] is not None:
+        table, index = args[0], args[1][0]
+        if index.dtype in (torch.bool, torch.uint8):
+            return None
+    elif func is _aten.index_select.default and args[1] in (0, -args[0].dim()):
+        table, index = args[0], args[2]
+    elif func is _aten.embedding.default:
+        table, index = args[0], args[1]
+    else:
+        return None
+    if not isinstance(table, UnifiedTensor) or isinstance(index, UnifiedTensor) or kwargs.get("out") is not None:
+        return None
+    if index.device.type not in ("cpu", "cuda") or index.dtype not in (torch.int64, torch.int32):
+        return None
+    return (table, index) if table.dim() else None
+
+
+def _replaced(spec: Any, flat: list[Any], by: Callable[[UnifiedTensor], torch.Tensor]) -> tuple[Any, Any]:
+    args, kwargs = tree_unflatten([by(one) if isinstance(one, UnifiedTensor) else one for one in flat], spec)
+    return args, kwargs
+
+
+def _map(found: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    leaves, spec = tree_flatten(found)
+    return tree_unflatten([by(one) if isinstance(one, torch.Tensor) else one for one in leaves], spec)

@@ -1,0 +1,432 @@
+"""`TieredFeatures`: one table over device, host memory and disk, indexed like a tensor."""
+
+import contextlib
+import os
+import tempfile
+import threading
+import time
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from penstock.errors import BudgetError
+from penstock.tiers import Budget, DiskSpec, Size
+from penstock.unified._disk import RowFiles
+from penstock.unified._files import find_table
+from penstock.unified._gather import gather_rows, has_triton, start_gather
+from penstock.unified._library import address, library, number
+from penstock.unified._memory import Memory, exact
+from penstock.unified._plan import TierPlan, plan_tiers
+from penstock.unified._problem import TierProblem
+from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
+from penstock.unified._table import Table
+from penstock.unified._tensor import UnifiedTensor
+from penstock.unified._write import write_features
+from penstock.units import format_bytes, parse_bytes
+
+_FILL_BYTES = 16 * 2**20
+"""Of rows at once when tiers are filled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStatistics:
+    """What reading rows has cost so far."""
+
+    device_rows: int = 0
+    """Rows that came from the device."""
+    host_rows: int = 0
+    """Rows that came from host memory."""
+    disk_rows: int = 0
+    """Rows that came from the disk."""
+    disk_requests: int = 0
+    """To the disk; rows that lie together share one."""
+    disk_read_bytes: int = 0
+    """By these requests, in whole sectors."""
+    disk_row_bytes: int = 0
+    """Of the rows that came from the disk."""
+    disk_s: float = 0.0
+    """Spent in reading from the disk, in whichever thread, in seconds."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of rows that no disk had to serve; 1 where none were read."""
+        total = self.device_rows + self.host_rows + self.disk_rows
+        return 1 - self.disk_rows / total if total else 1.0
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read from the disk for each byte of a row; 1 where none were read."""
+        return self.disk_read_bytes / self.disk_row_bytes if self.disk_row_bytes else 1.0
+
+
+class TieredFeatures:
+    """A table ``[rows, ...]`` whose most wanted rows are on the device, the next in host memory, the rest on an SSD.
+
+    ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. ``source`` is a tensor in host memory, or
+    a .npy, .safetensors (``key``) or `write_features` file, which is read in place. ``scores``, one number a row, say
+    which rows are wanted: `expected_accesses`, `count_accesses` or ``graph.out_degrees()``; without them the first rows
+    count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
+
+    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, and buffers of the disk;
+    ``None`` holds all rows there. ``device_budget`` is room on a CUDA device; on a CPU there is none beside the host's.
+    ``disk`` is a directory, or several, into which a tensor's rows are written where memory does not hold them all; the
+    files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as float16, bfloat16 or int8
+    (with ``scale``). ``budget``, an account that other rooms share, is charged for what is held.
+
+    Raises ``BudgetError`` where the host budget is below what must be held or no disk is given for what is above it,
+    ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
+    """
+
+    def __init__(
+        self,
+        source: torch.Tensor | str | os.PathLike[str],
+        *,
+        host_budget: Size | None = None,
+        device_budget: Size = 0,
+        disk: DiskSpec = None,
+        scores: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+        key: str | None = None,
+        dtype: torch.dtype | None = None,
+        scale: torch.Tensor | float | None = None,
+        budget: Budget | None = None,
+        progress: bool = True,
+    ):
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        device_bytes = parse_bytes(device_budget)
+        if device_bytes and self.device.type == "cpu":
+            raise ValueError(
+                "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
+                "TieredFeatures(source, host_budget='1GiB')"
+            )
+        table, tensor = _source(source, key)
+        shape = table.shape if table else tuple(tensor.shape)  # type: ignore[union-attr]
+        self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
+        self._num_rows = shape[0]
+        self._budget, self._charged = budget, {"host": 0, "device": 0}
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._statistics = FeatureStatistics()
+        self._files: RowFiles | None = None
+        self._host = torch.empty(0)
+        """Rows in host memory."""
+        self._table: torch.Tensor | None = None
+        """Rows on the device."""
+        self._places: torch.Tensor | None = None
+        """Where each row is; ``None`` where all are in host memory, in order."""
+        host_bytes = None if host_budget is None else parse_bytes(host_budget)
+        needs_disk = host_bytes is not None and self._num_rows * self.kind.row_bytes > host_bytes + device_bytes
+        if table is not None:
+            self._files = RowFiles([table])
+        elif needs_disk:
+            self._files = _spilled(tensor, disk, host_bytes, progress)  # type: ignore[arg-type]
+        if needs_disk:
+            assert self._files is not None and host_bytes is not None
+            host_bytes = self._room_for_rows(host_bytes)
+        problem = TierProblem(
+            num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes, host_bytes=host_bytes,
+            scores=scores,
+        )  # fmt: skip
+        self.plan: TierPlan = plan_tiers(problem)
+        self._fill(tensor)
+        weakref.finalize(self, _give_back, budget, self._charged)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole table."""
+        return torch.Size((self._num_rows, *self.kind.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows as they are read."""
+        return self.kind.dtype
+
+    @property
+    def host_bytes(self) -> int:
+        """Held in host memory: rows, where each row is, and the disk's buffers while it reads."""
+        places = 0 if self._places is None else self._places.nbytes
+        return self._host.nbytes + places + (self._files.buffer_bytes if self._files else 0)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def dim(self) -> int:
+        """Dimensions of the whole table."""
+        return 1 + len(self.kind.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As of a tensor."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __repr__(self) -> str:
+        counts = len(self.plan.device_rows), len(self.plan.host_rows), self.plan.num_disk_rows
+        return (
+            f"TieredFeatures({tuple(self.shape)}, {self.dtype}, rows on device, host and disk: "
+            f"{counts[0]:,}, {counts[1]:,}, {counts[2]:,})"
+        )
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Rows by an ``int``, a slice, a list, a mask or row numbers of any shape, on ``device``.
+
+        Raises ``IndexError`` for rows that are not there, ``TierReadError`` where the disk fails.
+        """
+        if isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32):
+            return self._rows(index)
+        if isinstance(index, tuple):
+            first, *rest = index or (slice(None),)
+            if first is Ellipsis or first is None:
+                raise IndexError("the first index of tiered features chooses rows: features[rows, ...]")
+            return self[first][(slice(None), *rest) if _keeps_rows(first) else tuple(rest)]
+        if isinstance(index, slice):
+            return self._rows(torch.arange(*index.indices(self._num_rows)))
+        if isinstance(index, int) and not isinstance(index, bool):
+            return self._rows(torch.tensor([index]))[0]
+        chosen = torch.as_tensor(index)
+        if chosen.dtype in (torch.bool, torch.uint8):
+            if chosen.shape != (self._num_rows,):
+                raise IndexError(f"a mask has one entry for each of {self._num_rows} rows, not {tuple(chosen.shape)}")
+            return self._rows(chosen.nonzero().view(-1))
+        if not chosen.numel():
+            chosen = chosen.to(torch.int64)
+        if chosen.dtype.is_floating_point or chosen.dtype.is_complex:
+            raise IndexError(f"rows are chosen by whole numbers or a mask, not by {chosen.dtype}")
+        return self._rows(chosen)
+
+    def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
+        """As of a tensor, along dimension 0."""
+        if dim not in (0, -self.dim()):
+            raise ValueError("tiered features are read by rows: features.index_select(0, index)")
+        return self._rows(index)
+
+    def prefetch(self, index: torch.Tensor) -> "Future[torch.Tensor]":
+        """Begins to read rows in the background, one batch after the other; ``.result()`` gives them."""
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
+            return self._pool.submit(self._rows, index)
+
+    def statistics(self) -> FeatureStatistics:
+        """Rows, requests and bytes since the last `reset_statistics`."""
+        with self._lock:
+            return self._statistics
+
+    def reset_statistics(self) -> FeatureStatistics:
+        """The statistics so far, which begin anew."""
+        with self._lock:
+            found, self._statistics = self._statistics, FeatureStatistics()
+            return found
+
+    def close(self) -> None:
+        """Lets files, threads and memory go. May be called again; rows cannot be read afterwards."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        if self._files is not None:
+            self._files.close()
+        self._host, self._table = self._host[:0], None
+        _give_back(self._budget, self._charged)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "tiered features are not pickled, since that would copy them. Read rows in the main process (PyG: "
+            "filter_per_worker=False; workers then only sample), or open the file in every process"
+        )
+
+    def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cuda":
+            return self._rows_for_device(index)
+        flat = as_index(index)
+        out = self.kind.empty(*index.shape)
+        if self._places is None:
+            gather(self._host, flat, self.kind, out)
+            self._count(host_rows=len(flat))
+            return out
+        slots, positions, counts = split(self._places, 0, flat)
+        num_host = counts[1]
+        self._read_cold(slots[num_host:], out, positions[num_host:])
+        gather(self._host, slots[:num_host], self.kind, out, positions[:num_host])
+        self._count(host_rows=num_host)
+        return out
+
+    def _rows_for_device(self, index: torch.Tensor) -> torch.Tensor:
+        """Cold rows are read into pinned memory first; the others by the device itself."""
+        if self._places is None and self._table is None:
+            self._count(host_rows=index.numel())
+            return gather_rows(self._host, index, self.device, self._memory, self.kind)
+        flat = as_index(index)
+        num_device = len(self.plan.device_rows)
+        if self._places is None:
+            raise AssertionError("unreachable: rows on a device have places")
+        slots, positions, counts = split(self._places, num_device, flat)
+        ends = counts[0], counts[0] + counts[1]
+        cold = self.kind.empty(counts[2]).pin_memory()
+        self._read_cold(slots[ends[1] :], cold, None)
+        out = self.kind.empty(*index.shape, device=self.device)
+        slots, positions = slots.to(self.device), positions.to(self.device)
+        rows = out.view(-1, *self.kind.shape)
+        self._by_kernel(self._table, slots[: ends[0]], positions[: ends[0]], rows)
+        self._by_kernel(self._host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
+        rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)
+        self._count(device_rows=counts[0], host_rows=counts[1])
+        return out
+
+    def _by_kernel(
+        self, table: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        if table is None or not len(slots):
+            return
+        if has_triton() and (table.device.type == "cuda" or self._memory.is_registered):
+            bad = torch.empty(1, dtype=torch.int64, device=self.device)  # slots are in range
+            start_gather(table, slots, positions, out, bad, self.kind, wraps=False)
+        elif table.device.type == "cuda":
+            out[positions] = self.kind.convert(table[slots])
+        else:
+            out[positions] = gather_rows(table, slots.cpu(), self.device, None, self.kind)
+
+    def _read_cold(self, rows: torch.Tensor, out: torch.Tensor, positions: torch.Tensor | None) -> None:
+        if not len(rows):
+            return
+        assert self._files is not None
+        start_s = time.perf_counter()
+        report = self._files.read(rows, self.kind, out, positions)
+        self._count(
+            disk_rows=len(rows), disk_requests=report.num_requests, disk_read_bytes=report.read_bytes,
+            disk_row_bytes=len(rows) * self.kind.row_bytes, disk_s=time.perf_counter() - start_s,
+        )  # fmt: skip
+
+    def _count(self, **more: Any) -> None:
+        with self._lock:
+            now = self._statistics
+            self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
+
+    def _room_for_rows(self, host_bytes: int) -> int:
+        assert self._files is not None
+        fixed = 4 * self._num_rows + self._files.buffer_bytes
+        if fixed > host_bytes:
+            raise BudgetError(
+                f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: "
+                f"{format_bytes(4 * self._num_rows)} to know where each row is, and "
+                f"{format_bytes(self._files.buffer_bytes)} to read from the disk. At least: host_budget={fixed}"
+            )
+        return host_bytes - fixed
+
+    def _fill(self, tensor: torch.Tensor | None) -> None:
+        """Takes rows into the tiers above the disk."""
+        plan, stored = self.plan, RowType(self.kind.shape, self.kind.stored, self.kind.stored)
+        holds_all = len(plan.host_rows) == self._num_rows
+        if holds_all and tensor is not None:  # where it is; nothing is copied
+            self._host = tensor if is_plain_table(tensor) else tensor.contiguous()
+        else:
+            self._charge("host", len(plan.host_rows) * plan.row_bytes + (0 if holds_all else 4 * self._num_rows))
+            raw = exact(len(plan.host_rows) * plan.row_bytes)
+            self._host = _shaped(raw, stored, len(plan.host_rows))
+            self._take(tensor, plan.host_rows, self._host, stored)
+        self._memory = Memory(self._host)
+        if holds_all:
+            return
+        if len(plan.device_rows):
+            self._charge("device", len(plan.device_rows) * plan.row_bytes)
+            self._table = stored.empty(len(plan.device_rows), device=self.device)
+            self._take(tensor, plan.device_rows, self._table, stored)
+        self._places = torch.full((self._num_rows,), -1, dtype=torch.int32)
+        self._places[plan.device_rows] = torch.arange(len(plan.device_rows), dtype=torch.int32)
+        first = len(plan.device_rows)
+        self._places[plan.host_rows] = torch.arange(first, first + len(plan.host_rows), dtype=torch.int32)
+
+    def _take(self, tensor: torch.Tensor | None, rows: torch.Tensor, into: torch.Tensor, stored: RowType) -> None:
+        step = max(1, _FILL_BYTES // max(1, stored.row_bytes))
+        for at in range(0, len(rows), step):
+            some = rows[at : at + step]
+            out = into[at : at + len(some)] if into.device.type == "cpu" else stored.empty(len(some))
+            if tensor is not None:
+                torch.index_select(tensor, 0, some, out=out)
+            else:
+                assert self._files is not None
+                self._files.read(some, stored, out, None)
+            if out.device != into.device:
+                into[at : at + len(some)].copy_(out)
+
+    def _charge(self, place: str, size_bytes: int) -> None:
+        if self._budget is not None:
+            self._budget.charge(place, size_bytes)
+            self._charged[place] += size_bytes
+
+
+def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Rows by tier: slots, and positions in the index, of the device's, the host's and the disk's, and how many each.
+
+    Raises ``IndexError`` for rows that are not there.
+    """
+    compiled = library()
+    if compiled is None:
+        rows = check_range(index, len(places))
+        found = places[rows]
+        tier = torch.where(found < 0, 2, (found >= num_device).long())
+        order = tier.argsort(stable=True)
+        slots = torch.where(found < 0, rows, found - torch.where(tier == 1, num_device, 0))
+        return slots[order], order, torch.bincount(tier, minlength=3).tolist()
+    slots, positions = torch.empty_like(index), torch.empty_like(index)
+    found, counts = torch.empty(len(index), dtype=torch.int32), torch.empty(3, dtype=torch.int64)
+    bad = compiled.penstock_split(
+        address(places), number(len(places)), number(num_device), address(index), number(len(index)), address(slots),
+        address(positions), address(counts), address(found),
+    )  # fmt: skip
+    if bad >= 0:
+        raise out_of_range(int(index[bad]), bad, len(places))
+    return slots, positions, counts.tolist()
+
+
+def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | None]:
+    if isinstance(source, UnifiedTensor):
+        return None, source.cpu().detach()
+    if isinstance(source, torch.Tensor):
+        if source.device.type != "cpu" or not source.dim() or source.layout is not torch.strided:
+            raise ValueError(
+                f"tiered features are made from a dense tensor [rows, ...] in host memory, not from "
+                f"{tuple(source.shape)} on {source.device}: TieredFeatures(tensor.cpu(), ...)"
+            )
+        return None, source.detach()
+    return find_table(source, key), None
+
+
+def _spilled(tensor: torch.Tensor, disk: DiskSpec, host_bytes: int | None, progress: bool) -> RowFiles:
+    directories = list(Budget(disk=disk).disk_bytes)
+    if not directories:
+        raise BudgetError(
+            f"{format_bytes(tensor.nbytes)} of rows do not fit host_budget={format_bytes(host_bytes or 0)}; give a "
+            "directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
+        )
+    tables = []
+    with contextlib.ExitStack() as stack:
+        for number_, directory in enumerate(directories):
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".penstock-", dir=directory))
+            path = write_features(Path(folder) / "rows", tensor[number_ :: len(directories)], progress=progress)
+            tables.append(find_table(path))
+        return RowFiles(tables)  # open files outlive their names
+
+
+def _shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
+    return raw.view(kind.stored).view(num_rows, *kind.shape) if raw.numel() else kind.empty(num_rows)
+
+
+def _keeps_rows(index: Any) -> bool:
+    return not (isinstance(index, int) and not isinstance(index, bool))
+
+
+def _give_back(budget: Budget | None, charged: dict[str, int]) -> None:
+    for place, size_bytes in charged.items():
+        if budget is not None:
+            budget.credit(place, size_bytes)
+        charged[place] = 0

@@ -1,0 +1,29 @@
+"""An independent check of a plan of tiers."""
+
+import torch
+
+from penstock.errors import InternalError
+from penstock.unified._plan import TierPlan
+from penstock.unified._problem import TierProblem
+
+
+def verify(problem: TierProblem, plan: TierPlan) -> None:
+    """Raises ``InternalError`` where rows are missing or doubled, budgets are exceeded, or a better row stays below."""
+    seen = torch.zeros(problem.num_rows, dtype=torch.int64)
+    for rows in (plan.device_rows, plan.host_rows):
+        seen.index_add_(0, rows, torch.ones_like(rows))
+    if bool((seen > 1).any()) or int(seen.sum()) + plan.num_disk_rows != problem.num_rows:
+        raise InternalError("a row is in two tiers, or in none")
+    if len(plan.device_rows) * problem.row_bytes > problem.device_bytes:
+        raise InternalError("the device's rows exceed its room")
+    if problem.host_bytes is not None and len(plan.host_rows) * problem.row_bytes > problem.host_bytes:
+        raise InternalError("the host's rows exceed its room")
+    if problem.scores is None:
+        return
+    scores = problem.scores.double()
+    below = seen == 0
+    tiers = [scores[plan.device_rows], scores[plan.host_rows], scores[below]]
+    for number, upper in enumerate(tiers):
+        for lower in tiers[number + 1 :]:
+            if len(upper) and len(lower) and float(upper.min()) < float(lower.max()):
+                raise InternalError("a row is wanted more than one that lies above it")

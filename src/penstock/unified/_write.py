@@ -1,0 +1,179 @@
+"""Writes aligned files of rows, whole or not at all, in memory of a few chunks."""
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for
+from penstock.unified._files import find_table
+from penstock.unified._table import Table
+
+
+def write_features(
+    path: str | os.PathLike[str],
+    source: "torch.Tensor | str | os.PathLike[str] | Iterable[torch.Tensor]",
+    *,
+    key: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Writes rows as an aligned file, in memory of a few chunks. Returns the path.
+
+    ``source`` is a tensor ``[rows, ...]``, a .npy or .safetensors file (``key``), or anything that yields tensors
+    ``[any, ...]`` of one type and one shape of row, such as a generator, so that rows need never be in memory together.
+    A bar shows progress on a terminal. A file of that name is replaced when the new one is whole; until then, and after
+    any failure, it is what it was.
+
+    Raises ``ValueError`` for sources without a row type, ``OSError`` for a disk that is full or cannot be written.
+    """
+    path = Path(path)
+    blocks, num_rows = _blocks(source, key)
+    first = next(blocks, None)
+    if first is None or not first.dim():
+        raise ValueError(
+            "the source yields no rows: write_features(path, tensor) with a tensor [rows, width], or empty"
+        )
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
+            _Writer(file, first).write(_chained(first, blocks), advance)
+            os.fsync(file.fileno())
+        os.replace(name, path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return path
+
+
+class _Writer:
+    """One file in the making. Chunks are padded in one buffer of pages and written past the page cache."""
+
+    def __init__(self, file: Any, first: torch.Tensor):
+        self._file = file
+        self._dtype, self._shape = first.dtype, tuple(first.shape[1:])
+        if str(first.dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"rows of {first.dtype} are not written; {', '.join(DTYPES)} are")
+        self._row_bytes = math.prod(self._shape) * first.element_size()
+        self._stride = stride_for(self._row_bytes)
+        self._chunk_rows = max(8, 1 << (CHUNK_BYTES // self._stride).bit_length() - 1) if self._row_bytes else 4096
+        self._buffer = mmap.mmap(-1, max(PAGE_BYTES, self._chunk_rows * self._stride))
+        self._rows = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self._chunk_rows * self._stride].view(
+            self._chunk_rows, self._stride
+        )
+        self._filled, self._at, self._num_rows = 0, PAGE_BYTES, 0
+        self._sums: list[int] = []
+
+    def write(self, blocks: Iterable[torch.Tensor], advance: Any) -> None:
+        for block in blocks:
+            if block.dtype is not self._dtype or tuple(block.shape[1:]) != self._shape:
+                raise ValueError(
+                    f"the source yields rows of {tuple(block.shape[1:])} {block.dtype} after rows of {self._shape} "
+                    f"{self._dtype}; all must be of one kind"
+                )
+            self._add(block)
+            advance(len(block))
+        self._flush()
+        self._finish()
+
+    def _add(self, block: torch.Tensor) -> None:
+        host = block.detach().cpu().contiguous()
+        raw = host.view(-1).view(torch.uint8).view(len(block), -1) if host.numel() else host
+        at = 0
+        while at < len(block):
+            count = min(len(block) - at, self._chunk_rows - self._filled)
+            if self._row_bytes:
+                self._rows[self._filled : self._filled + count, : self._row_bytes] = raw[at : at + count]
+            self._filled, at = self._filled + count, at + count
+            if self._filled == self._chunk_rows:
+                self._flush()
+
+    def _flush(self) -> None:
+        if not self._filled:
+            return
+        view = memoryview(self._buffer)[: self._filled * self._stride]
+        self._sums.append(zlib.crc32(view))
+        _write_at(self._file, view, self._at)
+        os.fdatasync(self._file.fileno())
+        os.posix_fadvise(self._file.fileno(), self._at, len(view), os.POSIX_FADV_DONTNEED)
+        self._at += len(view)
+        self._num_rows += self._filled
+        self._filled = 0
+        self._rows.zero_()
+
+    def _finish(self) -> None:
+        at = -(-self._at // PAGE_BYTES) * PAGE_BYTES
+        sums = b"".join(one.to_bytes(4, "little") for one in self._sums)
+        _write_at(self._file, memoryview(sums), at)
+        self._file.truncate(at + len(sums))
+        text = json.dumps(
+            {
+                "version": VERSION, "shape": [self._num_rows, *self._shape],
+                "dtype": str(self._dtype).removeprefix("torch."), "stride_bytes": self._stride,
+                "chunk_rows": self._chunk_rows, "checksums_byte": at, "checksums_crc": zlib.crc32(sums),
+            }
+        ).encode()  # fmt: skip
+        head = MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
+        _write_at(self._file, memoryview(head.ljust(PAGE_BYTES, b"\0")), 0)
+
+
+def _write_at(file: Any, view: memoryview, offset: int) -> None:
+    at = 0
+    while at < len(view):
+        at += os.pwrite(file.fileno(), view[at:], offset + at)
+
+
+def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int | None]:
+    if isinstance(source, torch.Tensor):
+        rows = max(1, CHUNK_BYTES // max(1, source[:1].nbytes))
+        return (source[at : at + rows] for at in range(0, max(1, len(source)), rows)), len(source)
+    if isinstance(source, str | os.PathLike):
+        table = find_table(source, key)
+        return _from_table(table), table.shape[0]
+    if not isinstance(source, Iterable):
+        raise TypeError(f"rows come from a tensor, a file or what yields tensors, not from {type(source).__name__}")
+    return iter(source), None
+
+
+def _from_table(table: Table) -> Iterator[torch.Tensor]:
+    rows = max(1, CHUNK_BYTES // max(1, table.stride_bytes))
+    if not table.size_bytes:
+        yield torch.empty(table.shape, dtype=table.dtype)
+        return
+    with table.path.open("rb", buffering=0) as file:
+        for _, raw in chunks(table, file, rows):
+            padded = torch.frombuffer(raw, dtype=torch.uint8).view(-1, table.stride_bytes)[:, : table.row_bytes]
+            yield padded.contiguous().view(-1).view(table.dtype).view(-1, *table.shape[1:])
+
+
+def _chained(first: torch.Tensor, rest: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    yield first
+    yield from rest
+
+
+@contextlib.contextmanager
+def _bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not progress or not console.is_terminal) as bar:
+        task = bar.add_task(f"writing {name}", total=num_rows)
+        yield lambda count: bar.advance(task, count)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
