@@ -118,7 +118,7 @@ class RowFiles:
         """One buffered request a row, from a few threads."""
         distinct, inverse = rows.unique(return_inverse=True)
         raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8)
-        view = memoryview(raw.numpy()).cast("B")
+        view = memoryview(raw.numpy()).cast("B")  # type: ignore[arg-type]
         size = kind.row_bytes
 
         def fetch(at: int) -> None:
@@ -133,7 +133,7 @@ class RowFiles:
         if positions is None:
             out.view(-1, *kind.shape).copy_(found)
         else:
-            out[positions] = found
+            out.view(-1, *kind.shape)[positions] = found
         return ReadReport(num_requests=len(distinct), read_bytes=len(distinct) * size)
 
 

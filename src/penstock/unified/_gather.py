@@ -87,11 +87,14 @@ def start_gather(
     columns = min(_TILE_NUMBERS, _power_of_two(width + (0 if _begins_lines(width, stride, first, line) else line - 1)))
     rows = max(1, min(32, _TILE_NUMBERS // 4 // columns))
     num_tiles = -(-index.numel() // rows)
-    scale = _any(kind.scale, out) if kind.scale is None else kind.scale.to(out.device)
+    scale = index if kind.scale is None else kind.scale.to(out.device)
     launch(
         _kernels().gather_rows,
         (min(num_tiles, readers),),
-        [stored, index, _any(positions, index), result, bad, scale, index.numel(), len(table), first, stride],
+        [
+            stored, index, index if positions is None else positions, result, bad, scale, index.numel(), len(table),
+            first, stride,
+        ],
         {
             "WIDTH": width, "LINE": line, "VECTOR": vector, "ROWS": rows, "COLUMNS": columns, "WRAPS": wraps,
             "HAS_POSITIONS": positions is not None, "HAS_SCALE": kind.scale is not None,
@@ -182,10 +185,6 @@ def _begins_lines(width: int, stride: int, first: int, line: int) -> bool:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def _any(tensor: torch.Tensor | None, instead: torch.Tensor) -> torch.Tensor:
-    return instead if tensor is None else tensor
 
 
 @functools.cache

@@ -72,13 +72,13 @@ def sample_neighbours(
     for one in range(FANOUT):
         most = degree - count + one
         bound = degree if REPLACE else most + 1
-        number = (one * 0x9E3779B9).to(tl.uint32)
-        chosen = ((_hashed(key + number).to(tl.uint64) * bound.to(tl.uint64)) >> 32).to(tl.int64)
+        chosen = ((_hashed(key).to(tl.uint64) * bound.to(tl.uint64)) >> 32).to(tl.int64)
         if not REPLACE:
             is_taken = tl.max((taken == chosen[:, None]).to(tl.int32), axis=1) > 0
             chosen = tl.where(is_taken, most, chosen)
             chosen = tl.where(count == degree, one, chosen)
             taken = tl.where(slot[None, :] == one, chosen[:, None], taken)
+        key += tl.full((BLOCK,), 0x9E3779B9, tl.uint32)
         mine = asked & (one < count)
         tl.store(edges + begin + one, first + chosen, mask=mine)
         found = tl.load(index + first + chosen, mask=mine, other=0).to(tl.int64)

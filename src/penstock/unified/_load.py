@@ -79,7 +79,7 @@ def _read(table: Table, budget: Budget | None) -> torch.Tensor:
 
 
 def _fill(table: Table, file: Any, raw: torch.Tensor) -> None:
-    view, at = memoryview(raw.numpy()), 0
+    view, at = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
     while at < len(view):
         count = file.readinto(view[at : at + _READ_BYTES])
         if not count:

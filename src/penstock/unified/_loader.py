@@ -4,7 +4,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,7 +186,7 @@ _END = object()
 
 def _pipeline(
     source: Iterator[Any], steps: list[Callable[[Any], Any]], ahead: int, stalled: Callable[[float], None]
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """What the steps make of the source, each step in a thread of its own, at most ``ahead`` results waiting."""
     if not ahead:
         for one in source:

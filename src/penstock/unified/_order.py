@@ -1,7 +1,7 @@
 """Accesses of one piece of host memory by streams and by the host, in the order in which they were asked for.
 
 Work on a device runs when its stream comes to it. So before the host reads, it waits for the device's last write;
-before it writes, for the device's reads, too; and a stream waits for what other streams wrote, or, where it writes, read.
+before it writes, for reads, too; and a stream waits for what other streams wrote, or, where it writes, read.
 """
 
 import threading

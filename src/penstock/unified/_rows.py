@@ -54,8 +54,8 @@ class RowType:
             )
         if (scale is not None) != (stored is torch.int8):
             raise ValueError(
-                f"rows of {stored} {'with' if scale is not None else 'without'} a scale: int8 needs one, a number or one "
-                "for each column, scale=torch.full((width,), 0.05), and other types take none"
+                f"rows of {stored} {'with' if scale is not None else 'without'} a scale: int8 needs one, a number or "
+                "one for each column, scale=torch.full((width,), 0.05), and other types take none"
             )
         if scale is not None:
             scale = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
@@ -117,7 +117,7 @@ def gather(
     *,
     wraps: bool = True,
 ) -> None:
-    """Rows ``index`` (``int64 [n]``; negative where it ``wraps``) of ``table`` into ``out`` (at ``positions``, ``[n]``).
+    """Rows ``index`` (``int64 [n]``, negative where it ``wraps``) of ``table`` into ``out`` (at ``positions``).
 
     ``table`` satisfies ``is_plain_table``; ``out`` is contiguous. Raises ``IndexError`` for a row that is not there.
     """
@@ -158,4 +158,4 @@ def _gather_by_torch(
     if positions is None:
         out.copy_(rows.view(out.shape))
     else:
-        out[positions] = rows
+        out.view(-1, *kind.shape)[positions] = rows

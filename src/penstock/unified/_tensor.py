@@ -217,14 +217,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
     if func in _LIKE and not kwargs.get("device"):
         made = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
-        _LIKE[func](made._host)
+        _LIKE[func](made._host)  # type: ignore[no-untyped-call]
         return made
     returns = [one.alias_info for one in func._schema.returns]
     if any(one is not None and not one.is_write for one in returns):  # a view: nothing is read or written
         owner = unified[0]
-        found = func(
-            *_replaced(spec, flat, lambda one: one._host)[0], **_replaced(spec, flat, lambda one: one._host)[1]
-        )
+        args, kwargs = _replaced(spec, flat, lambda one: one._host)
+        found = func(*args, **kwargs)
         return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
     where = place(map(operand_of, others), (one._prefer for one in unified))
     target = next((one.device for one in others if one.device.type != "cpu"), None)

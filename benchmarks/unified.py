@@ -1,0 +1,387 @@
+"""Rows of features: from memory beside `index_select`, from a disk beside memory maps and the disk's own limit, epochs.
+
+- gather: rows of 64 B to 4 KiB, 10^4 to 10^6 of them, uniform and by a power law, from a table in memory.
+- disk: random rows of a file with cold cache: O_DIRECT where we read; for those that read through the page cache
+  the file's pages are dropped from it before each turn. Beside it `numpy.memmap` as it is and with MADV_RANDOM, slices of
+  safetensors, and a C program that reads as many blocks of the same size at the same depth and does nothing with them
+  (pread_probe.c: the limit). A second table with warm cache.
+- epochs: examples/tiered_graphsage.py under host budgets, beside all rows in memory; planned and measured hit rates.
+- link (CUDA): rows read in place beside the CPU's gather with a pinned copy, a table on the device (the upper limit)
+  and the bandwidth of a plain copy (the link's limit).
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import mmap
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from benchmarks.common import Row, paired_ratio, parser, show, synchronize, write
+from penstock import native, unified
+
+ROW_BYTES = (64, 256, 1024, 4096)
+COUNTS = (10_000, 100_000, 1_000_000)
+MOST_BYTES = 2 * 2**30
+"""Of a table in memory, and of a result."""
+
+
+def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Row numbers: all alike, or by a power law over shuffled rows."""
+    if access == "uniform":
+        return torch.randint(num_rows, (count,), generator=generator)
+    rank = (torch.rand(count, generator=generator, dtype=torch.float64) ** 4 * num_rows).long()
+    return rank * 2_654_435_761 % num_rows  # far apart
+
+
+def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
+    """Seconds of each in every round, in turn."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            synchronize(device)
+            start_s = time.perf_counter()
+            call()
+            synchronize(device)
+            if number:  # the first round touches memory for the first time
+                found[name].append(time.perf_counter() - start_s)
+    return found
+
+
+def gather(given: argparse.Namespace, rows: list[Row]) -> None:
+    table, generator = [], torch.Generator().manual_seed(0)
+    for row_bytes in given.row_bytes:
+        features = torch.empty(min(MOST_BYTES // row_bytes, 4_000_000), row_bytes // 4).normal_()
+        wrapped = unified.wrap(features)
+        for count in given.counts:
+            if count * row_bytes > MOST_BYTES:
+                continue
+            for access in ("uniform", "power law"):
+                index = rows_like(access, len(features), count, generator)
+                calls = {
+                    "penstock": lambda one=index, table=wrapped: table[one],
+                    "index_select": lambda one=index, table=features: table.index_select(0, one),
+                    "index": lambda one=index, table=features: table[one],
+                }
+                assert torch.equal(calls["penstock"](), calls["index"]())
+                seconds = turns(calls, given.rounds)
+                name = f"{row_bytes} B x {count:,}, {access}"
+                ratio, low, high = paired_ratio(seconds["index_select"], seconds["penstock"])
+                rate = count * row_bytes / median(seconds["penstock"]) / 1e9
+                table.append([name, f"{rate:.2f} GB/s", f"{ratio:.2f} [{low:.2f}, {high:.2f}]",
+                              f"{paired_ratio(seconds['index'], seconds['penstock'])[0]:.2f}"])  # fmt: skip
+                print(table[-1], flush=True)
+                rows += [
+                    Row(name=name, metric="rate from memory", value=rate, unit="GB/s"),
+                    Row(name=name, metric="index_select's time over ours", value=ratio, unit="", peer="index_select",
+                        ratio=ratio),
+                    Row(name=name, metric="the same, 95% low", value=low, unit="", peer="index_select"),
+                    Row(name=name, metric="the same, 95% high", value=high, unit="", peer="index_select"),
+                ]  # fmt: skip
+    show("rows from memory", ["", "ours", "index_select's time over ours", "tensor[index]'s"], table)
+
+
+def drop(path: Path) -> None:
+    """The file's pages leave the page cache."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def disk(given: argparse.Namespace, rows: list[Row]) -> None:
+    compiled = native.compile_source((Path(__file__).parent / "pread_probe.c").read_text(), "pread_probe", openmp=True)
+    assert compiled is not None, "the probe needs a C compiler"
+    compiled.probe.restype = ctypes.c_int64
+    for row_bytes in given.row_bytes:
+        _disk_of(given, rows, row_bytes, compiled)
+
+
+def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compiled: ctypes.CDLL) -> None:
+    num_rows, width = given.file_bytes // row_bytes, row_bytes // 4
+    paths = {kind: given.disk / f"benchmark-{row_bytes}.{kind}" for kind in ("rows", "npy", "safetensors")}
+    features = torch.empty(num_rows, width).normal_()
+    unified.write_features(paths["rows"], features)
+    np.save(paths["npy"], features.numpy())
+    save_file({"x": features}, paths["safetensors"])
+    generator, count = torch.Generator().manual_seed(1), given.disk_rows
+    ours = unified.TieredFeatures(paths["rows"], host_budget=_least(num_rows))
+    in_place = unified.TieredFeatures(paths["npy"], host_budget=_least(num_rows))
+    depth, block = 64, max(512, row_bytes)
+    state: dict[str, torch.Tensor] = {}
+
+    def probe() -> None:
+        offsets = 4096 + state["index"] * row_bytes // 512 * 512
+        failed = compiled.probe(
+            str(paths["rows"]).encode(), ctypes.c_void_p(offsets.data_ptr()), ctypes.c_int64(len(offsets)),
+            ctypes.c_int64(block), ctypes.c_int64(depth),
+        )  # fmt: skip
+        assert not failed
+
+    def mapped(advice: int | None) -> None:
+        array = np.load(paths["npy"], mmap_mode="r")
+        if advice is not None:
+            array._mmap.madvise(advice)
+        state["found"] = torch.from_numpy(array[state["few"].numpy()])
+
+    def slices() -> None:
+        with safe_open(paths["safetensors"], "pt") as file:
+            whole = file.get_slice("x")
+            state["found"] = torch.cat([whole[row : row + 1] for row in state["few"].tolist()])
+
+    def read(source: unified.TieredFeatures, key: str) -> None:
+        state["found"] = source[state[key]]
+
+    calls: dict[str, tuple[str, Callable[[], None]]] = {
+        "penstock": ("index", lambda: read(ours, "index")),
+        "penstock, .npy in place": ("index", lambda: read(in_place, "index")),
+        "C probe (the limit)": ("index", probe),
+        "numpy.memmap, MADV_RANDOM": ("few", lambda: mapped(mmap.MADV_RANDOM)),
+        "numpy.memmap": ("few", lambda: mapped(None)),
+        "safetensors slices": ("few", slices),
+    }
+    for warm in (False, True):
+        rates: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(given.rounds):
+            for name, (key, call) in calls.items():
+                state["index"] = torch.randint(num_rows, (count,), generator=generator)
+                state["few"] = state["index"][: given.few_rows]
+                if warm:
+                    call()
+                else:
+                    drop(paths["npy"])
+                    drop(paths["safetensors"])
+                start_s = time.perf_counter()
+                call()
+                rates[name].append(len(state[key]) / (time.perf_counter() - start_s))
+                if "probe" not in name:
+                    assert torch.equal(state["found"], features[state[key]])
+        _report(rows, f"{row_bytes} B, {'warm' if warm else 'cold'} cache", rates, ours, in_place)
+    for path in paths.values():
+        path.unlink()
+    for one in (ours, in_place):
+        one.close()
+
+
+def _least(num_rows: int) -> int:
+    """A host budget with room for no rows."""
+    return 4 * num_rows + 10 * 2**20
+
+
+def _report(
+    rows: list[Row],
+    name: str,
+    rates: dict[str, list[float]],
+    ours: unified.TieredFeatures,
+    in_place: unified.TieredFeatures,
+) -> None:
+    table = []
+    for peer, found in rates.items():
+        ratio, low, high = paired_ratio(rates["penstock"], found)
+        table.append([peer, f"{median(found):,.0f}", f"{ratio:.2f} [{low:.2f}, {high:.2f}]"])
+        rows += [
+            Row(name=name, metric=f"rows a second, {peer}", value=median(found), unit="rows/s"),
+            Row(name=name, metric="ours over a peer's rate", value=ratio, unit="", peer=peer, ratio=ratio),
+            Row(name=name, metric="the same, 95% low", value=low, unit="", peer=peer),
+            Row(name=name, metric="the same, 95% high", value=high, unit="", peer=peer),
+        ]
+    for what, features in (("aligned", ours), ("in place", in_place)):
+        found = features.statistics().read_amplification
+        table.append([f"bytes read a byte of a row, {what}", f"{found:.2f}", ""])
+        rows.append(Row(name=name, metric=f"read amplification, {what}", value=found, unit=""))
+    show(f"random rows from a file: {name}", ["", "rows/s", "ours over it"], table)
+
+
+def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
+    """The example's training under several budgets, in turn, from the same seeds."""
+    example = _example()
+    graph, classes = example.made_up_graph(given.nodes, 20 * given.nodes, 16, 4.0)
+    path = example.made_up_features(given.disk / f"epochs-{given.nodes}-{given.width}.rows", classes, given.width)
+    train = torch.randperm(given.nodes, generator=torch.Generator().manual_seed(0))[: given.nodes // 50]
+    scores = unified.expected_accesses(graph, train, [10, 5], batch_size=given.batch)
+    whole = given.nodes * given.width * 4
+    budgets = {f"1/{share} of the rows": whole // share for share in (16, 8, 4)} | {"all rows in memory": None}
+    seconds: dict[str, list[float]] = {name: [] for name in budgets}
+    found: dict[str, dict[str, Any]] = {}
+    for number in range(given.epochs + 1):
+        for name, budget in budgets.items():
+            host = None if budget is None else budget + 4 * given.nodes + 10 * 2**20
+            with unified.TieredFeatures(path, host_budget=host, scores=scores) as features:
+                sampler = unified.NeighborSampler(graph, [10, 5])
+                loader = unified.Loader(sampler, features, train, batch_size=given.batch, labels=classes, seed=number)
+                torch.manual_seed(0)
+                model = example.GraphSAGE(given.width, 64, 16)
+                optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+                start_s = time.perf_counter()
+                losses = example.train_epoch(model, optimizer, loader, name)
+                if number:  # the first of each warms up
+                    seconds[name].append(time.perf_counter() - start_s)
+                times, counts = loader.statistics(), features.statistics()
+                held = features.host_bytes
+                found[name] = {
+                    "last loss": losses[-1], "stall share": times.stall_s / times.wall_s,
+                    "hit rate, measured": counts.hit_rate, "hit rate, planned": features.plan.hit_rate,
+                    "hit rate, oracle": _oracle(loader, features),
+                    "host bytes over budget": held / host if host else 1.0,
+                    "rows a second from the disk": counts.disk_rows / counts.disk_s if counts.disk_s else 0.0,
+                    "resident set": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                }  # fmt: skip
+    table = []
+    for name, figures in found.items():
+        ratio, low, high = paired_ratio(seconds[name], seconds["all rows in memory"])
+        table.append([name, f"{ratio:.2f} [{low:.2f}, {high:.2f}]", f"{figures['stall share']:.1%}",
+                      f"{figures['hit rate, measured']:.1%}", f"{figures['hit rate, planned']:.1%}",
+                      f"{figures['hit rate, oracle']:.1%}", f"{figures['rows a second from the disk']:,.0f}",
+                      f"{figures['last loss']:.4f}"])  # fmt: skip
+        rows.append(
+            Row(
+                name=name,
+                metric="epoch over all in memory",
+                value=ratio,
+                unit="",
+                peer="all rows in memory",
+                ratio=ratio,
+            )
+        )
+        rows += [Row(name=name, metric=metric, value=value, unit="") for metric, value in figures.items()]
+        rows.append(Row(name=name, metric="epoch", value=median(seconds[name]), unit="s"))
+    show(
+        f"epochs of GraphSAGE, {given.nodes:,} nodes, features of {whole / 2**30:.1f} GiB",
+        ["", "epoch over all in memory", "waiting", "hit rate", "planned", "oracle", "rows/s from the disk", "loss"],
+        table,
+    )  # fmt: skip
+    path.unlink()
+
+
+def _oracle(loader: unified.Loader, features: unified.TieredFeatures) -> float:
+    """The hit rate of as many rows, chosen by the counts of this very epoch."""
+    num_hot = len(features.plan.host_rows) + len(features.plan.device_rows)
+    loader.epoch -= 1
+    samples = (
+        loader._sample(loader.epoch, number, seeds)[1] for number, seeds in enumerate(loader._seeds_of(loader.epoch))
+    )
+    counts = unified.count_accesses(samples, len(features))
+    loader.epoch += 1
+    return float(counts.sort(descending=True).values[:num_hot].sum() / counts.sum())
+
+
+def link(given: argparse.Namespace, rows: list[Row]) -> None:
+    """Rows to a CUDA device."""
+    generator, table = torch.Generator().manual_seed(0), []
+    big = torch.empty(2**28, dtype=torch.uint8).pin_memory()
+    there = torch.empty_like(big, device="cuda")
+    limit = len(big) / median(turns({"copy": lambda: there.copy_(big, non_blocking=True)}, 9, "cuda")["copy"]) / 1e9
+    rows.append(Row(name="link", metric="bandwidth of a plain copy", value=limit, unit="GB/s"))
+    for row_bytes in given.row_bytes:
+        features = unified.empty(min(MOST_BYTES // row_bytes, 4_000_000), row_bytes // 4)
+        host = features.cpu().normal_()
+        on_device = host.cuda()
+        for count in given.counts:
+            if count * row_bytes > MOST_BYTES // 2:
+                continue
+            for access in ("uniform", "power law"):
+                index = rows_like(access, len(host), count, generator)
+                index_there = index.cuda()
+                calls = {
+                    "penstock, in place": lambda one=index_there, table=features: table[one],
+                    "penstock, sorted": lambda one=index_there, table=features: unified.gather(table, one, sort=True),
+                    "CPU gather and pinned copy": lambda one=index, table=host: (
+                        table.index_select(0, one).pin_memory().to("cuda", non_blocking=True)
+                    ),
+                    "table on the device": lambda one=index_there, table=on_device: table.index_select(0, one),
+                }
+                assert torch.equal(calls["penstock, in place"](), on_device[index_there])
+                used = _processor_s(calls)
+                seconds = turns(calls, given.rounds, "cuda")
+                name = f"{row_bytes} B x {count:,}, {access}"
+                for peer, found in seconds.items():
+                    rate = count * row_bytes / median(found) / 1e9
+                    ratio = paired_ratio(found, seconds["penstock, in place"])[0]
+                    table.append(
+                        [name, peer, f"{rate:.2f} GB/s", f"{rate / limit:.1%}", f"{ratio:.2f}", f"{used[peer]:.4f} s"]
+                    )
+                    rows += [
+                        Row(name=name, metric=f"rate, {peer}", value=rate, unit="GB/s", peer="penstock, in place",
+                            ratio=ratio),
+                        Row(name=name, metric=f"share of the link, {peer}", value=rate / limit, unit=""),
+                        Row(name=name, metric=f"processor time, {peer}", value=used[peer], unit="s"),
+                    ]  # fmt: skip
+    show(
+        f"rows to the device; a plain copy runs at {limit:.1f} GB/s",
+        ["", "", "rate", "of the link", "time over ours", "processor"], table,
+    )  # fmt: skip
+
+
+def _processor_s(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of all cores for one call of each."""
+    found = {}
+    for name, call in calls.items():
+        call()
+        torch.cuda.synchronize()
+        start_s = time.process_time()
+        call()
+        torch.cuda.synchronize()
+        found[name] = time.process_time() - start_s
+    return found
+
+
+def _example() -> ModuleType:
+    path = Path(__file__).parents[1] / "examples" / "tiered_graphsage.py"
+    spec = importlib.util.spec_from_file_location("tiered_graphsage", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    options = parser(__doc__ or "")
+    options.add_argument("--part", action="append", choices=["gather", "disk", "epochs", "link"])
+    options.add_argument("--row-bytes", type=int, nargs="+", default=list(ROW_BYTES))
+    options.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--file-bytes", type=int, default=2 * 2**30, help="of a file of rows")
+    options.add_argument("--disk-rows", type=int, default=50_000, help="read at once")
+    options.add_argument("--few-rows", type=int, default=2_000, help="read at once by what is slow")
+    options.add_argument("--nodes", type=int, default=2**18, help="of the graph of epochs")
+    options.add_argument("--width", type=int, default=2048)
+    options.add_argument("--batch", type=int, default=512)
+    options.add_argument("--epochs", type=int, default=5)
+    given = options.parse_args(arguments)
+    if given.quick:
+        given.row_bytes, given.counts, given.rounds, given.file_bytes = [64, 1024], [2000], 2, 32 * 2**20
+        given.disk_rows, given.few_rows, given.nodes, given.epochs = 1000, 50, 4096, 1
+    parts = {"gather": gather, "disk": disk, "epochs": epochs}
+    if given.device == "cuda":
+        parts["link"] = link
+    rows: list[Row] = []
+    for name, part in parts.items():
+        if name in (given.part or parts):
+            part(given, rows)
+    names = (
+        "row_bytes",
+        "counts",
+        "rounds",
+        "file_bytes",
+        "disk_rows",
+        "few_rows",
+        "nodes",
+        "width",
+        "batch",
+        "epochs",
+    )
+    write(given.json, {name: getattr(given, name) for name in names}, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

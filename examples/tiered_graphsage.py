@@ -1,0 +1,145 @@
+"""GraphSAGE on a graph whose features exceed the memory they are given: hot rows in memory, the others on an SSD.
+
+    python examples/tiered_graphsage.py --disk /nvme --host 1GiB --epochs 3 --picture curve.png
+
+The graph is made up, so that accuracy means something: 2^20 nodes and 20M edges, whose sources follow a power law and
+are in four cases of five of the target's class; features are 2,048 numbers of noise with a little of the class in them,
+8 GiB in all, which are written once and never in memory together. Sampling, reading and training run beside each other.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import track
+from safetensors.torch import save_model
+from torch import nn
+from torch.nn import functional
+
+from penstock import unified
+
+CHUNK = 4096
+"""Rows that are made up at once."""
+
+
+def made_up_graph(num_nodes: int, num_edges: int, num_classes: int, skew: float) -> tuple[unified.Graph, torch.Tensor]:
+    """The graph and the class of every node."""
+    generator = torch.Generator().manual_seed(0)
+    named = torch.randperm(num_nodes, generator=generator)  # popularity does not follow node numbers
+    classes = torch.empty(num_nodes, dtype=torch.int64)
+    classes[named] = torch.arange(num_nodes) % num_classes
+    targets = torch.randint(num_nodes, (num_edges,), generator=generator)
+    fellows = torch.rand(num_edges, generator=generator) < 0.8
+    wanted = torch.where(fellows, classes[targets], torch.randint(num_classes, (num_edges,), generator=generator))
+    rank = (torch.rand(num_edges, generator=generator) ** skew * (num_nodes // num_classes)).long()
+    sources = named[rank * num_classes + wanted]
+    return unified.Graph(torch.stack([sources, targets]), num_nodes), classes
+
+
+def made_up_features(path: Path, classes: torch.Tensor, width: int) -> Path:
+    """Noise with a little of the class, written chunk by chunk; a file that is there is kept."""
+    if path.exists():
+        return path
+    num_classes = int(classes.max()) + 1
+    centres = functional.normalize(torch.randn(num_classes, width, generator=torch.Generator().manual_seed(1)), dim=1)
+
+    def chunks():
+        for number, some in enumerate(classes.split(CHUNK)):
+            noise = torch.randn(len(some), width, generator=torch.Generator().manual_seed(2 + number))
+            yield noise.add_(centres[some], alpha=1.5)
+
+    return unified.write_features(path, chunks())
+
+
+class GraphSAGE(nn.Module):
+    """Two layers: what a node is, and the mean of its sampled neighbours."""
+
+    def __init__(self, width: int, hidden: int, num_classes: int):
+        super().__init__()
+        self.own = nn.ModuleList([nn.Linear(width, hidden), nn.Linear(hidden, num_classes)])
+        self.others = nn.ModuleList([nn.Linear(width, hidden), nn.Linear(hidden, num_classes)])
+
+    def forward(self, sample: unified.Sample, x: torch.Tensor) -> torch.Tensor:
+        """Scores of the seeds, ``[seeds, classes]``; ``x``: features of the sample's nodes."""
+        for layer, (own, others) in enumerate(zip(self.own, self.others, strict=True)):
+            block = sample.block(layer)
+            sources, targets = block.edge_index
+            messages = others(x[: block.num_sources])  # narrow before they are gathered
+            total = messages.new_zeros(block.num_targets, messages.shape[1]).index_add(0, targets, messages[sources])
+            count = torch.bincount(targets, minlength=block.num_targets).clamp(min=1).unsqueeze(1)
+            x = own(x[: block.num_targets]) + total / count
+            x = x.relu() if layer == 0 else x
+        return x
+
+
+def train_epoch(model: GraphSAGE, optimizer: torch.optim.Optimizer, loader: unified.Loader, name: str) -> list[float]:
+    """Losses of every step."""
+    losses = []
+    for batch in track(loader, description=name, total=len(loader), transient=True):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(batch.sample, batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--nodes", type=int, default=2**20)
+    options.add_argument("--edges", type=int, default=20_000_000)
+    options.add_argument("--width", type=int, default=2048)
+    options.add_argument("--classes", type=int, default=16)
+    options.add_argument("--skew", type=float, default=4.0, help="of the power law")
+    options.add_argument("--hidden", type=int, default=64)
+    options.add_argument("--fanouts", type=int, nargs=2, default=[10, 5])
+    options.add_argument("--seeds", type=int, default=20_000, help="training nodes")
+    options.add_argument("--batch", type=int, default=512)
+    options.add_argument("--epochs", type=int, default=3)
+    options.add_argument("--host", default="1GiB", help="host memory for features; 'all' keeps every row in memory")
+    options.add_argument("--disk", type=Path, default=Path("."), help="a directory on an SSD")
+    options.add_argument("--checkpoint", type=Path, help="where the parameters are written (safetensors)")
+    options.add_argument("--picture", type=Path, help="where the loss is drawn (png)")
+    given = options.parse_args()
+
+    torch.manual_seed(0)
+    graph, classes = made_up_graph(given.nodes, given.edges, given.classes, given.skew)
+    path = given.disk / f"features-{given.nodes}-{given.width}-{given.classes}.rows"
+    made_up_features(path, classes, given.width)
+    train, test = torch.randperm(given.nodes)[: given.seeds * 5 // 4].split([given.seeds, given.seeds // 4])
+    scores = unified.expected_accesses(graph, train, given.fanouts, batch_size=given.batch)
+    host = None if given.host == "all" else given.host
+    with unified.TieredFeatures(path, host_budget=host, scores=scores) as features:
+        print(f"{graph}, features {tuple(features.shape)}\n{features.plan.explain()}", flush=True)
+        sampler = unified.NeighborSampler(graph, given.fanouts)
+        loader = unified.Loader(sampler, features, train, batch_size=given.batch, labels=classes)
+        model = GraphSAGE(given.width, given.hidden, given.classes)
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=1e-3)
+        losses = list[float]()
+        for epoch in range(1, given.epochs + 1):
+            features.reset_statistics()
+            loader.reset_statistics()
+            start_s = time.perf_counter()
+            losses += train_epoch(model, optimizer, loader, f"epoch {epoch}")
+            times, rows = loader.statistics(), features.statistics()
+            print(
+                f"epoch {epoch}: loss {losses[-1]:.3f}, {time.perf_counter() - start_s:.1f} s, of which waiting "
+                f"{times.stall_s:.1f} s; hit rate {rows.hit_rate:.1%} (planned {features.plan.hit_rate:.1%}), "
+                f"{rows.disk_rows / max(rows.disk_s, 1e-9):,.0f} rows/s from the disk",
+                flush=True,
+            )
+            if given.checkpoint:
+                save_model(model, str(given.checkpoint))
+        if given.picture:
+            from penstock.report import curves
+
+            curves(given.picture, {"training": losses}, title="GraphSAGE over tiered features")
+        tested = unified.Loader(sampler, features, test, batch_size=given.batch, labels=classes, shuffle=False)
+        with torch.no_grad():
+            right = [model(batch.sample, batch.x).argmax(1) == batch.y for batch in tested]
+    print(f"test accuracy: {torch.cat(right).float().mean():.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Triton's kernels: run under its interpreter and compiled for sm_90, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+
+
+def run(what, *, interpret=True):
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE)}
+    outcome = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "unified_kernels_process.py"), what],
+        env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-6000:]
+    return outcome.stdout
+
+
+@pytest.mark.parametrize("what", ["values", "conversions", "out_of_range", "lines", "draws"])
+def test_under_the_interpreter(what):
+    assert "equal" in run(what)
+
+
+def test_all_kernels_compile_for_sm_90():
+    assert run("compile_all", interpret=False).count("compiled") == 14
