@@ -1,10 +1,11 @@
-"""Node classification with two RGAT layers on sampled mini-batches: the graph may be larger than what a step can hold.
+"""Node classification with two RGAT layers on sampled blocks: graph and features may be larger than memory.
 
-    python examples/minibatch_attention.py --epochs 5 --picture curve.png
+    python examples/minibatch_attention.py --epochs 5 --host 12MiB --disk /nvme --picture curve.png
 
 The graph is made up, so that accuracy means something: a node's class is the class that most of its neighbours of a
-telling relation were drawn for, and the other relations lead anywhere. A mini-batch is a block for each layer: its
-targets, and as sources the targets first and then whoever was sampled. Layers are compiled once and run on every block.
+telling relation were drawn for, and the other relations lead anywhere. Features lie on an SSD but for the rows that
+are wanted most; mini-batches are sampled and read beside the step. A mini-batch has a block for each layer, whose
+targets are the first of its sources. Layers are compiled once and run on every block.
 """
 
 import argparse
@@ -17,17 +18,15 @@ from safetensors.torch import save_model
 from torch import nn
 from torch.nn import functional
 
+from penstock import unified
 from penstock.relational import RelationalGraph, RGATConv
 
 
 @dataclass
 class Data:
-    """A graph by the edges that enter each node, with features and classes."""
+    """A graph with typed edges, features and classes."""
 
-    starts: torch.Tensor
-    """Where a node's edges begin, ``int64 [nodes + 1]``."""
-    sources: torch.Tensor
-    """``int64 [edges]``."""
+    graph: unified.Graph
     kinds: torch.Tensor
     """Edge types, ``int64 [edges]``."""
     features: torch.Tensor
@@ -51,26 +50,20 @@ def made_up(num_nodes: int, degree: int, num_types: int, num_classes: int, width
     ]
     tells = (kinds == 0) & (torch.rand(len(target), generator=generator) < 0.8)
     centres = torch.randn(num_classes, width, generator=generator)
-    features = 0.7 * centres[classes] + torch.randn(num_nodes, width, generator=generator)
-    starts = torch.arange(num_nodes + 1) * degree
-    return Data(starts, torch.where(tells, fellow, sources), kinds, features, classes)
+    features = 4 / width**0.5 * centres[classes] + torch.randn(num_nodes, width, generator=generator)
+    graph = unified.Graph(torch.stack([torch.where(tells, fellow, sources), target]), num_nodes)
+    return Data(graph, kinds, features, classes)
 
 
-def sample(data: Data, targets: torch.Tensor, fanout: int, num_types: int) -> tuple[RelationalGraph, torch.Tensor]:
-    """A block of up to ``fanout`` incoming edges a target, drawn with replacement, and its sources, targets first."""
-    first, count = data.starts[targets], data.starts[targets + 1] - data.starts[targets]
-    drawn = (torch.rand(len(targets), fanout) * count.unsqueeze(1)).long()
-    edges = (first.unsqueeze(1) + drawn)[count > 0].flatten()
-    owner = torch.arange(len(targets))[count > 0].repeat_interleave(fanout)
-    others = data.sources[edges]
-    sources = torch.cat([targets, others[~torch.isin(others, targets)].unique()])
-    place = torch.empty(len(data.features), dtype=torch.int64)
-    place[sources] = torch.arange(len(sources))
-    block = RelationalGraph(
-        torch.stack([place[others], owner]), data.kinds[edges],
-        num_nodes=(len(sources), len(targets)), num_edge_types=num_types,
-    )  # fmt: skip
-    return block, sources
+def blocks_of(sample: unified.Sample, kinds: torch.Tensor, num_types: int) -> list[RelationalGraph]:
+    """A graph for each layer: sources, of which the first are the targets."""
+    blocks = [sample.block(layer) for layer in range(2)]
+    return [
+        RelationalGraph(
+            one.edge_index, kinds[one.edges], num_nodes=(one.num_sources, one.num_targets), num_edge_types=num_types
+        )
+        for one in blocks
+    ]
 
 
 class Classifier(nn.Module):
@@ -89,25 +82,20 @@ class Classifier(nn.Module):
         return scores
 
 
-def step(model: Classifier, data: Data, seeds: torch.Tensor, fanout: int, num_types: int) -> torch.Tensor:
-    """Scores of the seeds, through two sampled blocks."""
-    last, middle = sample(data, seeds, fanout, num_types)
-    first, sources = sample(data, middle, fanout, num_types)
-    return model([first, last], data.features[sources])
-
-
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--nodes", type=int, default=100_000)
     options.add_argument("--degree", type=int, default=15)
     options.add_argument("--types", type=int, default=8)
     options.add_argument("--classes", type=int, default=6)
-    options.add_argument("--width", type=int, default=32)
+    options.add_argument("--width", type=int, default=64)
     options.add_argument("--hidden", type=int, default=16)
     options.add_argument("--heads", type=int, default=2)
     options.add_argument("--fanout", type=int, default=10)
     options.add_argument("--batch", type=int, default=1024)
     options.add_argument("--epochs", type=int, default=5)
+    options.add_argument("--host", default="12MiB", help="host memory for features")
+    options.add_argument("--disk", type=Path, default=Path("."), help="a directory on an SSD")
     options.add_argument("--checkpoint", type=Path, help="where the parameters are written (safetensors)")
     options.add_argument("--picture", type=Path, help="where the loss is drawn (png)")
     given = options.parse_args()
@@ -115,20 +103,28 @@ def main() -> None:
     torch.manual_seed(0)
     data = made_up(given.nodes, given.degree, given.types, given.classes, given.width)
     train, test = torch.randperm(given.nodes).split([given.nodes * 4 // 5, given.nodes - given.nodes * 4 // 5])
-    print(f"{given.nodes:,} nodes, {len(data.sources):,} edges of {given.types} types, {given.classes} classes")
+    fanouts = [given.fanout, given.fanout]
+    scores = unified.expected_accesses(data.graph, train, fanouts, batch_size=given.batch)
+    features = unified.TieredFeatures(data.features, host_budget=given.host, disk=given.disk, scores=scores)
+    print(f"{data.graph} of {given.types} types, {given.classes} classes\n{features.plan.explain()}")
+    sampler = unified.NeighborSampler(data.graph, fanouts)
+
+    def batches(seeds: torch.Tensor, **options: bool) -> unified.Loader:
+        return unified.Loader(sampler, features, seeds, batch_size=given.batch, labels=data.classes, **options)
+
     model = Classifier(given.width, given.hidden, given.classes, given.types, given.heads)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    losses = list[float]()
+    losses, loader = list[float](), batches(train)
     for epoch in range(1, given.epochs + 1):
-        order = train[torch.randperm(len(train))]
-        for seeds in track(order.split(given.batch), description=f"epoch {epoch}", transient=True):
+        for batch in track(loader, description=f"epoch {epoch}", total=len(loader), transient=True):
             optimizer.zero_grad()
-            scores = step(model, data, seeds, given.fanout, given.types)
-            loss = functional.cross_entropy(scores, data.classes[seeds])
+            scores = model(blocks_of(batch.sample, data.kinds, given.types), batch.x)
+            loss = functional.cross_entropy(scores, batch.y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        print(f"epoch {epoch}: loss {losses[-1]:.3f}", flush=True)
+        rows = features.reset_statistics()
+        print(f"epoch {epoch}: loss {losses[-1]:.3f}, {rows.hit_rate:.1%} of the rows from memory", flush=True)
         if given.checkpoint:
             save_model(model, str(given.checkpoint))
     if given.picture:
@@ -136,9 +132,9 @@ def main() -> None:
 
         curves(given.picture, {"training": losses}, title="sampled RGAT")
     with torch.no_grad():
-        batches = test.split(given.batch)
         right = [
-            step(model, data, seeds, given.fanout, given.types).argmax(1) == data.classes[seeds] for seeds in batches
+            model(blocks_of(batch.sample, data.kinds, given.types), batch.x).argmax(1) == batch.y
+            for batch in batches(test, shuffle=False)
         ]
     print(f"test accuracy: {torch.cat(right).float().mean():.1%}")
 

@@ -17,8 +17,15 @@ WITH_DATA = {
     ),
 }
 MADE_UP = {
-    "minibatch_attention.py": ["--nodes", "4000", "--epochs", "2", "--batch", "512"],
+    "minibatch_attention.py": [
+        *["--nodes", "4000", "--epochs", "2", "--batch", "512"],
+        *["--width", "640", "--host", "6MiB", "--disk", "{folder}"],
+    ],
     "own_layer.py": ["--nodes", "1000", "--epochs", "40"],
+    "tiered_graphsage.py": [
+        *["--nodes", "10000", "--edges", "200000", "--width", "512", "--host", "6MiB", "--seeds", "2000"],
+        *["--batch", "128", "--epochs", "2", "--disk", "{folder}"],
+    ],
 }
 FOLDER = Path(__file__).parents[1] / "examples"
 
@@ -51,14 +58,19 @@ def test_example_with_data_runs(name):
 @pytest.mark.parametrize("name", MADE_UP)
 def test_example_with_made_up_data_learns(name, tmp_path):
     files = ["--picture", str(tmp_path / "curve.png"), "--checkpoint", str(tmp_path / "weights.safetensors")]
-    command = [sys.executable, str(FOLDER / name), *MADE_UP[name], *files]
+    options = [one.format(folder=tmp_path) for one in MADE_UP[name]]
+    command = [sys.executable, str(FOLDER / name), *options, *files]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     accuracies = [last_number(line) for line in result.stdout.splitlines() if "accuracy" in line]
     assert accuracies and min(accuracies) > 70
     if name == "own_layer.py":
         assert float(result.stdout.split("losses apart by ")[1].split()[0]) < 1e-4
-    assert {path.name for path in tmp_path.iterdir()} == {"curve.png", "weights.safetensors"}
+    kept = {path.name for path in tmp_path.iterdir() if path.suffix != ".rows"}
+    assert kept == {"curve.png", "weights.safetensors"}
+    if "--host" in options:
+        (on_disk,) = [line for line in result.stdout.splitlines() if line.startswith("disk")]
+        assert 5 < float(on_disk.split()[-1].rstrip("%")) < 95  # some rows of each tier
 
 
 def last_number(text):

@@ -279,8 +279,8 @@ def test_memory_of_exactly_its_size_on_one_account():
     found = unified.empty(1000, 7, dtype=torch.float64, budget=budget)
     assert found.shape == (1000, 7) and (found.cpu() == 0).all()
     assert budget.held_bytes("host") == 56_000 == ledger.held_bytes - before
-    with pytest.raises(BudgetError, match="1.0 MiB"):
-        unified.empty((2000, 100), budget=budget)
+    with pytest.raises(BudgetError, match="budget of 1.0 MiB"):
+        unified.empty((3000, 100), budget=budget)
     view = found[10:20]
     del found
     gc.collect()

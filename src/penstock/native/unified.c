@@ -13,7 +13,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { AHEAD = 8, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
+enum { AHEAD = 16, MOST_BYTES_AHEAD = 512, STACK_BYTES = 256 * 1024, PAGE_BYTES = 4096 };
 enum { COPY, FROM_HALF, FROM_BFLOAT, FROM_INT8 };
 
 typedef struct {
@@ -56,26 +56,57 @@ static void put(const Result *to, int64_t position, const char *row) {
     }
 }
 
+typedef struct {
+    const char *rows;
+    int64_t num_rows, wrap, stride_bytes;
+    const int64_t *index, *positions;
+    int64_t size;
+} Asked;
+
+/* -1: not there. */
+static int64_t row_of(const Asked *asked, int64_t at) {
+    const int64_t row = asked->index[at] + (asked->index[at] < 0 ? asked->wrap : 0);
+    return row >= 0 && row < asked->num_rows ? row : -1;
+}
+
+/* Always inlined, so that a constant number of bytes makes a constant copy. */
+static inline __attribute__((always_inline)) int64_t gather(const Asked *asked, const Result *to, int64_t copied,
+                                                            int64_t num_threads) {
+    int64_t bad = INT64_MAX;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) reduction(min : bad) if (num_threads > 1)
+    for (int64_t at = 0; at < asked->size; at++) {
+        if (at + AHEAD < asked->size) {
+            const int64_t next = row_of(asked, at + AHEAD);
+            for (int64_t byte = 0; next >= 0 && byte < (copied ? copied : to->row_bytes) && byte < MOST_BYTES_AHEAD;
+                 byte += 64)
+                __builtin_prefetch(asked->rows + next * asked->stride_bytes + byte);
+        }
+        const int64_t row = row_of(asked, at), position = asked->positions ? asked->positions[at] : at;
+        if (row < 0)
+            bad = at < bad ? at : bad;
+        else if (copied)
+            memcpy(to->rows + position * to->stride_bytes, asked->rows + row * asked->stride_bytes, (size_t)copied);
+        else
+            put(to, position, asked->rows + row * asked->stride_bytes);
+    }
+    return bad == INT64_MAX ? -1 : bad;
+}
+
 /* Row index[at] of the table to positions[at] of the result (NULL: to at); `wrap` is added to negative ones. Returns the
  * first position whose index is out of range, -1 where there is none; nothing is read for such ones. */
 int64_t penstock_gather(const char *table, int64_t num_rows, int64_t wrap, int64_t stride_bytes, const int64_t *index,
                         const int64_t *positions, int64_t size, const Result *to, int64_t num_threads) {
-    int64_t bad = INT64_MAX;
-#pragma omp parallel for schedule(static) num_threads((int)num_threads) reduction(min : bad) if (num_threads > 1)
-    for (int64_t at = 0; at < size; at++) {
-        if (at + AHEAD < size) {
-            const int64_t next = index[at + AHEAD] + (index[at + AHEAD] < 0 ? wrap : 0);
-            if (next >= 0 && next < num_rows)
-                for (int64_t byte = 0; byte < to->row_bytes && byte < MOST_BYTES_AHEAD; byte += 64)
-                    __builtin_prefetch(table + next * stride_bytes + byte);
-        }
-        const int64_t row = index[at] + (index[at] < 0 ? wrap : 0);
-        if (row < 0 || row >= num_rows)
-            bad = at < bad ? at : bad;
-        else
-            put(to, positions ? positions[at] : at, table + row * stride_bytes);
+    const Asked asked = {table, num_rows, wrap, stride_bytes, index, positions, size};
+    switch (to->kind == COPY ? to->row_bytes : 0) {
+    case 64:
+        return gather(&asked, to, 64, num_threads);
+    case 128:
+        return gather(&asked, to, 128, num_threads);
+    case 256:
+        return gather(&asked, to, 256, num_threads);
+    default:
+        return gather(&asked, to, 0, num_threads);
     }
-    return bad == INT64_MAX ? -1 : bad;
 }
 
 /* Sorts rows of an index by tier. places[row]: below num_device in the first tier, else non-negative in the second (its

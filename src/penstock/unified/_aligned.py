@@ -111,6 +111,8 @@ def read_all(table: Table, raw: torch.Tensor) -> None:
         for number, (begin, chunk) in enumerate(chunks(table, file, header.chunk_rows)):
             if zlib.crc32(chunk) != header.checksums[number]:
                 refuse(table.path, f"rows from {begin} on are not what was written")
+            if not table.row_bytes:
+                continue
             padded = torch.frombuffer(chunk, dtype=torch.uint8).view(-1, table.stride_bytes)
             rows[begin : begin + len(padded)] = padded[:, : table.row_bytes]
 

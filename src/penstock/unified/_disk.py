@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from penstock.errors import TierDegradedWarning, TierReadError
-from penstock.unified._library import address, library, number
+from penstock.unified._library import address, library
 from penstock.unified._rows import RowType
 from penstock.unified._table import Table
 
 DEPTH = 64
 """Requests at once. docs/design/unified.md has the rates by depth."""
-MOST_BYTES = 128 * 1024
+MOST_BYTES = 32 * 1024
 """Of a request that reads several rows."""
 _GAP_BYTES = 4096
 """Rows that are no farther apart are read in one request: a disk reads as much more in less than a request's time."""
@@ -101,7 +101,7 @@ class RowFiles:
             most_bytes=MOST_BYTES, depth=self.depth,
         )  # fmt: skip
         compiled.penstock_read_rows(
-            ctypes.byref(files), number(self.num_rows), address(rows), address(positions), number(len(rows)),
+            ctypes.byref(files), self.num_rows, address(rows), address(positions), len(rows),
             ctypes.byref(kind.into(out)), ctypes.byref(report),
         )  # fmt: skip
         if report.error:

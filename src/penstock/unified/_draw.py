@@ -12,7 +12,7 @@ import torch
 
 from penstock.unified._gather import has_triton, launch
 from penstock.unified._graph import Graph
-from penstock.unified._library import address, library, number, threads_for
+from penstock.unified._library import address, library, threads_for
 from penstock.unified._tensor import UnifiedTensor, wrap
 
 _MASK = 0xFFFFFFFF
@@ -67,14 +67,14 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
         return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
     offsets = torch.empty(len(nodes) + 1, dtype=torch.int64)
     count = compiled.penstock_sample_offsets(
-        address(graph.starts), address(nodes), number(len(nodes)), number(fanout), number(int(replace)),
+        address(graph.starts), address(nodes), len(nodes), fanout, int(replace),
         address(offsets),
     )  # fmt: skip
     neighbours, edges = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
     compiled.penstock_sample(
-        address(graph.starts), address(graph.sources), number(graph.sources.element_size()), address(nodes),
-        number(len(nodes)), number(int(replace)), number(seed), address(offsets), address(neighbours), address(edges),
-        number(threads_for(count * 64)),
+        address(graph.starts), address(graph.sources), graph.sources.element_size(), address(nodes),
+        len(nodes), int(replace), seed, address(offsets), address(neighbours), address(edges),
+        threads_for(count * 64),
     )  # fmt: skip
     return Drawn(offsets, neighbours, edges)
 
@@ -176,8 +176,8 @@ class Numbering:
         assert compiled is not None
         return int(
             compiled.penstock_relabel(
-                address(self._keys), address(self._values), number(len(self._keys) - 1), address(ids), number(len(ids)),
-                address(places), address(self._nodes), number(first),
+                address(self._keys), address(self._values), len(self._keys) - 1, address(ids), len(ids),
+                address(places), address(self._nodes), first,
             )
         )  # fmt: skip
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from penstock.unified._library import address, library, number
+from penstock.unified._library import address, library
 
 _MOST_EDGES = 4 * 2**20
 """Gone through at once by PyTorch's operators."""
+_MOST_CHANCE = 1 - 1e-12
+"""Whose logarithm is still a number."""
 
 
 class Graph:
@@ -94,9 +96,8 @@ def expected_accesses(
     """How often each node's row is expected to be read in a mini-batch, ``float64 [nodes]``, 0 to 1.
 
     Reverse PageRank from the training seeds along sampled edges, hop by hop, with each edge weighted by the chance that
-    its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A node's visits are taken as independent, so that
-    it is in the mini-batch with probability 1 - exp(-expected visits); a row is read once a mini-batch however often it
-    is visited. Cost: one pass over the edges for each hop.
+    its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A row is read once a mini-batch however often its
+    node is visited: chances multiply, as if a node's visits were independent. Cost: one pass over the edges a hop.
     """
     degrees = graph.degrees().double()
     reached = torch.zeros(graph.num_nodes, dtype=torch.float64)
@@ -107,8 +108,8 @@ def expected_accesses(
     for fanout in fanouts:
         reached += frontier
         share = _chance(degrees, fanout, replace=replace)
-        visits = _along_edges(graph, frontier * share)
-        frontier = -torch.expm1(-visits) * (1 - reached)
+        missed = _along_edges(graph, torch.log1p(-(frontier * share).clamp(max=_MOST_CHANCE)))
+        frontier = -torch.expm1(missed) * (1 - reached)
     return (reached + frontier).clamp_(0, 1)
 
 
@@ -126,11 +127,12 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
 
 
 def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tensor:
-    """That one edge of a node is drawn, or how often it is."""
+    """That a node draws one of its edges."""
     if fanout < 0:
         return (degrees > 0).double()
-    share = fanout / degrees.clamp(min=1)
-    return share if replace else share.clamp(max=1)
+    if replace:
+        return 1 - (1 - 1 / degrees.clamp(min=1)) ** fanout
+    return (fanout / degrees.clamp(min=1)).clamp(max=1)
 
 
 def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
@@ -164,7 +166,7 @@ def _by_target(
     index = torch.empty(len(sources), dtype=_type_for(num_sources))
     positions = torch.empty(len(sources), dtype=torch.int64)
     compiled.penstock_by_target(
-        address(sources), address(targets), number(len(sources)), number(num_nodes), number(index.element_size()),
+        address(sources), address(targets), len(sources), num_nodes, index.element_size(),
         address(starts), address(index), address(positions),
     )  # fmt: skip
     return starts, index, positions

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+from typing import Any
 
 import torch
 
@@ -12,6 +13,27 @@ _PROCESS = os.getpid()
 """OpenMP's threads do not survive a fork: children stay with one."""
 _SERIAL_BYTES = 256 * 1024
 """So little is copied sooner than threads wake up."""
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "penstock_gather": (
+        _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER,
+    ),
+    "penstock_split": (
+        _NUMBER, _POINTER, _NUMBER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _POINTER, _POINTER,
+    ),
+    "penstock_read_rows": (None, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _POINTER),
+    "penstock_sample_offsets": (_NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER),
+    "penstock_sample": (
+        None, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER, _NUMBER,
+    ),
+    "penstock_relabel": (
+        _NUMBER, _POINTER, _POINTER, _NUMBER, _POINTER, _NUMBER, _POINTER, _POINTER, _NUMBER,
+    ),
+    "penstock_by_target": (
+        _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
+    ),
+}  # fmt: skip
+"""Results and arguments, as in the source."""
 
 
 @functools.cache
@@ -19,12 +41,9 @@ def library() -> ctypes.CDLL | None:
     """``native/unified.c``; ``None`` on a machine without a compiler."""
     found = native.load("unified", openmp=True)
     if found is not None:
-        for name in (
-            "penstock_gather", "penstock_split", "penstock_sample_offsets", "penstock_relabel", "penstock_by_target",
-        ):  # fmt: skip
-            getattr(found, name).restype = ctypes.c_int64
-        found.penstock_read_rows.restype = None
-        found.penstock_sample.restype = None
+        for name, (result, *arguments) in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.restype, function.argtypes = result, arguments
     return found
 
 
@@ -33,11 +52,6 @@ def threads_for(size_bytes: int) -> int:
     return 1 if os.getpid() != _PROCESS or size_bytes < _SERIAL_BYTES else torch.get_num_threads()
 
 
-def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+def address(tensor: torch.Tensor | None) -> int | None:
     """Of a tensor's first number."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def number(value: int) -> ctypes.c_int64:
-    """A 64-bit argument."""
-    return ctypes.c_int64(value)
+    return None if tensor is None else tensor.data_ptr()

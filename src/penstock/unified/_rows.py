@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.unified._library import address, library, number, threads_for
+from penstock.unified._library import address, library, threads_for
 
 _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """Stored types that are widened to float32, by the C library's numbers; 0 copies."""
@@ -99,12 +99,13 @@ class RowType:
 
 def is_plain_table(table: torch.Tensor) -> bool:
     """Whether rows are contiguous, so that a row is one copy."""
-    inner = table[0] if table.dim() and len(table) else table
-    return table.dim() > 0 and inner.is_contiguous() and table.stride(0) >= 0
+    return table.dim() > 0 and (table.is_contiguous() or (len(table) > 0 and table[0].is_contiguous()))
 
 
 def as_index(index: torch.Tensor) -> torch.Tensor:
     """Row numbers as ``int64``, one after the other, in host memory."""
+    if index.dim() == 1 and index.dtype is torch.int64 and index.device.type == "cpu" and index.is_contiguous():
+        return index
     return index.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1)
 
 
@@ -125,11 +126,11 @@ def gather(
     if compiled is None:
         _gather_by_torch(table, check_range(index, len(table), wraps=wraps), kind, out, positions)
         return
-    stride = table.stride(0) * table.element_size() if len(table) else kind.row_bytes
+    num_rows, size = table.shape[0], index.shape[0]
+    stride = table.stride(0) * table.element_size() if num_rows else kind.row_bytes
     bad = compiled.penstock_gather(
-        address(table), number(len(table)), number(len(table) if wraps else 0), number(stride), address(index),
-        address(positions), number(len(index)), ctypes.byref(kind.into(out)),
-        number(threads_for(len(index) * kind.row_bytes)),
+        address(table), num_rows, num_rows if wraps else 0, stride, address(index), address(positions), size,
+        ctypes.byref(kind.into(out)), threads_for(size * kind.row_bytes),
     )  # fmt: skip
     if bad >= 0:
         raise out_of_range(int(index[bad]), bad, len(table), wraps=wraps)

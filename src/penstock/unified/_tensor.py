@@ -6,7 +6,7 @@ are unified; results of other operators are plain tensors.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -173,14 +173,11 @@ def gather(
     if not table.dim() or index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"gather takes a table [rows, ...] and int64 rows, not {tuple(table.shape)} and {index.dtype}")
     kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
-    host, memory = table, None
-    prefers: list[Preference] = ["host"]
+    host, memory, device = table.detach(), None, None
     if isinstance(table, UnifiedTensor):
-        host, memory, prefers = table._host, table._memory, [table.prefer]
+        host, memory, device = table._host, table._memory, _where([index], [table])
     elif table.device.type != "cpu":
         raise ValueError(f"the table is on {table.device}; table[index] reads it at full speed")
-    where = place([operand_of(index)], prefers)
-    device = (index.device if index.device.type != "cpu" else _device()) if where == "device" else None
     return gather_rows(host, index, device, memory, kind, sort=sort, verify=verify)
 
 
@@ -212,6 +209,12 @@ def _device() -> torch.device | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph breaks here, and goes on behind
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    rows = _rows(func, args, kwargs)
+    if rows is not None:  # what a table is for, without the general way's cost
+        table, index = rows
+        return gather_rows(
+            table._host, index, _where([index], [table]), table._memory, wraps=func is _aten.index.Tensor
+        )
     flat, spec = tree_flatten((args, kwargs))
     unified = [one for one in flat if isinstance(one, UnifiedTensor)]
     others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
@@ -225,15 +228,17 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _replaced(spec, flat, lambda one: one._host)
         found = func(*args, **kwargs)
         return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
-    where = place(map(operand_of, others), (one._prefer for one in unified))
-    target = next((one.device for one in others if one.device.type != "cpu"), None)
-    device = target or _device() if where == "device" else None
-    rows = _rows(func, args, kwargs)
-    if rows is not None:
-        table, index = rows
-        return gather_rows(table._host, index, device, table._memory, wraps=func is _aten.index.Tensor)
+    device = _where(others, unified)
     writes = func._schema.is_mutable
     return _run(func, flat, spec, unified, device, writes=writes)
+
+
+def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:
+    """The device on which an operator runs; ``None``: the CPU."""
+    others = list(others)
+    if place(map(operand_of, others), (one._prefer for one in unified)) == "host":
+        return None
+    return next((one.device for one in others if one.device.type != "cpu"), None) or _device()
 
 
 def _run(

@@ -18,7 +18,7 @@ from penstock.tiers import Budget, DiskSpec, Size
 from penstock.unified._disk import RowFiles
 from penstock.unified._files import find_table
 from penstock.unified._gather import gather_rows, has_triton, start_gather
-from penstock.unified._library import address, library, number
+from penstock.unified._library import address, library
 from penstock.unified._memory import Memory, exact
 from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
@@ -184,7 +184,10 @@ class TieredFeatures:
                 raise IndexError("the first index of tiered features chooses rows: features[rows, ...]")
             return self[first][(slice(None), *rest) if _keeps_rows(first) else tuple(rest)]
         if isinstance(index, slice):
-            return self._rows(torch.arange(*index.indices(self._num_rows)))
+            start, stop, step = index.indices(self._num_rows)
+            if step < 1:
+                raise ValueError(f"rows are not read backwards, as slices of tensors are not: [::{step}]")
+            return self._rows(torch.arange(start, max(start, stop), step))
         if isinstance(index, int) and not isinstance(index, bool):
             return self._rows(torch.tensor([index]))[0]
         chosen = torch.as_tensor(index)
@@ -380,7 +383,7 @@ def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[t
     slots, positions = torch.empty_like(index), torch.empty_like(index)
     found, counts = torch.empty(len(index), dtype=torch.int32), torch.empty(3, dtype=torch.int64)
     bad = compiled.penstock_split(
-        address(places), number(len(places)), number(num_device), address(index), number(len(index)), address(slots),
+        address(places), len(places), num_device, address(index), len(index), address(slots),
         address(positions), address(counts), address(found),
     )  # fmt: skip
     if bad >= 0:

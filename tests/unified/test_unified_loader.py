@@ -1,0 +1,139 @@
+"""Mini-batches come in order, beside the step, whatever happens in their threads."""
+
+import threading
+
+import pytest
+import torch
+
+from penstock import unified
+
+NUM_NODES = 500
+
+
+def parts(**options):
+    generator = torch.Generator().manual_seed(0)
+    graph = unified.Graph(torch.randint(NUM_NODES, (2, 4000), generator=generator), NUM_NODES)
+    features = torch.randn(NUM_NODES, 6, generator=generator)
+    options.setdefault("batch_size", 32)
+    loader = unified.Loader(
+        unified.NeighborSampler(graph, [4, 3]), features, torch.arange(100), labels=torch.arange(NUM_NODES), **options
+    )
+    return features, loader
+
+
+def loaders_threads():
+    return [one for one in threading.enumerate() if one.name == "penstock-loader"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_are_whole_and_repeatable(ahead):
+    features, loader = parts(ahead=ahead)
+    assert len(loader) == 4
+    seen = []
+    for batch in loader:
+        assert torch.equal(batch.x, features[batch.nodes])
+        assert torch.equal(batch.nodes[: len(batch.seeds)], batch.seeds)
+        assert torch.equal(batch.y, batch.seeds)
+        assert torch.equal(batch.edge_index, batch.sample.edge_index)
+        seen.append(batch)
+    assert torch.cat([one.seeds for one in seen]).sort().values.tolist() == list(range(100))
+    _, again = parts(ahead=2)
+    for one, other in zip(seen, again, strict=True):
+        assert torch.equal(one.nodes, other.nodes) and torch.equal(one.edge_index, other.edge_index)
+    second = next(iter(again))  # the next epoch has another order
+    assert not torch.equal(second.seeds, seen[0].seeds)
+    again.epoch = 0
+    assert torch.equal(next(iter(again)).seeds, seen[0].seeds)
+    assert not loaders_threads()
+
+
+def test_the_last_batch_order_and_several_features():
+    features, loader = parts(drop_last=True, shuffle=False)
+    assert len(loader) == 3 and [len(one.seeds) for one in loader] == [32, 32, 32]
+    assert next(iter(loader)).seeds.tolist() == list(range(32))
+    with unified.TieredFeatures(features) as tiered:
+        loader.features, loader.labels = {"x": tiered, "wrapped": unified.wrap(features)}, None
+        batch = next(iter(loader))
+        assert torch.equal(batch.x["x"], features[batch.nodes]) and torch.equal(batch.x["wrapped"], batch.x["x"])
+        assert batch.y is None
+    mask = torch.zeros(NUM_NODES, dtype=torch.bool)
+    mask[[3, 8]] = True
+    assert next(iter(unified.Loader(loader.sampler, features, mask, batch_size=8, shuffle=False))).seeds.tolist() == [
+        3,
+        8,
+    ]
+
+
+def test_an_epoch_that_is_left_early_ends_its_threads():
+    _, loader = parts(batch_size=1)
+    for _ in loader:
+        assert loaders_threads()
+        break
+    assert not loaders_threads()
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    assert not loaders_threads()
+
+
+class Failing:
+    """Features that cannot be read after a while."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def __getitem__(self, nodes):
+        self.after -= 1
+        if self.after < 0:
+            raise OSError(5, "Input/output error")
+        return torch.zeros(len(nodes), 1)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_error_is_raised_where_the_batch_would_have_come(ahead):
+    _, loader = parts(ahead=ahead, batch_size=10)
+    loader.features = Failing(3)
+    iterator = iter(loader)
+    for taken in range(3):  # noqa: B007
+        next(iterator)
+    with pytest.raises(OSError, match="Input/output error"):
+        next(iterator)
+    assert taken == 2
+    assert not loaders_threads()
+    loader.features, loader.sampler = Failing(100), None
+    with pytest.raises(AttributeError):
+        list(loader)
+    assert not loaders_threads()
+
+
+def test_no_more_than_asked_are_made_in_advance():
+    features, loader = parts(batch_size=5, ahead=2)
+    made = []
+
+    class Counting:
+        def __getitem__(self, nodes):
+            made.append(len(nodes))
+            return features[nodes]
+
+    loader.features = Counting()
+    for number, _ in enumerate(loader):
+        assert len(made) <= number + 1 + 2
+    assert len(made) == 20
+
+
+def test_statistics():
+    _, loader = parts()
+    list(loader)
+    found = loader.reset_statistics()
+    assert found.num_batches == 4 and found.num_nodes > 100
+    assert found.sample_s > 0 and found.gather_s > 0 and found.wall_s > 0
+    assert 0 <= found.stall_s <= found.wall_s and 0 <= found.hidden_share <= 1
+    assert loader.statistics() == unified.LoaderStatistics()
+
+
+def test_what_says_nothing():
+    _, loader = parts()
+    with pytest.raises(ValueError, match="at least 1"):
+        unified.Loader(loader.sampler, torch.zeros(5), torch.arange(2), batch_size=0)
+    with pytest.raises(ValueError, match="at least 0"):
+        unified.Loader(loader.sampler, torch.zeros(5), torch.arange(2), batch_size=1, ahead=-1)
