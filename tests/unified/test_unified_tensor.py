@@ -5,6 +5,7 @@ import gc
 import itertools
 import multiprocessing
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.nn import functional
 from penstock import tiers, unified
 from penstock.errors import BudgetError, TierDegradedWarning
 from penstock.probe import ledger
-from penstock.unified import Operand, _memory, _order, _tensor
+from penstock.unified import Operand, _advice, _memory, _order, _tensor
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool,
@@ -336,12 +337,25 @@ def test_memory_is_registered_once_at_its_exact_size_and_let_go(cuda):
     assert len(cuda.calls) == 1
 
 
-def test_memory_that_somebody_else_registered_is_theirs(cuda):
-    cuda.status = 712
+def test_memory_that_somebody_else_registered_is_theirs(cuda, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, device=None: True)
     found = unified.wrap(table())
     assert found.is_registered
+    assert not cuda.calls
     del found
     gc.collect()  # not unregistered
+
+
+def test_memory_that_is_wrapped_twice_is_registered_once(cuda):
+    plain = table()
+    first, second = unified.wrap(plain), unified.wrap(plain[3:])
+    assert len(cuda.calls) == 1
+    del first
+    gc.collect()
+    assert second.is_registered and cuda.held
+    del second
+    gc.collect()
+    assert not cuda.held
 
 
 def test_a_refused_registration_is_said_and_rows_are_gathered_by_the_cpu(cuda, monkeypatch):
@@ -354,6 +368,44 @@ def test_a_refused_registration_is_said_and_rows_are_gathered_by_the_cpu(cuda, m
         _memory.Memory.on(found._memory, found._host, torch.device("cuda", 0))
     with pytest.raises(ValueError, match="cannot read host memory in place"):
         _memory.Memory.on(found._memory, found._host, torch.device("xpu", 0))
+
+
+class FakeBindings:
+    """``cuda.bindings.runtime`` of two versions."""
+
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrPageableMemoryAccess="pageable")
+    cudaMemoryAdvise = SimpleNamespace(cudaMemAdviseSetReadMostly=1, cudaMemAdviseSetPreferredLocation=3)
+    cudaMemLocationType = SimpleNamespace(cudaMemLocationTypeHost="host", cudaMemLocationTypeDevice="device")
+    cudaMemLocation = SimpleNamespace
+
+    def __init__(self, version, pageable=1, error=0):
+        self.CUDART_VERSION, self.pageable, self.error, self.calls = version, pageable, error, []
+
+    def cudaDeviceGetAttribute(self, attribute, device):
+        return 0, self.pageable
+
+    def cudaMemAdvise(self, address, size, advice, where):
+        self.calls.append((address, size, advice, where))
+        return (self.error,)
+
+
+def test_advice_is_given_where_it_is_heard(monkeypatch):
+    found = unified.wrap(table())
+    assert not unified.advise(found, "read mostly") or torch.cuda.is_available()
+    with pytest.raises(ValueError, match="'read mostly', 'prefer host', 'prefer device'"):
+        unified.advise(found, "fast")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    for fake, taken in ((FakeBindings(12090), True), (FakeBindings(13000), True), (FakeBindings(12090, 0), False),
+                        (FakeBindings(12090, error=1), False)):  # fmt: skip
+        monkeypatch.setattr(_advice, "_runtime", lambda fake=fake: fake)
+        assert [unified.advise(found, one) for one in ("read mostly", "prefer host", "prefer device")] == [taken] * 3
+        if taken:
+            address, size, advice, where = zip(*fake.calls, strict=True)
+            assert set(address) == {found.cpu().data_ptr()} and set(size) == {400} and advice == (1, 3, 3)
+            if fake.CUDART_VERSION < 13000:
+                assert where == (-1, -1, 2)
+            else:
+                assert [(one.type, one.id) for one in where] == [("host", 0), ("host", 0), ("device", 2)]
 
 
 class FakeMarks:

@@ -23,6 +23,7 @@ tensor(999999)
 - `ViewLayout`: what of a tensor is not in its storage.
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
+- `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -40,6 +41,8 @@ from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._layout import ViewLayout as ViewLayout
 from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory
+from penstock.tiers._pin import pin as pin
+from penstock.tiers._pin import unpin as unpin
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s
 from penstock.tiers._tier import Extent as Extent

@@ -17,6 +17,7 @@ from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
 from penstock.tiers._extents import ExtentAllocator
+from penstock.tiers._pin import pin, unpin
 from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.units import format_bytes, parse_bytes
 
@@ -163,7 +164,7 @@ class _Slab:
         self.view = memoryview(self._map)
         self.allocator = ExtentAllocator(alignment_bytes=_ALIGNMENT_BYTES)
         self.allocator.grow(size_bytes)
-        self.is_pinned = pinned and _register(self.tensor(0, size_bytes))
+        self.is_pinned = pinned and pin(self.tensor(0, size_bytes))
         ledger.charge(size_bytes)
 
     def tensor(self, offset: int, size_bytes: int) -> torch.Tensor:
@@ -171,7 +172,7 @@ class _Slab:
 
     def close(self) -> None:
         if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor(0, 1).data_ptr())  # type: ignore[no-untyped-call]
+            unpin(self.tensor(0, 1).data_ptr())
         ledger.charge(-self.allocator.capacity_bytes)
         # The mapping goes when the last tensor over it does.
         del self.view, self._map
@@ -184,11 +185,3 @@ def _copy(destination: memoryview, source: memoryview, size_bytes: int) -> None:
 
 def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data) if len(view) else 0
-
-
-def _register(tensor: torch.Tensor) -> bool:
-    try:
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return False
-    return int(status) == 0

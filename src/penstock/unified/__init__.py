@@ -7,7 +7,8 @@
 tensor([[6., 7., 8.],
         [0., 1., 2.]])
 
-- `wrap`, `empty`, `from_file`: a `UnifiedTensor`; `is_unified` tells one; `gather` reads rows, with more to choose.
+- `wrap`, `empty`, `from_file`: a `UnifiedTensor`; `is_unified` tells one; `gather` reads rows, with more to choose;
+  `advise` tells the driver about its memory (`Advice`).
 - `place`, `Operand`, `operand_of`, `Preference`: the rules of where an operator with unified operands runs.
 - `TieredFeatures`: rows on the device, in host memory and on an SSD, one index for all; `FeatureStatistics`.
 - `plan_tiers`: which rows lie where; `TierProblem`, `TierPlan`, and `verify`, which checks one.
@@ -17,6 +18,8 @@ tensor([[6., 7., 8.],
 - `Loader`: mini-batches that are sampled and read beside the step; `Batch`, `LoaderStatistics`.
 """
 
+from penstock.unified._advice import Advice as Advice
+from penstock.unified._advice import advise as advise
 from penstock.unified._aligned import check as check
 from penstock.unified._graph import Graph as Graph
 from penstock.unified._graph import count_accesses as count_accesses

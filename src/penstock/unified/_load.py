@@ -49,7 +49,7 @@ def from_file(
         options = {"key": key, "dtype": dtype, "shape": shape, "offset": offset, "shared": True}
         return UnifiedTensor(host, Memory(host, reference=(str(Path(path).resolve()), options)), prefer)
     host = _read(table, budget)
-    return UnifiedTensor(host, Memory(host), prefer)
+    return UnifiedTensor(host, Memory.of(host), prefer)
 
 
 def _mapped(table: Table) -> torch.Tensor:

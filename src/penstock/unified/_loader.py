@@ -112,11 +112,22 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         start_s = time.perf_counter()
-        steps: list[Callable[[Any], Any]] = [lambda one: self._sample(epoch, *one), self._read]
-        made = _pipeline(enumerate(self._seeds_of(epoch)), steps, self.ahead, self._stalled)
+        side = _side_stream(self.sampler.device, self._tables())
+
+        def sample(numbered: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, Sample]:
+            with _on(side):
+                return self._sample(epoch, *numbered)
+
+        def read(sampled: tuple[torch.Tensor, Sample]) -> tuple[Batch, Any]:
+            with _on(side):
+                return self._read(sampled), None if side is None else side.record_event()
+
+        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._stalled)
         with contextlib.closing(made):
             try:
-                for batch in made:
+                for batch, mark in made:
+                    if mark is not None:
+                        _hand_over(batch, mark)
                     self._count(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
             finally:
@@ -159,6 +170,9 @@ class Loader:
         self._count(gather_s=time.perf_counter() - start_s)
         return Batch(sample=sample, seeds=seeds, x=rows, y=labels)
 
+    def _tables(self) -> list[Features]:
+        return list(self.features.values()) if isinstance(self.features, Mapping) else [self.features]
+
     def _stalled(self, seconds: float) -> None:
         self._count(stall_s=seconds)
 
@@ -172,6 +186,28 @@ def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
     if isinstance(features, torch.Tensor) and not isinstance(features, UnifiedTensor):
         nodes = nodes.to(features.device)
     return features[nodes]
+
+
+def _side_stream(sampler: torch.device, tables: list[Features]) -> Any:
+    """A stream for what runs in advance on a device; ``None`` where nothing does."""
+    devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
+    device = next((one for one in devices if one.type == "cuda"), None)
+    return None if device is None else torch.cuda.Stream(device)
+
+
+def _on(side: Any) -> Any:
+    return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+
+
+def _hand_over(batch: Batch, mark: Any) -> None:
+    """The step's stream waits for what was made on another, whose memory is not taken back before the step is done."""
+    rows = batch.x.values() if isinstance(batch.x, Mapping) else [batch.x]
+    sample = batch.sample
+    for one in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
+        if one is not None and one.device.type == "cuda":
+            stream = torch.cuda.current_stream(one.device)
+            stream.wait_event(mark)
+            one.record_stream(stream)  # the user's from here on: when it is let go, nobody tells us
 
 
 class _Failure:

@@ -1,6 +1,7 @@
 """Host memory that devices read in place: registered at its exact size, and let go when nothing can reach it."""
 
 import mmap
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -9,14 +10,13 @@ import torch
 
 from penstock.errors import TierDegradedWarning
 from penstock.probe import ledger
-from penstock.tiers import Budget
+from penstock.tiers import Budget, pin, unpin
 from penstock.unified._order import CudaMarks, Order
 from penstock.units import format_bytes
 
-_REGISTER_FLAGS = 1 | 2
-"""Portable: for every device of the process. Mapped: into their address space."""
-_ALREADY_REGISTERED = 712
-"""Somebody else did, and will undo it."""
+_known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
+"""By address and size: memory is registered once, however often it is wrapped."""
+_lock = threading.Lock()
 
 
 class Memory:
@@ -31,6 +31,17 @@ class Memory:
         self.order = Order(CudaMarks())
         self.is_registered = tensor.is_pinned() or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Memory":
+        """That of a tensor's storage, whoever wrapped it first."""
+        storage = tensor.untyped_storage()
+        with _lock:
+            key = storage.data_ptr(), storage.nbytes()
+            found = _known.get(key)
+            if found is None or not key[1]:
+                found = _known[key] = Memory(tensor)
+            return found
 
     def on(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor ``host`` over this memory as one of the device, without a copy.
@@ -48,31 +59,35 @@ class Memory:
                 "only rows can be read on the device: tensor[index]. Raise `ulimit -l`, or keep the file in /dev/shm"
             )
         if device not in self._views:
-            whole = _Exported(self.storage.data_ptr(), self.storage.nbytes(), self.storage)
-            self._views[device] = torch.as_tensor(whole, device=device).untyped_storage()
+            self._views[device] = self._view(device)
         empty = torch.empty(0, dtype=host.dtype, device=device)
         return empty.set_(self._views[device], host.storage_offset(), host.shape, host.stride())  # type: ignore[call-overload,no-any-return]
 
-    def _register(self) -> bool:
-        size_bytes = self.storage.nbytes()
-        if not size_bytes or not torch.cuda.is_available():
-            return False
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        address = self.storage.data_ptr()
-        try:
-            status = int(runtime.cudaHostRegister(address, size_bytes, _REGISTER_FLAGS))
-        except RuntimeError:
-            status = -1
-        if status == 0:
-            weakref.finalize(self, _let_go, self.storage, self.order)
-        elif status != _ALREADY_REGISTERED:
-            warnings.warn(
-                f"the system refused to register {format_bytes(size_bytes)} of host memory with CUDA (error {status}): "
-                "rows are gathered by the CPU and copied. Raise `ulimit -l`, or give a smaller table.",
-                TierDegradedWarning,
-                stacklevel=4,
+    def _view(self, device: torch.device) -> torch.UntypedStorage:
+        address, size_bytes = self.storage.data_ptr(), self.storage.nbytes()
+        owner = torch.as_tensor(_Exported(address, 1, self.storage)).device
+        if owner != device:  # PyTorch would copy all of it
+            raise ValueError(
+                f"the memory was registered when {owner} was current, and is asked for on {device}: call "
+                f"torch.cuda.set_device({device.index}) before wrap, as with one process for each device. Rows can be "
+                "read on any device: tensor[index]"
             )
-        return status in (0, _ALREADY_REGISTERED)
+        return torch.as_tensor(_Exported(address, size_bytes, self.storage)).untyped_storage()
+
+    def _register(self) -> bool:
+        whole = torch.empty(0, dtype=torch.uint8).set_(self.storage)  # type: ignore[call-overload]
+        if not whole.nbytes or not torch.cuda.is_available():
+            return False
+        if not pin(whole):
+            warnings.warn(
+                f"the system refused to register {format_bytes(whole.nbytes)} of host memory with CUDA: rows are "
+                "gathered by the CPU and copied. Raise `ulimit -l`, or give a smaller table.",
+                TierDegradedWarning,
+                stacklevel=5,
+            )
+            return False
+        weakref.finalize(self, _let_go, self.storage, self.order)
+        return True
 
 
 class _Exported:
@@ -113,4 +128,4 @@ def _uncharge(size_bytes: int, budget: Budget | None) -> None:
 
 def _let_go(storage: torch.UntypedStorage, order: Order) -> None:
     order.before_host(writes=True)  # no kernel may still be reading
-    torch.cuda.cudart().cudaHostUnregister(storage.data_ptr())  # type: ignore[no-untyped-call]
+    unpin(storage.data_ptr())

@@ -130,7 +130,7 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
         )
     if not tensor.is_leaf:
         raise ValueError("the tensor is a result that keeps a history of gradients: wrap(tensor.detach())")
-    return UnifiedTensor(tensor, Memory(tensor), prefer)
+    return UnifiedTensor(tensor, Memory.of(tensor), prefer)
 
 
 def empty(
@@ -148,7 +148,7 @@ def empty(
     dtype = dtype or torch.get_default_dtype()
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
     host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype)  # type: ignore[arg-type]
-    return UnifiedTensor(host, Memory(host), prefer)
+    return UnifiedTensor(host, Memory.of(host), prefer)
 
 
 def gather(

@@ -336,7 +336,7 @@ class TieredFeatures:
             raw = exact(len(plan.host_rows) * plan.row_bytes)
             self._host = _shaped(raw, stored, len(plan.host_rows))
             self._take(tensor, plan.host_rows, self._host, stored)
-        self._memory = Memory(self._host)
+        self._memory = Memory.of(self._host)
         if holds_all:
             return
         if len(plan.device_rows):

@@ -1,0 +1,58 @@
+"""What the driver is told about memory that devices read in place, where it listens."""
+
+from typing import Any, Literal
+
+import torch
+
+from penstock.unified._tensor import UnifiedTensor
+
+Advice = Literal["read mostly", "prefer host", "prefer device"]
+"""Copies may be kept on devices; pages stay in host memory; pages move to the device."""
+_NAMES = {
+    "read mostly": "cudaMemAdviseSetReadMostly",
+    "prefer host": "cudaMemAdviseSetPreferredLocation",
+    "prefer device": "cudaMemAdviseSetPreferredLocation",
+}
+
+
+def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
+    """Advises CUDA about the memory of a unified tensor (``cudaMemAdvise``); whether it was taken.
+
+    Only machines whose devices read pageable memory (Grace, or Linux with HMM) take advice about host memory;
+    elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
+    Raises ``ValueError`` for advice that there is not.
+    """
+    if advice not in _NAMES:
+        raise ValueError(f"advice is one of {', '.join(map(repr, _NAMES))}, not {advice!r}")
+    runtime = _runtime()
+    if runtime is None or not tensor.nbytes:
+        return False
+    device = torch.cuda.current_device()
+    error, pageable = runtime.cudaDeviceGetAttribute(runtime.cudaDeviceAttr.cudaDevAttrPageableMemoryAccess, device)
+    if int(error) or not pageable:
+        return False
+    kind = getattr(runtime.cudaMemoryAdvise, _NAMES[advice])
+    where = _location(runtime, device if advice == "prefer device" else -1)
+    (error,) = runtime.cudaMemAdvise(tensor.cpu().data_ptr(), tensor.nbytes, kind, where)
+    return int(error) == 0
+
+
+def _runtime() -> Any:
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def _location(runtime: Any, device: int) -> Any:
+    """The host is device -1 up to CUDA 12, and a location of its own kind since."""
+    if int(runtime.CUDART_VERSION) < 13000:
+        return device
+    location = runtime.cudaMemLocation()
+    kinds = runtime.cudaMemLocationType
+    location.type = kinds.cudaMemLocationTypeHost if device < 0 else kinds.cudaMemLocationTypeDevice
+    location.id = max(device, 0)
+    return location
