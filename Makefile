@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench gpu gpu-relational soak
+.PHONY: demo test check bench gpu gpu-relational gpu-unified soak
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -29,6 +29,7 @@ bench: .venv/ready
 	$(RUN) -m benchmarks.planner --json benchmarks/results/planner.json
 	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
 	$(RUN) -m benchmarks.relational --json benchmarks/results/relational.json
+	$(RUN) -m benchmarks.unified --json benchmarks/results/unified.json
 
 # Long campaigns, outside CI: 10,000 put/get cycles under random faults, and 100 faults against fleets.
 soak: .venv/ready
@@ -49,3 +50,8 @@ gpu-relational:
 	mkdir -p $(GPU_OUT)
 	PYTHONPATH=src timeout 550 $(PYTHON) -m benchmarks.relational --device cuda --width 64 --rounds 5 --part peers --part first \
 		--json $(GPU_OUT)/relational.json
+
+gpu-unified:
+	mkdir -p $(GPU_OUT)
+	PYTHONPATH=src timeout 300 $(PYTHON) -m benchmarks.unified --device cuda --part link --part epochs --rounds 5 \
+		--json $(GPU_OUT)/unified.json

@@ -5,6 +5,7 @@
   its pages are dropped before each turn. Beside it `numpy.memmap` as it is and with MADV_RANDOM, slices of
   safetensors, and a C program that reads as many blocks of the same size at the same depth and does nothing with them
   (pread_probe.c: the limit). A second table with warm cache.
+- depth: rows of 8 KiB a second, and processor time a row, by open requests.
 - epochs: examples/tiered_graphsage.py under host budgets, beside all rows in memory; planned and measured hit rates.
 - link (CUDA): rows read in place beside the CPU's gather with a pinned copy, a table on the device (the upper limit)
   and the bandwidth of a plain copy (the link's limit).
@@ -30,6 +31,9 @@ from safetensors.torch import save_file
 
 from benchmarks.common import Row, paired_ratio, parser, show, synchronize, write
 from penstock import native, unified
+from penstock.unified._disk import RowFiles
+from penstock.unified._files import find_table
+from penstock.unified._rows import RowType
 
 ROW_BYTES = (64, 256, 1024, 4096)
 COUNTS = (10_000, 100_000, 1_000_000)
@@ -170,6 +174,32 @@ def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compile
         path.unlink()
     for one in (ours, in_place):
         one.close()
+
+
+def depth(given: argparse.Namespace, rows: list[Row]) -> None:
+    """What open requests bring, and what a row costs the processor."""
+    path, table, generator = given.disk / "benchmark-depth.rows", [], torch.Generator().manual_seed(2)
+    blocks = (torch.randn(4096, 2048) for _ in range(max(1, given.file_bytes // (4096 * 8192))))
+    found = find_table(unified.write_features(path, blocks))
+    kind = RowType(found.shape[1:], found.dtype, found.dtype)
+    count = min(given.disk_rows, 10_000)
+    out, rates = kind.empty(count), {one: ([], []) for one in (1, 4, 16, 64)}  # type: dict[int, tuple[list, list]]
+    for _ in range(given.rounds):
+        for number, (seconds, processor) in rates.items():
+            files = RowFiles([found], depth=number)
+            index = torch.randint(found.shape[0], (count,), generator=generator)
+            start_s, used_s = time.perf_counter(), time.process_time()
+            files.read(index, kind, out, None)
+            seconds.append(time.perf_counter() - start_s)
+            processor.append(time.process_time() - used_s)
+            files.close()
+    path.unlink()
+    for number, (seconds, processor) in rates.items():
+        rate, cost = count / median(seconds), 1e6 * median(processor) / count
+        table.append([f"{number}", f"{rate:,.0f}", f"{cost:.1f} us"])
+        rows.append(Row(name=f"{number} threads", metric="rows of 8 KiB a second", value=rate, unit="rows/s"))
+        rows.append(Row(name=f"{number} threads", metric="processor time a row", value=cost, unit="us"))
+    show("rows of 8 KiB by open requests", ["threads", "rows/s", "processor time a row"], table)
 
 
 def _least(num_rows: int) -> int:
@@ -346,7 +376,7 @@ def _example() -> ModuleType:
 
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
-    options.add_argument("--part", action="append", choices=["gather", "disk", "epochs", "link"])
+    options.add_argument("--part", action="append", choices=["gather", "disk", "depth", "epochs", "link"])
     options.add_argument("--row-bytes", type=int, nargs="+", default=list(ROW_BYTES))
     options.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
     options.add_argument("--rounds", type=int, default=9)
@@ -361,7 +391,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     if given.quick:
         given.row_bytes, given.counts, given.rounds, given.file_bytes = [64, 1024], [2000], 2, 32 * 2**20
         given.disk_rows, given.few_rows, given.nodes, given.epochs = 1000, 50, 4096, 1
-    parts = {"gather": gather, "disk": disk, "epochs": epochs}
+    parts = {"gather": gather, "disk": disk, "depth": depth, "epochs": epochs}
     if given.device == "cuda":
         parts["link"] = link
     rows: list[Row] = []

@@ -214,7 +214,7 @@ class SortedNumbering:
 def _degrees(starts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
     if nodes.device.type == "cpu":
         return starts[nodes + 1] - starts[nodes]
-    ends = wrap(starts)[torch.cat([nodes, nodes + 1])]
+    ends: torch.Tensor = wrap(starts)[torch.cat([nodes, nodes + 1])]
     return ends[len(nodes) :] - ends[: len(nodes)]
 
 

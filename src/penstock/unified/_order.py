@@ -80,6 +80,8 @@ class Order:
 
     def before_host(self, *, writes: bool) -> None:
         """Blocks until the device has written, and where the host will write, has read."""
+        if self._write is None and not self._reads:
+            return
         with self._lock:
             marks = [self._write[1]] if self._write is not None else []
             marks += self._reads.values() if writes else []

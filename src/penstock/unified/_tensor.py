@@ -33,13 +33,29 @@ class UnifiedTensor(torch.Tensor):
     _host: torch.Tensor
     _memory: Memory
     _prefer: Preference
+    _kind: RowType
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
         """A unified tensor over ``host``, which lies in ``memory``."""
         made: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
         made._host, made._memory, made._prefer = host.detach(), memory, prefer
+        made._kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
         return made
+
+    def __getitem__(self, index: Any) -> Any:
+        """As of a tensor. Rows by numbers take a short way, past PyTorch's dispatcher."""
+        if (
+            type(index) is torch.Tensor
+            and index.dtype is torch.int64
+            and index.device.type in ("cpu", "cuda")
+            and index.dim()
+            and self._host.dim()
+            and not self.requires_grad
+            and not torch.compiler.is_compiling()
+        ):
+            return gather_rows(self._host, index, _where([index], [self]), self._memory, self._kind)
+        return super().__getitem__(index)
 
     @property
     def prefer(self) -> Preference:
@@ -213,7 +229,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if rows is not None:  # what a table is for, without the general way's cost
         table, index = rows
         return gather_rows(
-            table._host, index, _where([index], [table]), table._memory, wraps=func is _aten.index.Tensor
+            table._host, index, _where([index], [table]), table._memory, table._kind, wraps=func is _aten.index.Tensor
         )
     flat, spec = tree_flatten((args, kwargs))
     unified = [one for one in flat if isinstance(one, UnifiedTensor)]
