@@ -95,7 +95,7 @@ def main() -> None:
     options.add_argument("--hidden", type=int, default=64)
     options.add_argument("--fanouts", type=int, nargs=2, default=[10, 5])
     options.add_argument("--seeds", type=int, default=20_000, help="training nodes")
-    options.add_argument("--batch", type=int, default=512)
+    options.add_argument("--batch", type=int, default=256)
     options.add_argument("--epochs", type=int, default=3)
     options.add_argument("--host", default="1GiB", help="host memory for features; 'all' keeps every row in memory")
     options.add_argument("--disk", type=Path, default=Path("."), help="a directory on an SSD")

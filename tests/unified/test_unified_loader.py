@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock import unified
+from penstock.unified import _disk
 
 NUM_NODES = 500
 
@@ -137,3 +138,62 @@ def test_what_says_nothing():
         unified.Loader(loader.sampler, torch.zeros(5), torch.arange(2), batch_size=0)
     with pytest.raises(ValueError, match="at least 0"):
         unified.Loader(loader.sampler, torch.zeros(5), torch.arange(2), batch_size=1, ahead=-1)
+
+
+@pytest.mark.parametrize("in_flight", [0, 3 * 2**10, 2**20])
+def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, in_flight):
+    """But for one mini-batch, which may be larger than that."""
+    monkeypatch.setattr(_disk.RowFiles, "buffer_bytes", 0)
+    plain, loader = parts(batch_size=4, ahead=6)
+    with unified.TieredFeatures(
+        plain, host_budget=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path
+    ) as features:
+        if not features.plan.num_disk_rows:
+            assert in_flight == 2**20
+            features.in_flight_bytes = in_flight
+        loader.features, most, held, lock = features, [0], [0], threading.Lock()
+        read = loader._read
+
+        def counting(sampled):
+            batch = read(sampled)
+            with lock:
+                held[0] += batch.x.nbytes
+                most[0] = max(most[0], held[0])
+            return batch
+
+        loader._read = counting
+        sizes = []
+        for batch in loader:
+            assert torch.equal(batch.x, plain[batch.nodes])
+            sizes.append(batch.x.nbytes)
+            threading.Event().wait(0.005)  # a step; others are read meanwhile
+            with lock:
+                held[0] -= batch.x.nbytes
+        assert len(sizes) == 25
+        # the one that a step has is the step's, and the next begins when it is taken
+        assert most[0] <= max(sizes) + max(in_flight, *sizes)
+        assert max(sizes) <= loader.statistics().peak_in_flight_bytes <= max(in_flight, *sizes)
+        if in_flight == 2**20:
+            assert most[0] > 2 * max(sizes)
+
+
+def test_loaders_of_others_run_in_advance():
+    made = []
+
+    def batches():
+        for number in range(6):
+            made.append(threading.current_thread().name)
+            yield number
+        raise OSError(5, "Input/output error")
+
+    iterator = unified.in_advance(batches(), 2)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    assert set(made) == {"penstock-loader"} and len(made) <= 5
+    assert [next(iterator) for _ in range(3)] == [3, 4, 5]
+    with pytest.raises(OSError, match="Input/output"):
+        next(iterator)
+    assert not loaders_threads()
+    for _ in unified.in_advance(range(100)):
+        break
+    assert not loaders_threads()
+    assert list(unified.in_advance(range(3), 0)) == [0, 1, 2]

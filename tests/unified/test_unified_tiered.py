@@ -34,6 +34,7 @@ def room(rows, table, hot):
 
 def tiered(tmp_path, table, hot, **options):
     options.setdefault("disk", tmp_path)
+    options.setdefault("in_flight", 0)
     return _small(unified.TieredFeatures, table, room(len(table), table, hot), **options)
 
 
@@ -96,7 +97,9 @@ def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shap
     with (
         tiered(tmp_path, plain, hot, scores=scores, **options)
         if given_source is plain
-        else unified.TieredFeatures(given_source, host_budget=room(300, plain, hot), scores=scores) as features
+        else unified.TieredFeatures(
+            given_source, host_budget=room(300, plain, hot), scores=scores, in_flight=0
+        ) as features
     ):
         if isinstance(index, tuple) and not shape:
             with pytest.raises(IndexError):
@@ -159,7 +162,7 @@ def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
     path = unified.write_features(tmp_path / "x.rows", plain)
     apart = torch.arange(0, 20_000, 40)
     for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
-        with unified.TieredFeatures(source, host_budget=4 * 20_000) as features:
+        with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
             sector = features._files.align_bytes
             assert torch.equal(features[apart], plain[apart])
             found = features.statistics()
@@ -187,8 +190,13 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     with pytest.raises(BudgetError, match="disk='/nvme'"):
         unified.TieredFeatures(plain, host_budget=100)
     monkeypatch.undo()
-    with pytest.raises(BudgetError, match="At least: host_budget="):
-        unified.TieredFeatures(plain, host_budget=5000, disk=tmp_path)
+    for options in ({}, {"in_flight": 500}):
+        with pytest.raises(BudgetError, match="At least: host_budget=") as caught:
+            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=5000, disk=tmp_path, **options)
+        least = int(str(caught.value).rsplit("=", 1)[1])
+        unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least, disk=tmp_path, **options).close()
+        with pytest.raises(BudgetError):
+            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least - 2, disk=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,13 +230,9 @@ def test_nothing_is_left_on_the_disk(tmp_path):
         pickle.dumps(unified.TieredFeatures(made()))
 
 
-def test_reading_in_advance_and_from_many_threads(tmp_path):
+def test_reading_from_many_threads(tmp_path):
     plain = made()
     with tiered(tmp_path, plain, 500) as features:
-        batches = [torch.randint(3000, (200,)) for _ in range(20)]
-        futures = [features.prefetch(one) for one in batches]
-        for one, future in zip(batches, futures, strict=True):
-            assert torch.equal(future.result(), plain[one])
         wrong = []
 
         def work(seed):
@@ -244,7 +248,7 @@ def test_reading_in_advance_and_from_many_threads(tmp_path):
         for one in threads:
             one.join()
         assert not wrong
-        assert features.statistics().host_rows + features.statistics().disk_rows == 20 * 200 + 6 * 20 * 100
+        assert features.statistics().host_rows + features.statistics().disk_rows == 6 * 20 * 100
 
 
 def test_in_a_forked_child(tmp_path):
@@ -266,7 +270,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
     else:
         np.save(tmp_path / "x.npy", made().numpy())
         path = tmp_path / "x.npy"
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10)) as features:
+    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
         os.truncate(path, 20_000)
         with pytest.raises(TierReadError, match="the file ends before that") as caught:
             features[torch.arange(3000)]
@@ -275,7 +279,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
 
 def test_a_failed_read_is_told(either, tmp_path):
     path = unified.write_features(tmp_path / "x", made())
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10)) as features:
+    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
         descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
         os.dup2(descriptor, features._files._descriptors[0])
         with pytest.raises(TierReadError, match="directory") as caught:
@@ -295,7 +299,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
     path = unified.write_features(tmp_path / "x", made())
     monkeypatch.setattr(os, "open", refusing)
     with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT"):
-        features = unified.TieredFeatures(path, host_budget=room(3000, made(), 10))
+        features = unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0)
     assert torch.equal(features[torch.arange(3000)], made())
     features.close()
 
@@ -303,7 +307,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
 def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
     np.save(tmp_path / "x.npy", made().numpy())
-    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10)) as features:
+    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
         assert features._files.align_bytes in (1, 4096)
         index = torch.randint(3000, (500,))
         assert torch.equal(features[index], made()[index])
@@ -342,7 +346,7 @@ def test_tables_that_are_found_stay_as_they_were(tmp_path):
     before = (tmp_path / "x.npy").read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TierDegradedWarning)
-        with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10)) as features:
+        with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
             features[torch.arange(100)]
     assert (tmp_path / "x.npy").read_bytes() == before
     assert find_table(tmp_path / "x.npy").shape == (3000, 9)

@@ -15,7 +15,8 @@ tensor([[6., 7., 8.],
 - `expected_accesses`, `count_accesses`: what a sampler will read, before and after.
 - `write_features`: rows as a file that is read row by row at the disk's rate; `check` reads all of it and compares.
 - `Graph`, `NeighborSampler`, `Sample`, `Block`; `HeteroNeighborSampler`, `HeteroSample` for several types of nodes.
-- `Loader`: mini-batches that are sampled and read beside the step; `Batch`, `LoaderStatistics`.
+- `Loader`: mini-batches that are sampled and read beside the step; `Batch`, `LoaderStatistics`. `in_advance` does so
+  for loaders of others.
 """
 
 from penstock.unified._advice import Advice as Advice
@@ -28,6 +29,7 @@ from penstock.unified._load import from_file as from_file
 from penstock.unified._loader import Batch as Batch
 from penstock.unified._loader import Loader as Loader
 from penstock.unified._loader import LoaderStatistics as LoaderStatistics
+from penstock.unified._loader import in_advance as in_advance
 from penstock.unified._placement import Operand as Operand
 from penstock.unified._placement import Preference as Preference
 from penstock.unified._placement import operand_of as operand_of

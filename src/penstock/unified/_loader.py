@@ -4,9 +4,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from penstock.unified._sampler import NeighborSampler, Sample
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._tiered import TieredFeatures
 
+Item = TypeVar("Item")
 Features = torch.Tensor | TieredFeatures
 """What is indexed by nodes."""
 
@@ -56,6 +57,8 @@ class LoaderStatistics:
     """Reading rows, in seconds."""
     stall_s: float = 0.0
     """That the step waited for a mini-batch, in seconds; what overlapping did not hide."""
+    peak_in_flight_bytes: int = 0
+    """Of rows that tiered features had read in advance, at most at once; a mini-batch that a step has is the step's."""
     wall_s: float = 0.0
     """From the first request of an epoch to its end, in seconds."""
 
@@ -69,7 +72,8 @@ class LoaderStatistics:
 class Loader:
     """Mini-batches of seeds, whose neighbourhoods are sampled and features read ``ahead`` batches in advance.
 
-    ``features`` is a `TieredFeatures`, a tensor, or a dict of them; ``labels`` a tensor of all nodes. Order and draws
+    ``features`` is a `TieredFeatures`, a tensor, or a dict of them; ``labels`` a tensor of all nodes. No more is read
+    in advance than tiered features allow (``in_flight_bytes``), but for one mini-batch. Order and draws
     depend on ``seed`` and the epoch alone. An epoch that is left early ends its threads; an error in one is raised
     here. With ``ahead=0`` everything runs in the calling thread.
 
@@ -112,25 +116,32 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         start_s = time.perf_counter()
-        side = _side_stream(self.sampler.device, self._tables())
+        gate, side = _Gate(self._in_flight()), _side_stream(self.sampler.device, self._tables())
+
+        row_bytes = sum(one.row_bytes for one in self._tables() if isinstance(one, TieredFeatures))
 
         def sample(numbered: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, Sample]:
             with _on(side):
                 return self._sample(epoch, *numbered)
 
-        def read(sampled: tuple[torch.Tensor, Sample]) -> tuple[Batch, Any]:
+        def read(sampled: tuple[torch.Tensor, Sample]) -> tuple[Batch, Any, int]:
+            held = len(sampled[1].nodes) * row_bytes
+            gate.take(held)
             with _on(side):
-                return self._read(sampled), None if side is None else side.record_event()
+                return self._read(sampled), None if side is None else side.record_event(), held
 
         made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._stalled)
         with contextlib.closing(made):
             try:
-                for batch, mark in made:
+                for batch, mark, held in made:
+                    gate.give(held)  # the user's from here on
                     if mark is not None:
                         _hand_over(batch, mark)
                     self._count(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
             finally:
+                gate.open()
+                self._saw(gate.peak_bytes)
                 self._count(wall_s=time.perf_counter() - start_s)
 
     def statistics(self) -> LoaderStatistics:
@@ -173,6 +184,15 @@ class Loader:
     def _tables(self) -> list[Features]:
         return list(self.features.values()) if isinstance(self.features, Mapping) else [self.features]
 
+    def _in_flight(self) -> int | None:
+        limits = [one.in_flight_bytes for one in self._tables() if isinstance(one, TieredFeatures)]
+        return min((one for one in limits if one is not None), default=None)
+
+    def _saw(self, peak_bytes: int) -> None:
+        with self._lock:
+            most = max(peak_bytes, self._statistics.peak_in_flight_bytes)
+            self._statistics = replace(self._statistics, peak_in_flight_bytes=most)
+
     def _stalled(self, seconds: float) -> None:
         self._count(stall_s=seconds)
 
@@ -208,6 +228,44 @@ def _hand_over(batch: Batch, mark: Any) -> None:
             stream = torch.cuda.current_stream(one.device)
             stream.wait_event(mark)
             one.record_stream(stream)  # the user's from here on: when it is let go, nobody tells us
+
+
+def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None, None]:
+    """What an iterable yields, made by a thread of its own up to ``ahead`` items in advance.
+
+    For loaders of others: PyG's read rows in the process that iterates, between steps; here that runs beside the step.
+    Leaving the loop early ends the thread; an error in it is raised here.
+    """
+    yield from _pipeline(iter(batches), [lambda one: one], ahead, lambda _: None)
+
+
+class _Gate:
+    """Bytes in flight: waits until there is room, or nothing is in flight, so that a large batch passes alone."""
+
+    def __init__(self, limit: int | None):
+        self._limit, self._held, self.peak_bytes = limit, 0, 0
+        self._changed = threading.Condition()
+
+    def take(self, size_bytes: int) -> None:
+        """Blocks until these bytes may be held."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._held or self._limit is None or self._held + size_bytes <= self._limit
+            )
+            self._held += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self._held)
+
+    def give(self, size_bytes: int) -> None:
+        """They are somebody else's now."""
+        with self._changed:
+            self._held -= size_bytes
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._limit = None
+            self._changed.notify_all()
 
 
 class _Failure:
@@ -271,9 +329,10 @@ def _work(take: Iterator[Any], step: Callable[[Any], Any], put: "queue.SimpleQue
 
 
 def _taken(source: Iterator[Any], room: threading.Semaphore, ends: threading.Event) -> Iterator[Any]:
-    for one in source:
+    while True:
         room.acquire()
-        if ends.is_set():
+        one = _END if ends.is_set() else next(source, _END)
+        if one is _END:
             return
         yield one
 

@@ -6,7 +6,6 @@ import tempfile
 import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -71,8 +70,10 @@ class TieredFeatures:
     which rows are wanted: `expected_accesses`, `count_accesses` or ``graph.out_degrees()``; without them the first rows
     count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
 
-    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, and buffers of the disk;
-    ``None`` holds all rows there. ``device_budget`` is room on a CUDA device; on a CPU there is none beside the host's.
+    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
+    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
+    rows that a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
+    ``device_budget`` is room on a CUDA device; on a CPU there is none beside the host's.
     ``disk`` is a directory, or several, into which a tensor's rows are written where memory does not hold them all; the
     files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as float16, bfloat16 or int8
     (with ``scale``). ``budget``, an account that other rooms share, is charged for what is held.
@@ -87,6 +88,7 @@ class TieredFeatures:
         *,
         host_budget: Size | None = None,
         device_budget: Size = 0,
+        in_flight: Size | None = None,
         disk: DiskSpec = None,
         scores: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
@@ -110,7 +112,6 @@ class TieredFeatures:
         self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
         self._num_rows = shape[0]
         self._budget, self._charged = budget, {"host": 0, "device": 0}
-        self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._statistics = FeatureStatistics()
         self._files: RowFiles | None = None
@@ -126,9 +127,13 @@ class TieredFeatures:
             self._files = RowFiles([table])
         elif needs_disk:
             self._files = _spilled(tensor, disk, host_bytes, progress)  # type: ignore[arg-type]
+        self.in_flight_bytes: int | None = None if in_flight is None else parse_bytes(in_flight)
+        """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
         if needs_disk:
             assert self._files is not None and host_bytes is not None
-            host_bytes = self._room_for_rows(host_bytes)
+            if self.in_flight_bytes is None:
+                self.in_flight_bytes = host_bytes // 8
+            host_bytes = self._room_for_rows(host_bytes, is_given=in_flight is not None)
         problem = TierProblem(
             num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes, host_bytes=host_bytes,
             scores=scores,
@@ -148,10 +153,16 @@ class TieredFeatures:
         return self.kind.dtype
 
     @property
+    def row_bytes(self) -> int:
+        """Of a row as it is read."""
+        return self.kind.width * self.kind.dtype.itemsize
+
+    @property
     def host_bytes(self) -> int:
-        """Held in host memory: rows, where each row is, and the disk's buffers while it reads."""
-        places = 0 if self._places is None else self._places.nbytes
-        return self._host.nbytes + places + (self._files.buffer_bytes if self._files else 0)
+        """Held in host memory, at most: rows, where each row is, the disk's buffers, and rows read in advance."""
+        if self._places is None:
+            return self._host.nbytes
+        return self._host.nbytes + self._places.nbytes + self._fixed_bytes - 4 * self._num_rows
 
     def __len__(self) -> int:
         return self._num_rows
@@ -207,13 +218,6 @@ class TieredFeatures:
             raise ValueError("tiered features are read by rows: features.index_select(0, index)")
         return self._rows(index)
 
-    def prefetch(self, index: torch.Tensor) -> "Future[torch.Tensor]":
-        """Begins to read rows in the background, one batch after the other; ``.result()`` gives them."""
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-features")
-            return self._pool.submit(self._rows, index)
-
     def statistics(self) -> FeatureStatistics:
         """Rows, requests and bytes since the last `reset_statistics`."""
         with self._lock:
@@ -226,10 +230,7 @@ class TieredFeatures:
             return found
 
     def close(self) -> None:
-        """Lets files, threads and memory go. May be called again; rows cannot be read afterwards."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        """Lets files and memory go. May be called again; rows cannot be read afterwards."""
         if self._files is not None:
             self._files.close()
         self._host, self._table = self._host[:0], None
@@ -314,14 +315,22 @@ class TieredFeatures:
             now = self._statistics
             self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
 
-    def _room_for_rows(self, host_bytes: int) -> int:
+    @property
+    def _fixed_bytes(self) -> int:
+        """Of the host's, beside rows that stay, where a disk is below."""
         assert self._files is not None
-        fixed = 4 * self._num_rows + self._files.buffer_bytes
+        return 4 * self._num_rows + self._files.buffer_bytes + (self.in_flight_bytes or 0)
+
+    def _room_for_rows(self, host_bytes: int, *, is_given: bool) -> int:
+        fixed = self._fixed_bytes
         if fixed > host_bytes:
+            assert self._files is not None
+            buffers, ahead = self._files.buffer_bytes, self.in_flight_bytes or 0
+            least = fixed if is_given else -(-8 * (fixed - ahead) // 7)
             raise BudgetError(
                 f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: "
-                f"{format_bytes(4 * self._num_rows)} to know where each row is, and "
-                f"{format_bytes(self._files.buffer_bytes)} to read from the disk. At least: host_budget={fixed}"
+                f"{format_bytes(4 * self._num_rows)} to know where each row is, {format_bytes(buffers)} to read from "
+                f"the disk and {format_bytes(ahead)} for rows read in advance. At least: host_budget={least}"
             )
         return host_bytes - fixed
 
@@ -332,7 +341,7 @@ class TieredFeatures:
         if holds_all and tensor is not None:  # where it is; nothing is copied
             self._host = tensor if is_plain_table(tensor) else tensor.contiguous()
         else:
-            self._charge("host", len(plan.host_rows) * plan.row_bytes + (0 if holds_all else 4 * self._num_rows))
+            self._charge("host", len(plan.host_rows) * plan.row_bytes + (0 if holds_all else self._fixed_bytes))
             raw = exact(len(plan.host_rows) * plan.row_bytes)
             self._host = _shaped(raw, stored, len(plan.host_rows))
             self._take(tensor, plan.host_rows, self._host, stored)
