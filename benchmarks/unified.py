@@ -16,7 +16,6 @@ import ctypes
 import importlib.util
 import mmap
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -241,17 +240,26 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
     whole = given.nodes * given.width * 4
     budgets = {f"1/{share} of the bytes": whole // share for share in (16, 8, 4)} | {"all rows in memory": None}
     seconds: dict[str, list[float]] = {name: [] for name in budgets}
+    if given.device == "cuda":
+        seconds["gathered by the CPU and copied"] = []
     found: dict[str, dict[str, Any]] = {}
     for number in range(given.epochs + 1):
-        for name, budget in budgets.items():
-            with unified.TieredFeatures(path, host_budget=budget, scores=scores) as features:
-                sampler = unified.NeighborSampler(graph, [10, 5])
-                loader = unified.Loader(sampler, features, train, batch_size=given.batch, labels=classes, seed=number)
+        for name in seconds:
+            budget = budgets.get(name)
+            resident, cached = _resident_bytes(), _cached_bytes()
+            with unified.TieredFeatures(path, host_budget=budget, scores=scores, device=given.device) as features:
+                sampler = unified.NeighborSampler(graph, [10, 5], device=given.device)
+                rows_of = features if name in budgets else _Copied(features._host)
+                loader = unified.Loader(
+                    sampler, rows_of, train, batch_size=given.batch, labels=classes.to(given.device), seed=number
+                )  # fmt: skip
                 torch.manual_seed(0)
-                model = example.GraphSAGE(given.width, 64, 16)
+                model = example.GraphSAGE(given.width, 64, 16).to(given.device)
                 optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-                cached, start_s = _cached_bytes(), time.perf_counter()
+                synchronize(given.device)
+                start_s = time.perf_counter()
                 losses = example.train_epoch(model, optimizer, loader, name)
+                synchronize(given.device)
                 if number:  # the first of each warms up
                     seconds[name].append(time.perf_counter() - start_s)
                 times, counts = loader.statistics(), features.statistics()
@@ -261,10 +269,10 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
                     "last loss": losses[-1], "stall share": times.stall_s / times.wall_s,
                     "hit rate, measured": counts.hit_rate, "hit rate, planned": features.plan.hit_rate,
                     "share of the best hit rate": _oracle(loader, features) if number == given.epochs else 0.0,
-                    "host bytes over budget": held / budget if budget else 1.0,
-                    "page cache grew by": _cached_bytes() - cached,
+                    "bytes held over budget": held / budget if budget else 1.0,
+                    "bytes of rows in flight, peak": times.peak_in_flight_bytes,
+                    "resident set grew by": _resident_bytes() - resident, "page cache grew by": _cached_bytes() - cached,
                     "rows a second from the disk": counts.disk_rows / counts.disk_s if counts.disk_s else 0.0,
-                    "resident set": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 }  # fmt: skip
     table = []
     for name, figures in found.items():
@@ -291,6 +299,23 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
         table,
     )  # fmt: skip
     path.unlink()
+
+
+class _Copied:
+    """Features as most loaders have them: gathered by the CPU into pinned memory, and copied."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def __getitem__(self, nodes: torch.Tensor) -> torch.Tensor:
+        rows = torch.empty(len(nodes), self.table.shape[1], pin_memory=True)
+        torch.index_select(self.table, 0, nodes.cpu(), out=rows)
+        return rows.to("cuda", non_blocking=True)
+
+
+def _resident_bytes() -> int:
+    """Of this process, now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cached_bytes() -> int:
@@ -322,7 +347,7 @@ def link(given: argparse.Namespace, rows: list[Row]) -> None:
     for row_bytes in given.row_bytes:
         features = unified.empty(min(MOST_BYTES // row_bytes, 4_000_000), row_bytes // 4)
         host = features.cpu().normal_()
-        on_device = host.cuda()
+        on_device, copied = host.cuda(), _Copied(host)
         for count in given.counts:
             if count * row_bytes > MOST_BYTES // 2:
                 continue
@@ -332,9 +357,7 @@ def link(given: argparse.Namespace, rows: list[Row]) -> None:
                 calls = {
                     "penstock, in place": lambda one=index_there, table=features: table[one],
                     "penstock, sorted": lambda one=index_there, table=features: unified.gather(table, one, sort=True),
-                    "CPU gather and pinned copy": lambda one=index, table=host: (
-                        table.index_select(0, one).pin_memory().to("cuda", non_blocking=True)
-                    ),
+                    "CPU gather and pinned copy": lambda one=index, table=copied: table[one],
                     "table on the device": lambda one=index_there, table=on_device: table.index_select(0, one),
                 }
                 assert torch.equal(calls["penstock, in place"](), on_device[index_there])

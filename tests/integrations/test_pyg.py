@@ -18,13 +18,13 @@ NUM_NODES = 300
 def case(tmp_path, monkeypatch):
     from torch_geometric.data import Data
 
-    from penstock.unified import _disk
+    from penstock.unified import _tiered
 
-    monkeypatch.setattr(_disk.RowFiles, "buffer_bytes", 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(NUM_NODES, (2, 4000), generator=generator)
     x = torch.randn(NUM_NODES, 16, generator=generator)
-    features = unified.TieredFeatures(x, host_budget=4 * NUM_NODES + 100 * 64, in_flight=0, disk=tmp_path)
+    features = unified.TieredFeatures(x, host_budget=4 * NUM_NODES + 100 * 68, in_flight=0, disk=tmp_path)
     assert features.plan.num_disk_rows == 200
     yield Data(edge_index=edge_index, num_nodes=NUM_NODES), x, features
     features.close()
@@ -115,6 +115,7 @@ def test_several_types(case):
 
 def test_stores_and_what_is_refused(case):
     from torch_geometric.data import Data
+    from torch_geometric.loader import NodeLoader
 
     data, x, features = case
     store = pyg_features({"x": features})
@@ -126,4 +127,9 @@ def test_stores_and_what_is_refused(case):
     assert store.get_tensor(attr_name="y", group_name=None, index=None) is None
     with pytest.raises(ValueError, match="from_csc"):
         pyg_sampler(Data(num_nodes=3), [2])
+    loader = NodeLoader((store, data), pyg_sampler(data, [2]), torch.tensor([4, 4]), batch_size=2)
+    with pytest.raises(ValueError, match="twice"):
+        next(iter(loader))
+    again = pickle.loads(pickle.dumps(store))  # for workers that are spawned, which only sample
+    assert again.get_all_tensor_attrs() == []
     assert pickle.loads(pickle.dumps(pyg_sampler(data, [2]))).num_nodes == NUM_NODES  # for workers that are spawned

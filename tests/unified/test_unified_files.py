@@ -78,6 +78,14 @@ def test_many_chunks_and_other_sources(tmp_path, monkeypatch):
     assert chunk < 100
 
 
+def test_rows_larger_than_a_chunk(tmp_path):
+    expected = torch.randn(3, 1_100_000)
+    path = unified.write_features(tmp_path / "x.rows", expected)
+    unified.check(path)
+    assert torch.equal(unified.from_file(path)[1].cpu(), expected[1])
+    assert path.stat().st_mode & 0o777 == 0o666 & ~_write._umask()
+
+
 def test_sources_that_say_nothing(tmp_path):
     path = tmp_path / "x.rows"
     with pytest.raises(ValueError, match="yields no rows"):

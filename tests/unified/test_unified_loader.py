@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock import unified
-from penstock.unified import _disk
+from penstock.unified import _tiered
 
 NUM_NODES = 500
 
@@ -134,6 +134,8 @@ def test_statistics():
 
 def test_what_says_nothing():
     _, loader = parts()
+    with pytest.raises(ValueError, match="twice"):
+        unified.Loader(loader.sampler, torch.zeros(5), torch.tensor([1, 2, 1]), batch_size=1)
     with pytest.raises(ValueError, match="at least 1"):
         unified.Loader(loader.sampler, torch.zeros(5), torch.arange(2), batch_size=0)
     with pytest.raises(ValueError, match="at least 0"):
@@ -143,7 +145,7 @@ def test_what_says_nothing():
 @pytest.mark.parametrize("in_flight", [0, 3 * 2**10, 2**20])
 def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, in_flight):
     """But for one mini-batch, which may be larger than that."""
-    monkeypatch.setattr(_disk.RowFiles, "buffer_bytes", 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
     plain, loader = parts(batch_size=4, ahead=6)
     with unified.TieredFeatures(
         plain, host_budget=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path

@@ -241,6 +241,58 @@ def test_under_torch_compile():
     assert weight.grad is not None
 
 
+def test_operands_that_occur_twice():
+    """Results are never mistaken for an operand."""
+    plain = table()
+    found = unified.wrap(plain.clone())
+    for function in (torch.add, torch.maximum, torch.mul):
+        result = function(found, found)
+        assert not unified.is_unified(result) and torch.equal(result, function(plain, plain))
+    result = torch.addcmul(found, found, found)
+    assert torch.equal(result, torch.addcmul(plain, plain, plain)) and not unified.is_unified(result)
+    assert torch.equal(found.cpu(), plain)
+    assert torch.add(found, found, out=found) is found and torch.equal(found.cpu(), plain * 2)
+
+
+def test_shapes_stay():
+    found = unified.wrap(table())
+    for change in (found.t_, lambda: found.unsqueeze_(0), lambda: found.resize_(3)):
+        with pytest.raises(RuntimeError, match="keeps its own"):
+            change()
+    assert torch.equal(found[torch.tensor([3])], table()[3:4])
+    with pytest.raises(ValueError, match="not negative"):
+        unified.empty(-1, 3)
+
+
+def test_gradients_through_rows_and_plain_views():
+    weight = torch.nn.Parameter(unified.wrap(table()))
+    plain = torch.nn.Parameter(table())
+    index = torch.tensor([[1, -1], [1, 3]])
+    for one in (weight, plain):
+        (one[index] * torch.arange(20.0).view(2, 2, 5)).sum().backward()
+    assert torch.equal(weight.grad, plain.grad)
+    weight.grad = None
+    (weight.cpu() ** 2).sum().backward()
+    assert torch.equal(weight.grad, 2 * table())
+    weight.grad = None
+    weight[0:2].cpu().sum().backward()
+    assert weight.grad[:2].sum() == 10 and weight.grad.sum() == 10
+    assert weight.numpy(force=True).shape == (20, 5)
+    with torch.no_grad():
+        assert not weight[index].requires_grad
+
+
+def test_copies_keep_what_they_are():
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(unified.wrap(table()))
+    again = copy.deepcopy(layer)
+    assert isinstance(again.weight, torch.nn.Parameter) and unified.is_unified(again.weight)
+    assert dict(again.named_parameters())
+    assert copy.copy(layer.weight).cpu().data_ptr() == layer.weight.cpu().data_ptr()
+    assert np.array(unified.wrap(table())).shape == (20, 5)
+    assert unified.is_unified(torch.full_like(unified.wrap(table()), 3.0))
+
+
 def test_to_other_forms():
     plain = table()
     found = unified.wrap(plain)
@@ -344,6 +396,20 @@ def test_memory_that_somebody_else_registered_is_theirs(cuda, monkeypatch):
     assert not cuda.calls
     del found
     gc.collect()  # not unregistered
+
+
+def test_a_part_of_registered_memory_keeps_all_of_it(cuda, monkeypatch):
+    plain = torch.zeros(1000)
+    array = plain.numpy()
+    whole = unified.wrap(plain)
+    part = unified.wrap(torch.from_numpy(array[100:200]))
+    assert len(cuda.calls) == 1 and part.is_registered
+    del whole
+    gc.collect()
+    assert cuda.held  # the part needs it
+    del part
+    gc.collect()
+    assert not cuda.held
 
 
 def test_memory_that_is_wrapped_twice_is_registered_once(cuda):
@@ -466,8 +532,11 @@ def test_pickling_is_refused_or_by_reference(tmp_path):
     assert len(pickle.dumps(shared)) < 1000
     again[0] = 77
     assert (shared[0] == 77).all()  # one memory
-    with pytest.raises(TypeError, match="not pickled"):
-        pickle.dumps(shared[1:])
+    for view in (shared[1:], shared.view(-1), shared.view(torch.int32), shared.t()):
+        with pytest.raises(TypeError, match="not pickled"):
+            pickle.dumps(view)
+    parameter = pickle.loads(pickle.dumps(torch.nn.Parameter(shared)))
+    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
 
 
 def _write(features, row, value):

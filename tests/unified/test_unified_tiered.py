@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock import tiers, unified
-from penstock.errors import BudgetError, TierDegradedWarning, TierReadError
+from penstock.errors import BudgetError, FeatureFileError, TierDegradedWarning, TierReadError
 from penstock.unified import _disk, _tiered
 from penstock.unified._files import find_table
 
@@ -29,7 +29,7 @@ def made(rows=3000, width=9, dtype=torch.float32):
 
 def room(rows, table, hot):
     """A host budget for so many hot rows."""
-    return FIXED + 4 * rows + hot * table[0].nbytes
+    return FIXED + 4 * rows + hot * (table[0].nbytes + 4)
 
 
 def tiered(tmp_path, table, hot, **options):
@@ -46,7 +46,7 @@ def _small(make, table, host, **options):
 @pytest.fixture(autouse=True)
 def small_buffers(monkeypatch):
     """Else every table of a test would fit beside the buffers' bytes."""
-    monkeypatch.setattr(_disk.RowFiles, "buffer_bytes", 0)
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
     monkeypatch.setitem(globals(), "FIXED", 0)
 
 
@@ -80,7 +80,7 @@ def indexed(draw):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shape, hot, source, scored):
     plain = torch.randint(-50, 50, (300, *shape)).to(dtype)
-    for one in tmp_path.iterdir():
+    for one in tmp_path.glob("*.*"):
         one.unlink()
     given_source, options = plain, {"disk": tmp_path}
     if source == "npy" and dtype is not torch.bfloat16:
@@ -92,7 +92,9 @@ def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shap
     elif source == "rows":
         given_source = unified.write_features(tmp_path / "x.rows", plain)
     elif source == "striped":
-        options = {"disk": [tmp_path, str(tmp_path) + "/."]}
+        for number in (1, 2):
+            (tmp_path / str(number)).mkdir(exist_ok=True)
+        options = {"disk": [tmp_path / "1", tmp_path / "2"]}
     scores = torch.rand(300) if scored else None
     with (
         tiered(tmp_path, plain, hot, scores=scores, **options)
@@ -178,7 +180,7 @@ def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
 def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     plain, budget = made(), tiers.Budget(host="1MiB")
     with tiered(tmp_path, plain, 500, budget=budget) as features:
-        assert features.host_bytes == 500 * 36 + 4 * 3000 == budget.held_bytes("host")
+        assert features.host_bytes == 500 * 40 + 4 * 3000 == budget.held_bytes("host")
         assert features.host_bytes <= room(3000, plain, 500)
     assert budget.held_bytes("host") == 0
     with pytest.raises(BudgetError, match="above the budget"):
@@ -198,6 +200,106 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
         with pytest.raises(BudgetError):
             unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least - 2, disk=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
+    budget = tiers.Budget(host="1MiB", disk={tmp_path: "1MiB"})
+    monkeypatch.setattr(_tiered, "exact", lambda size_bytes: (_ for _ in ()).throw(MemoryError("none")))
+    with pytest.raises(MemoryError):
+        tiered(tmp_path, made(), 500, budget=budget)
+    assert budget.held_bytes("host") == budget.held_bytes(str(tmp_path)) == 0
+    assert budget.peak_bytes(str(tmp_path)) == 3000 * 64  # 36 bytes a row, 64 apart
+    monkeypatch.undo()
+    with pytest.raises(BudgetError, match=r"of rows go to .* which may take 100 B: disk=\{"):
+        unified.TieredFeatures(torch.zeros(100_000, 40), host_budget="4MiB", disk={tmp_path: 100})
+
+
+def test_closed_features_say_so(tmp_path):
+    from penstock.probe import ledger
+
+    before = ledger.held_bytes
+    features = tiered(tmp_path, made(), 500)
+    assert ledger.held_bytes - before == 500 * 36
+    features.close()
+    assert ledger.held_bytes == before
+    with pytest.raises(ValueError, match="were closed"):
+        features[torch.tensor([2999])]
+
+
+def test_closing_waits_for_who_reads(tmp_path):
+    """Never another file's bytes, and no crash."""
+    plain, found = made(), []
+    features = tiered(tmp_path, plain, 5)
+
+    def read():
+        for _ in range(200):
+            try:
+                found.append(torch.equal(features[torch.arange(3000)], plain))
+            except (ValueError, TypeError, AttributeError):
+                return
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for one in threads:
+        one.start()
+    while len(found) < 5:
+        pass
+    features.close()
+    for one in threads:
+        one.join()
+    assert all(found)
+
+
+def test_under_another_default_device(tmp_path):
+    plain, graph_edges = made(), torch.randint(50, (2, 300))
+    torch.set_default_device("meta")
+    try:
+        with tiered(tmp_path, plain, 500) as features:
+            assert torch.equal(features[3:9], plain[3:9]) and torch.equal(features[5], plain[5])
+            graph = unified.Graph(graph_edges, 50)
+            sample = unified.NeighborSampler(graph, [3, 2]).sample(graph_edges[0][:5])
+            assert torch.equal(features[sample.nodes], plain[sample.nodes])
+        assert torch.equal(unified.wrap(plain)[sample.nodes], plain[sample.nodes])
+    finally:
+        torch.set_default_device(None)
+
+
+def test_what_may_follow_the_rows(tmp_path):
+    plain = torch.randn(300, 4, 5)
+    matrix = torch.tensor([[1, 2], [3, 299]])
+    with tiered(tmp_path, plain, 50) as features:
+        for index in (
+            (matrix, 0), (matrix, slice(0, 1)), (matrix, ..., 2), (torch.tensor(1), 1), (np.int64(1), 1), (2, 3, 4),
+            (slice(0, 9), None, 2), (torch.ones(300, dtype=torch.bool), slice(1, 3)), ([4, 5], 0, slice(1, 3)),
+        ):  # fmt: skip
+            assert torch.equal(features[index], plain[index]), index
+        for index in ((matrix[0], matrix[0]), ..., None, ([1, 2], [0, 1])):
+            with pytest.raises(IndexError, match=r"features\[rows\]\[:, columns\]"):
+                features[index]
+        for wrong in (torch.ones(300, dtype=torch.bool), torch.tensor([1.5]), matrix):
+            with pytest.raises(IndexError, match="list of int64 rows"):
+                features.index_select(0, wrong)
+
+
+def test_lazy_conjugates(tmp_path):
+    plain = torch.randn(300, 4, dtype=torch.complex64)
+    index = torch.tensor([3, 5])
+    with tiered(tmp_path, plain.conj(), 50) as features:
+        assert torch.equal(features[index], plain.conj()[index])
+    assert torch.equal(unified.wrap(plain).conj()[index], plain.conj()[index])
+    with pytest.raises(ValueError, match="resolve_conj"):
+        unified.wrap(plain.conj())
+
+
+def test_damage_is_found_where_it_is_asked(tmp_path):
+    path = unified.write_features(tmp_path / "x.rows", made())
+    raw = bytearray(path.read_bytes())
+    raw[4096 + 64 * 1000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(FeatureFileError, match="rows 0 to 2999 are not what was written"):
+        unified.TieredFeatures(path, verify=True)
+    with pytest.raises(FeatureFileError, match="not what was written"):
+        unified.write_features(tmp_path / "copy.rows", path)
+    assert not (tmp_path / "copy.rows").exists()
 
 
 def test_all_rows_in_memory_are_where_they_were():

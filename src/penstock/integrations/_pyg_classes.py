@@ -53,6 +53,8 @@ class Sampler(_Base):
 
     def _sample(self, seed: torch.Tensor, seed_time: Any = None, **_: Any) -> SamplerOutput:  # noqa: ARG002
         found = self._sampler.sample(seed)
+        if found.num_sampled_nodes[0] != len(seed):
+            raise ValueError("a node is among a mini-batch's seeds twice; give each once: input_nodes=seeds.unique()")
         return SamplerOutput(
             node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
             num_sampled_nodes=list(found.num_sampled_nodes), num_sampled_edges=list(found.num_sampled_edges),
@@ -87,6 +89,10 @@ class Features(FeatureStore):  # type: ignore[misc]
         self._tables: dict[tuple[str | None, str], Any] = {}
         for name, table in features.items():
             self._tables[(None, name) if isinstance(name, str) else tuple(name)] = table  # type: ignore[index]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers that are spawned: they sample, and the main process reads rows."""
+        return {**self.__dict__, "_tables": {}}
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         if attr.index is not None:

@@ -71,7 +71,7 @@ def read_header(path: Path, file: Any) -> Header:
             )
         table = Table(
             path=path, shape=tuple(found["shape"]), dtype=DTYPES[found["dtype"]], first_byte=PAGE_BYTES,
-            stride_bytes=found["stride_bytes"],
+            stride_bytes=found["stride_bytes"], is_aligned=True,
         )  # fmt: skip
         check_shape(path, table.shape)
         chunk_rows, at = int(found["chunk_rows"]), int(found["checksums_byte"])
@@ -94,27 +94,30 @@ def check(path: str | os.PathLike[str]) -> None:
     """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
     path = Path(path)
     with path.open("rb", buffering=0) as file:
-        header = read_header(path, file)
-        for number, (begin, raw) in enumerate(chunks(header.table, file, header.chunk_rows)):
-            if zlib.crc32(raw) != header.checksums[number]:
-                refuse(
-                    path,
-                    f"rows {begin} to {begin + len(raw) // header.table.stride_bytes - 1} are not what was written",
-                )
+        for _ in verified(read_header(path, file).table, file):
+            pass
 
 
 def read_all(table: Table, raw: torch.Tensor) -> None:
     """Rows without their padding into ``uint8 [rows * row_bytes]``, chunks checked."""
-    rows = raw.view(table.shape[0], -1) if raw.numel() else raw
+    if not table.size_bytes:
+        return check(table.path)
+    rows = raw.view(table.shape[0], -1)
     with table.path.open("rb", buffering=0) as file:
-        header = read_header(table.path, file)
-        for number, (begin, chunk) in enumerate(chunks(table, file, header.chunk_rows)):
-            if zlib.crc32(chunk) != header.checksums[number]:
-                refuse(table.path, f"rows from {begin} on are not what was written")
-            if not table.row_bytes:
-                continue
+        for begin, chunk in verified(table, file):
             padded = torch.frombuffer(chunk, dtype=torch.uint8).view(-1, table.stride_bytes)
             rows[begin : begin + len(padded)] = padded[:, : table.row_bytes]
+    return None
+
+
+def verified(table: Table, file: Any) -> Iterator[tuple[int, bytearray]]:
+    """As ``chunks``, of an aligned file. Raises ``FeatureFileError`` at a chunk that is not what was written."""
+    header = read_header(table.path, file)
+    for number, (begin, raw) in enumerate(chunks(table, file, header.chunk_rows)):
+        if zlib.crc32(raw) != header.checksums[number]:
+            end = min(begin + header.chunk_rows, table.shape[0]) - 1
+            refuse(table.path, f"rows {begin} to {end} are not what was written")
+        yield begin, raw
 
 
 def chunks(table: Table, file: Any, chunk_rows: int) -> Iterator[tuple[int, bytearray]]:

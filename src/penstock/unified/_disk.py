@@ -65,11 +65,14 @@ class RowFiles:
         self.tables = list(tables)
         self.num_rows = sum(one.shape[0] for one in tables)
         self.depth = depth
-        opened = [_open(one, direct) for one in self.tables]
-        self._descriptors = [descriptor for descriptor, _ in opened]
+        self._descriptors: list[int] = []
         self._closer = weakref.finalize(self, _close, self._descriptors)
-        self.align_bytes = max(align for _, align in opened)
-        self._lock = threading.Lock()
+        self.align_bytes = 1
+        for one in self.tables:
+            descriptor, align = _open(one, direct)
+            self._descriptors.append(descriptor)
+            self.align_bytes = max(self.align_bytes, align)
+        self._readers, self._left = 0, threading.Condition()
         if direct and self.align_bytes == 1:
             warnings.warn(
                 f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
@@ -78,11 +81,6 @@ class RowFiles:
                 stacklevel=3,
             )
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Memory that a batch of reads takes beside the rows, at most."""
-        return self.depth * (max(MOST_BYTES, self.tables[0].stride_bytes) + 2 * _PAGE_BYTES)
-
     def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
         """Rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
 
@@ -90,10 +88,28 @@ class RowFiles:
         """
         if not len(rows) or not kind.row_bytes:
             return ReadReport(num_requests=0, read_bytes=0)
+        with self._left:
+            if not self._descriptors:
+                raise ValueError(f"{self.tables[0].path} was closed; read rows before features.close()")
+            self._readers += 1
+        try:
+            return self._read(rows, kind, out, positions)
+        finally:
+            with self._left:
+                self._readers -= 1
+                self._left.notify_all()
+
+    def close(self) -> None:
+        """Closes the files when nobody reads any more. May be called again."""
+        with self._left:
+            self._left.wait_for(lambda: not self._readers)
+            self._closer()
+
+    def _read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
         compiled = library()
         if compiled is None:
             return self._read_by_python(rows, kind, out, positions)
-        descriptors = torch.tensor(self._descriptors, dtype=torch.int32)
+        descriptors = torch.tensor(self._descriptors, dtype=torch.int32, device="cpu")
         table, report = self.tables[0], _CReport()
         files = _CFiles(
             descriptors=descriptors.data_ptr(), num_files=len(descriptors), first_byte=table.first_byte,
@@ -108,16 +124,12 @@ class RowFiles:
             raise _read_error(self.tables[report.file], report.offset, report.size, report.error)
         return ReadReport(num_requests=report.num_requests, read_bytes=report.bytes)
 
-    def close(self) -> None:
-        """Closes the files. May be called again."""
-        self._closer()
-
     def _read_by_python(
         self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
     ) -> ReadReport:
         """One buffered request a row, from a few threads."""
         distinct, inverse = rows.unique(return_inverse=True)
-        raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8)
+        raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8, device="cpu")
         view = memoryview(raw.numpy()).cast("B")  # type: ignore[arg-type]
         size = kind.row_bytes
 
@@ -135,6 +147,11 @@ class RowFiles:
         else:
             out.view(-1, *kind.shape)[positions] = found
         return ReadReport(num_requests=len(distinct), read_bytes=len(distinct) * size)
+
+
+def buffer_bytes_for(stride_bytes: int) -> int:
+    """Memory that a batch of reads takes beside the rows, at most."""
+    return DEPTH * (max(MOST_BYTES, stride_bytes) + 2 * _PAGE_BYTES)
 
 
 def _open(table: Table, direct: bool) -> tuple[int, int]:

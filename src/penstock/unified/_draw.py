@@ -48,11 +48,16 @@ class Drawer:
         link = self._on_link
         if link is None:
             return draw(self.graph, nodes, fanout, seed, replace=replace)
-        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not link[0].is_registered:
+        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(one.is_registered for one in link):
             found = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
             return Drawn(*(one.to(self.device) for one in found))
         with torch.cuda.device(self.device):
-            return draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
+            for one in link:
+                one._memory.order.before_device(self.device, writes=False)
+            found = draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
+            for one in link:
+                one._memory.order.after_device(self.device, writes=False)
+            return found
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
         """Which edges of the graph as it was given."""
@@ -65,12 +70,15 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
     compiled = library()
     if compiled is None:
         return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
-    offsets = torch.empty(len(nodes) + 1, dtype=torch.int64)
+    offsets = torch.empty(len(nodes) + 1, dtype=torch.int64, device="cpu")
     count = compiled.penstock_sample_offsets(
         address(graph.starts), address(nodes), len(nodes), fanout, int(replace),
         address(offsets),
     )  # fmt: skip
-    neighbours, edges = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
+    neighbours, edges = (
+        torch.empty(count, dtype=torch.int64, device="cpu"),
+        torch.empty(count, dtype=torch.int64, device="cpu"),
+    )
     compiled.penstock_sample(
         address(graph.starts), address(graph.sources), graph.sources.element_size(), address(nodes),
         len(nodes), int(replace), seed, address(offsets), address(neighbours), address(edges),
@@ -108,9 +116,9 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
     first = starts[nodes]
     degrees = starts[nodes + 1] - first
     counts = degrees if fanout < 0 else torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
-    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(nodes) + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=offsets[1:])
-    within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(counts)
+    within = torch.arange(int(offsets[-1]), device="cpu") - offsets[:-1].repeat_interleave(counts)
     chosen = within.clone()
     keys = _keys(nodes, seed)
     for one in range(max(fanout, 0)):
@@ -120,7 +128,7 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
         drawn = _hashed(keys[drawing] + one * _GOLDEN & _MASK) * bound >> 32
         at = offsets[:-1][drawing]
         if not replace:
-            earlier = torch.zeros(len(drawn), dtype=torch.bool)
+            earlier = torch.zeros(len(drawn), dtype=torch.bool, device="cpu")
             for other in range(one):
                 earlier |= chosen[at + other] == drawn
             drawn = torch.where(earlier, most, drawn)
@@ -147,9 +155,9 @@ class Numbering:
 
     def __init__(self) -> None:
         self.count = 0
-        self._nodes = torch.empty(0, dtype=torch.int64)
-        self._keys = torch.empty(0, dtype=torch.int64)
-        self._values = torch.empty(0, dtype=torch.int64)
+        self._nodes = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._keys = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._values = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def nodes(self) -> torch.Tensor:
         """Node numbers by place."""
@@ -167,8 +175,11 @@ class Numbering:
     def _grow(self, most: int) -> None:
         size = 1 << max(8, (most * 2).bit_length())
         old = self.nodes()
-        self._keys, self._values = torch.full((size,), -1, dtype=torch.int64), torch.empty(size, dtype=torch.int64)
-        self._nodes = torch.empty(size // 2 + 1, dtype=torch.int64)
+        self._keys, self._values = (
+            torch.full((size,), -1, dtype=torch.int64, device="cpu"),
+            torch.empty(size, dtype=torch.int64, device="cpu"),
+        )
+        self._nodes = torch.empty(size // 2 + 1, dtype=torch.int64, device="cpu")
         self._relabel(old, None, 0)
 
     def _relabel(self, ids: torch.Tensor, places: torch.Tensor | None, first: int) -> int:
@@ -219,7 +230,7 @@ def _degrees(starts: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
 
 
 def _keys(nodes: torch.Tensor, seed: int) -> torch.Tensor:
-    mixed_seed = _hashed(_hashed(torch.tensor(seed & _MASK ^ _GOLDEN)) ^ (seed >> 32))
+    mixed_seed = _hashed(_hashed(torch.tensor(seed & _MASK ^ _GOLDEN, device="cpu")) ^ (seed >> 32))
     return _hashed(_hashed(mixed_seed ^ (nodes & _MASK)) ^ (nodes >> 32))
 
 

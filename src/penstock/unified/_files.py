@@ -49,6 +49,10 @@ def find_table(
                 raise ValueError(
                     "raw numbers need dtype= and shape=, and no key: from_file(path, dtype=..., shape=...)"
                 )
+            if not shape or any(not isinstance(one, int) or one < 0 for one in shape) or offset < 0:
+                raise ValueError(
+                    f"a table's shape has rows first and no negative numbers, not {shape} at byte {offset}"
+                )
             row = math.prod(shape[1:]) * dtype.itemsize
             found = Table(path=path, shape=tuple(shape), dtype=dtype, first_byte=offset, stride_bytes=row)
         elif begin[:6] == _NPY:

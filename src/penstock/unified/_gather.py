@@ -139,7 +139,7 @@ def _on_device(
     sort: bool,
 ) -> torch.Tensor:  # fmt: skip
     with torch.cuda.device(device):
-        flat = index.detach().to(device).reshape(-1)
+        flat = index.detach().to(device).reshape(-1).contiguous()
         if not has_triton():
             flat = torch.where(flat < 0, flat + len(table), flat) if wraps else flat
             return kind.convert(memory.on(table, device).index_select(0, flat)).view(*index.shape, *kind.shape)
@@ -160,13 +160,14 @@ def _by_cpu(
     if not sort:
         gather(table, flat, kind, out, wraps=wraps)
         return
+    check_range(flat, len(table), wraps=wraps)  # the place in the index as it was given
     order = flat.argsort()
     gather(table, flat[order], kind, out, order, wraps=wraps)
 
 
 def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[torch.Tensor, torch.Tensor, int]:
     """What is only copied goes as the largest words that rows, strides and addresses are made of."""
-    rows = table.view(len(table), -1) if table.is_contiguous() else table.flatten(1)
+    rows = table.as_strided((len(table), kind.width), (table.stride(0), 1))
     if kind.is_converted:
         return rows, out, kind.width
     if rows.is_complex():

@@ -55,7 +55,8 @@ class Graph:
     @staticmethod
     def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
         """From arrays as the class describes them; nothing is copied that has the right type."""
-        starts = starts.to(torch.int64).contiguous()
+        starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
+        positions = None if positions is None else positions.cpu()
         if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(sources):
             raise ValueError(f"starts goes from 0 to the number of edges, {len(sources)}: Graph.from_csc(colptr, row)")
         if bool((starts[1:] < starts[:-1]).any()):
@@ -100,8 +101,8 @@ def expected_accesses(
     node is visited: chances multiply, as if a node's visits were independent. Cost: one pass over the edges a hop.
     """
     degrees = graph.degrees().double()
-    reached = torch.zeros(graph.num_nodes, dtype=torch.float64)
-    frontier = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    reached = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
+    frontier = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     if seeds.dtype is torch.bool:
         seeds = seeds.nonzero().view(-1)
     frontier[seeds] = min(1.0, batch_size / max(1, len(seeds)))
@@ -118,11 +119,11 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
 
     ``indexes`` yields the rows of every mini-batch, or mini-batches with ``n_id`` (PyG's loaders) or ``nodes`` (ours).
     """
-    counts = torch.zeros(num_rows, dtype=torch.float64)
+    counts = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
     for one in indexes:
         rows = one if isinstance(one, torch.Tensor) else one.n_id if hasattr(one, "n_id") else one.nodes
         rows = rows.reshape(-1).cpu()
-        counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64))
+        counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64, device="cpu"))
     return counts
 
 
@@ -137,7 +138,7 @@ def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tenso
 
 def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
     """Every edge's target gives its value to the source."""
-    found = torch.zeros(graph.num_nodes, dtype=torch.float64)
+    found = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     degrees, at = graph.degrees(), 0
     while at < graph.num_nodes:  # nodes with about so many edges at once
         wanted = graph.starts[at] + _MOST_EDGES
@@ -153,18 +154,18 @@ def _by_target(
     sources: torch.Tensor, targets: torch.Tensor, num_nodes: int, num_sources: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     if bool((targets[1:] >= targets[:-1]).all()):  # in order already
-        starts = torch.zeros(num_nodes + 1, dtype=torch.int64)
+        starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
         return starts, sources.to(_type_for(num_sources)).clone(), None
     compiled = library()
     if compiled is None:
         order = targets.argsort(stable=True)
-        starts = torch.zeros(num_nodes + 1, dtype=torch.int64)
+        starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
         return starts, sources[order].to(_type_for(num_sources)), order
-    starts = torch.empty(num_nodes + 1, dtype=torch.int64)
-    index = torch.empty(len(sources), dtype=_type_for(num_sources))
-    positions = torch.empty(len(sources), dtype=torch.int64)
+    starts = torch.empty(num_nodes + 1, dtype=torch.int64, device="cpu")
+    index = torch.empty(len(sources), dtype=_type_for(num_sources), device="cpu")
+    positions = torch.empty(len(sources), dtype=torch.int64, device="cpu")
     compiled.penstock_by_target(
         address(sources), address(targets), len(sources), num_nodes, index.element_size(),
         address(starts), address(index), address(positions),

@@ -47,14 +47,14 @@ def from_file(
     if shared:
         host = _mapped(table)
         options = {"key": key, "dtype": dtype, "shape": shape, "offset": offset, "shared": True}
-        return UnifiedTensor(host, Memory(host, reference=(str(Path(path).resolve()), options)), prefer)
+        return UnifiedTensor(host, Memory.of(host, (str(Path(path).resolve()), options)), prefer)
     host = _read(table, budget)
     return UnifiedTensor(host, Memory.of(host), prefer)
 
 
 def _mapped(table: Table) -> torch.Tensor:
     if not table.size_bytes:
-        return torch.empty(table.shape, dtype=table.dtype)
+        return torch.empty(table.shape, dtype=table.dtype, device="cpu")
     start = table.first_byte // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     if (table.first_byte - start) % table.dtype.itemsize:
         raise ValueError(
@@ -75,7 +75,11 @@ def _read(table: Table, budget: Budget | None) -> torch.Tensor:
             _fill(table, file, raw)
     else:
         read_all(table, raw)
-    return raw.view(table.dtype).view(table.shape) if raw.numel() else torch.empty(table.shape, dtype=table.dtype)
+    return (
+        raw.view(table.dtype).view(table.shape)
+        if raw.numel()
+        else torch.empty(table.shape, dtype=table.dtype, device="cpu")
+    )
 
 
 def _fill(table: Table, file: Any, raw: torch.Tensor) -> None:

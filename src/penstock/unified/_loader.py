@@ -26,7 +26,7 @@ class Batch:
     sample: Sample
     """Nodes and edges around the seeds."""
     seeds: torch.Tensor
-    """Node numbers that the step is about, ``int64 [seeds]``; they are the first of ``nodes``."""
+    """Node numbers that the step is about, ``int64 [seeds]``, in host memory; they are the first of ``nodes``."""
     x: Any
     """Rows of the features for every node of the sample, ``[nodes, ...]``; a dict where several features were given."""
     y: torch.Tensor | None
@@ -77,7 +77,8 @@ class Loader:
     depend on ``seed`` and the epoch alone. An epoch that is left early ends its threads; an error in one is raised
     here. With ``ahead=0`` everything runs in the calling thread.
 
-    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing.
+    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing, and for seeds that are
+    given twice.
     """
 
     def __init__(
@@ -96,7 +97,12 @@ class Loader:
         if batch_size < 1 or ahead < 0:
             raise ValueError(f"batch_size is at least 1 and ahead at least 0, not {batch_size} and {ahead}")
         self.sampler, self.features, self.labels = sampler, features, labels
-        self.seeds = seeds.nonzero().view(-1) if seeds.dtype is torch.bool else seeds.reshape(-1).to(torch.int64)
+        seeds = seeds.nonzero() if seeds.dtype is torch.bool else seeds
+        self.seeds = seeds.reshape(-1).to("cpu", torch.int64)
+        if len(self.seeds.unique()) != len(self.seeds):
+            raise ValueError(
+                "a node is among the seeds twice, and a mini-batch has it once: Loader(..., seeds.unique())"
+            )
         self.batch_size, self.shuffle, self.drop_last, self.ahead, self.seed = (
             batch_size,
             shuffle,
@@ -212,7 +218,11 @@ def _side_stream(sampler: torch.device, tables: list[Features]) -> Any:
     """A stream for what runs in advance on a device; ``None`` where nothing does."""
     devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
     device = next((one for one in devices if one.type == "cuda"), None)
-    return None if device is None else torch.cuda.Stream(device)
+    if device is None:
+        return None
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # labels and features may just have been made there
+    return side
 
 
 def _on(side: Any) -> Any:
@@ -234,6 +244,7 @@ def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None,
     """What an iterable yields, made by a thread of its own up to ``ahead`` items in advance.
 
     For loaders of others: PyG's read rows in the process that iterates, between steps; here that runs beside the step.
+    Items in advance are on nobody's account, and on CUDA they are made on the default stream.
     Leaving the loop early ends the thread; an error in it is raised here.
     """
     yield from _pipeline(iter(batches), [lambda one: one], ahead, lambda _: None)

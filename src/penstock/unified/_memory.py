@@ -16,7 +16,7 @@ from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
 """By address and size: memory is registered once, however often it is wrapped."""
-_lock = threading.Lock()
+_lock = threading.RLock()  # finalizers run wherever memory is asked for
 
 
 class Memory:
@@ -24,23 +24,24 @@ class Memory:
 
     def __init__(self, tensor: torch.Tensor, *, reference: tuple[Any, ...] | None = None):
         self.storage = tensor.untyped_storage()
-        self.whole = (tensor.data_ptr(), tensor.nbytes)
-        """Where all of the table lies in it."""
+        self.whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        """Where all of the table lies in it, and how."""
         self.reference = reference
         """Arguments of ``from_file`` that give the same memory in another process; ``None`` where none do."""
         self.order = Order(CudaMarks())
-        self.is_registered = tensor.is_pinned() or self._register()
+        self._owner = _owner_of(self.storage)
+        self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> "Memory":
+    def of(tensor: torch.Tensor, reference: tuple[Any, ...] | None = None) -> "Memory":
         """That of a tensor's storage, whoever wrapped it first."""
         storage = tensor.untyped_storage()
         with _lock:
             key = storage.data_ptr(), storage.nbytes()
             found = _known.get(key)
             if found is None or not key[1]:
-                found = _known[key] = Memory(tensor)
+                found = _known[key] = Memory(tensor, reference=reference)
             return found
 
     def on(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -75,7 +76,7 @@ class Memory:
         return torch.as_tensor(_Exported(address, size_bytes, self.storage)).untyped_storage()
 
     def _register(self) -> bool:
-        whole = torch.empty(0, dtype=torch.uint8).set_(self.storage)  # type: ignore[call-overload]
+        whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self.storage)  # type: ignore[call-overload]
         if not whole.nbytes or not torch.cuda.is_available():
             return False
         if not pin(whole):
@@ -88,6 +89,23 @@ class Memory:
             return False
         weakref.finalize(self, _let_go, self.storage, self.order)
         return True
+
+
+def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
+    """Registered memory of ours in which all of this lies; who has it keeps it."""
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for (address, size_bytes), one in list(_known.items()):
+        if one.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
+            return one
+    return None
+
+
+def _is_pinned(storage: torch.UntypedStorage) -> bool:
+    """Whether somebody else registered it, to the last byte."""
+    if not storage.nbytes():
+        return False
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+    return bool(whole.is_pinned() and whole[-1:].is_pinned())
 
 
 class _Exported:
@@ -106,7 +124,7 @@ def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
     Raises ``BudgetError`` where it would exceed the budget, ``MemoryError`` where the system has none.
     """
     if not size_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     if budget is not None:
         budget.charge("host", size_bytes)
     try:
@@ -128,4 +146,5 @@ def _uncharge(size_bytes: int, budget: Budget | None) -> None:
 
 def _let_go(storage: torch.UntypedStorage, order: Order) -> None:
     order.before_host(writes=True)  # no kernel may still be reading
-    unpin(storage.data_ptr())
+    with _lock:
+        unpin(storage.data_ptr())

@@ -18,9 +18,9 @@ class TierPlan:
     """Where every row is, and what share of the accesses each tier is expected to serve."""
 
     device_rows: torch.Tensor
-    """In ascending order, ``int64``."""
+    """In ascending order, ``int32`` where row numbers allow, else ``int64``."""
     host_rows: torch.Tensor
-    """In ascending order, ``int64``."""
+    """As ``device_rows``."""
     num_disk_rows: int
     """All others."""
     device_share: float
@@ -61,10 +61,11 @@ def plan_tiers(problem: TierProblem) -> TierPlan:
         num_host = min(num_left, problem.host_bytes // max(1, problem.row_bytes))
     scores = _checked(problem)
     if num_device + num_host == 0 or problem.num_rows == num_host:
-        order = torch.arange(problem.num_rows)
+        order = torch.arange(problem.num_rows, device="cpu")
     else:
         order = scores.argsort(descending=True, stable=True)
-    device, host = order[:num_device].sort().values, order[num_device : num_device + num_host].sort().values
+    order = order[: num_device + num_host].to(torch.int32 if problem.num_rows < 2**31 else torch.int64)
+    device, host = order[:num_device].sort().values, order[num_device:].sort().values
     total = float(scores.sum()) or 1.0
     return TierPlan(
         device_rows=device, host_rows=host, num_disk_rows=num_left - num_host,
@@ -75,7 +76,7 @@ def plan_tiers(problem: TierProblem) -> TierPlan:
 
 def _checked(problem: TierProblem) -> torch.Tensor:
     if problem.scores is None:
-        return torch.ones(problem.num_rows, dtype=torch.float64)
+        return torch.ones(problem.num_rows, dtype=torch.float64, device="cpu")
     scores = problem.scores.detach().to("cpu", torch.float64).reshape(-1)
     if len(scores) != problem.num_rows:
         raise ValueError(f"scores has {len(scores)} numbers; the table has {problem.num_rows} rows: give one for each")

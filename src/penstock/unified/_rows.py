@@ -99,6 +99,8 @@ class RowType:
 
 def is_plain_table(table: torch.Tensor) -> bool:
     """Whether rows are contiguous, so that a row is one copy."""
+    if table.is_conj() or table.is_neg():
+        return False
     return table.dim() > 0 and (table.is_contiguous() or (len(table) > 0 and table[0].is_contiguous()))
 
 

@@ -204,7 +204,7 @@ def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _number(number: int | None) -> int:
-    return int(torch.randint(2**62, ())) if number is None else number
+    return int(torch.randint(2**62, (), device="cpu")) if number is None else number
 
 
 def _checked_seeds(seeds: torch.Tensor, num_nodes: int) -> torch.Tensor:

@@ -25,6 +25,9 @@ class Table:
     stride_bytes: int
     """From row to row; more than a row's bytes where rows are padded."""
 
+    is_aligned: bool = False
+    """Whether it is one of our own files, with checksums."""
+
     @property
     def row_bytes(self) -> int:
         """Of a row without padding."""

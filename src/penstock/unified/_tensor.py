@@ -7,8 +7,9 @@ are unified; results of other operators are plain tensors.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -20,10 +21,11 @@ from penstock.unified._rows import RowType
 from penstock.units import format_bytes
 
 _aten: Any = torch.ops.aten
-_LIKE = {
+_LIKE: dict[Any, Callable[..., Any]] = {
     _aten.empty_like.default: lambda _: None,
     _aten.zeros_like.default: lambda host: host.zero_(),
     _aten.ones_like.default: lambda host: host.fill_(1),
+    _aten.full_like.default: lambda host, value: host.fill_(value),
 }
 
 
@@ -51,11 +53,15 @@ class UnifiedTensor(torch.Tensor):
             and index.device.type in ("cpu", "cuda")
             and index.dim()
             and self._host.dim()
-            and not self.requires_grad
             and not torch.compiler.is_compiling()
         ):
-            return gather_rows(self._host, index, _where([index], [self]), self._memory, self._kind)
+            if self.requires_grad and torch.is_grad_enabled():
+                return _Gathered.apply(self, index)  # type: ignore[no-untyped-call]
+            return self._gathered(index)
         return super().__getitem__(index)
+
+    def _gathered(self, index: torch.Tensor) -> torch.Tensor:
+        return gather_rows(self._host, index, _where([index], [self]), self._memory, self._kind)
 
     @property
     def prefer(self) -> Preference:
@@ -68,21 +74,25 @@ class UnifiedTensor(torch.Tensor):
         return self._memory.is_registered
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
-        """The same memory as a plain tensor, after what devices still write to it."""
+        """The same memory as a plain tensor, after what devices still write to it; gradients flow through.
+
+        Autograd does not see what is written through it, as through NumPy's arrays.
+        """
         self._memory.order.before_host(writes=True)  # whoever has it may write
-        return self._host.requires_grad_(self.requires_grad) if self.is_leaf else self._host
+        if self.requires_grad:
+            return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
+        return self._host.detach()
 
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
         """The same memory as an array, after what devices still write; ``force``: also where gradients are kept."""
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
         self._memory.order.before_host(writes=True)
-        return self._host.numpy()
+        return self._host.detach().numpy()
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """For NumPy's functions."""
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype)
+        return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def tolist(self) -> Any:
         """Numbers as nested lists."""
@@ -97,23 +107,30 @@ class UnifiedTensor(torch.Tensor):
         self._memory.order.before_host(writes=False)
         return f"UnifiedTensor({self._host!r}, prefer={self._prefer!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __copy__(self) -> torch.Tensor:
+        """The same memory once more."""
+        made = UnifiedTensor(self._host, self._memory, self._prefer)
+        return _like(made, self.requires_grad, isinstance(self, torch.nn.Parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """As many bytes again, in memory of its own."""
         made = _fresh(self, self.dtype)
         self._memory.order.before_host(writes=False)
         made._host.copy_(self._host)
-        memo[id(self)] = made.requires_grad_(self.requires_grad)
-        return made  # type: ignore[return-value]
+        memo[id(self)] = _like(made, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reference = self._memory.reference
-        is_whole = (self._host.data_ptr(), self._host.nbytes) == self._memory.whole and self._host.is_contiguous()
+        host = self._host
+        is_whole = (host.data_ptr(), host.shape, host.stride(), host.dtype) == self._memory.whole
         if reference is None or not is_whole:
             raise TypeError(
                 f"a unified tensor of {format_bytes(self._host.nbytes)} is not pickled, since that would copy it. Give "
                 "other processes a file: penstock.unified.from_file(path, shared=True) is pickled as the path, and "
                 "they share its memory. To save the numbers: torch.save(tensor.cpu(), path)"
             )
-        return _reopen, (*reference, self._prefer)
+        return _reopen, (*reference, self._prefer, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -121,6 +138,33 @@ class UnifiedTensor(torch.Tensor):
     ) -> Any:
         """Places one operator, and runs it."""
         return _dispatch(func, args, kwargs or {})
+
+
+class _Plain(torch.autograd.Function):
+    """A unified tensor's memory as a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, unified: UnifiedTensor) -> torch.Tensor:  # noqa: ARG004
+        return unified._host.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
+        return gradient
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a table that trains: its gradient is where the rows are, which PyTorch's own would not be."""
+
+    @staticmethod
+    def forward(ctx: Any, unified: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.index, ctx.shape = index, unified.shape
+        return unified._gathered(index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        rows = torch.where(ctx.index < 0, ctx.index + ctx.shape[0], ctx.index).reshape(-1).to(gradient.device)
+        found = torch.zeros(ctx.shape, dtype=gradient.dtype, device=gradient.device)
+        return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
 
 
 def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
@@ -144,6 +188,8 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
             f"the tensor is on {tensor.device}, where operators run at full speed already; unified tensors are in host "
             "memory: wrap(tensor.cpu())"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ValueError("the tensor is a lazy conjugate or negative: wrap(tensor.resolve_conj().resolve_neg())")
     if not tensor.is_leaf:
         raise ValueError("the tensor is a result that keeps a history of gradients: wrap(tensor.detach())")
     return UnifiedTensor(tensor, Memory.of(tensor), prefer)
@@ -162,8 +208,10 @@ def empty(
     check_preference(prefer)
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
+    if any(not isinstance(one, int) or one < 0 for one in sizes):
+        raise ValueError(f"a shape is whole numbers that are not negative, not {sizes}: empty(1000, 64)")
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
-    host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype)  # type: ignore[arg-type]
+    host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]
     return UnifiedTensor(host, Memory.of(host), prefer)
 
 
@@ -178,7 +226,8 @@ def gather(
 ) -> torch.Tensor:
     """Rows ``index`` (``int64``, any shape) of a table in host memory: ``[*index.shape, *row]``, without gradients.
 
-    The result is where the rules of placement say: with the index on a CUDA device there, read over the link in place.
+    For a unified table the result is where the rules of placement say: with the index on a CUDA device there, read over
+    the link in place. For a plain one it is on the CPU.
     ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8 with
     ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which spares translations of
     addresses in large tables. ``verify`` waits for the device and raises for rows that are not there at once; without
@@ -208,10 +257,18 @@ def check_preference(prefer: str) -> None:
         raise ValueError(f"prefer is 'device' or 'host', not {prefer!r}: wrap(tensor, prefer='host')")
 
 
-def _reopen(path: str, options: dict[str, Any], prefer: Preference) -> UnifiedTensor:
+def _reopen(
+    path: str, options: dict[str, Any], prefer: Preference, requires_grad: bool, is_parameter: bool
+) -> torch.Tensor:
     from penstock.unified._load import from_file
 
-    return from_file(path, **options, prefer=prefer)
+    return _like(from_file(path, **options, prefer=prefer), requires_grad, is_parameter)
+
+
+def _like(made: UnifiedTensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(made, requires_grad=requires_grad)
+    return made.requires_grad_(requires_grad)
 
 
 def _fresh(like: UnifiedTensor, dtype: torch.dtype) -> UnifiedTensor:
@@ -236,7 +293,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
     if func in _LIKE and not kwargs.get("device"):
         made = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
-        _LIKE[func](made._host)  # type: ignore[no-untyped-call]
+        _LIKE[func](made._host, *args[1:])
         return made
     returns = [one.alias_info for one in func._schema.returns]
     if any(one is not None and not one.is_write for one in returns):  # a view: nothing is read or written
@@ -244,6 +301,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = _replaced(spec, flat, lambda one: one._host)
         found = func(*args, **kwargs)
         return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
+    if torch.Tag.inplace_view in func.tags or func is _aten.resize_.default:
+        raise RuntimeError(
+            f"{func} changes the shape of a tensor where it is; a unified tensor keeps its own. Take a view: "
+            "tensor.t(), tensor.unsqueeze(0), tensor.view(shape)"
+        )
     device = _where(others, unified)
     writes = func._schema.is_mutable
     return _run(func, flat, spec, unified, device, writes=writes)
@@ -251,10 +313,16 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:
     """The device on which an operator runs; ``None``: the CPU."""
-    others = list(others)
+    others, unified = list(others), list(unified)
     if place(map(operand_of, others), (one._prefer for one in unified)) == "host":
         return None
-    return next((one.device for one in others if one.device.type != "cpu"), None) or _device()
+    found = next((one.device for one in others if one.device.type != "cpu"), None)
+    if found is not None:
+        return found
+    preferred = _device()
+    if preferred is None or preferred.type != "cuda" or all(one.is_registered for one in unified):
+        return preferred
+    return None  # CUDA cannot reach it, as was said when it was wrapped
 
 
 def _run(
@@ -266,20 +334,26 @@ def _run(
             one._memory.order.before_host(writes=id(one) in written)
         elif device.type == "cuda":
             one._memory.order.before_device(device, writes=id(one) in written)
-    stand_ins: dict[int, UnifiedTensor] = {}
+    kept: dict[int, tuple[UnifiedTensor, torch.Tensor]] = {}
 
     def stand_in(one: UnifiedTensor) -> torch.Tensor:
-        made = one._host if device is None else one._memory.on(one._host, device)
-        stand_ins[id(made)] = one
-        return made
+        if id(one) not in kept:
+            kept[id(one)] = one, one._host if device is None else one._memory.on(one._host, device)
+        return kept[id(one)][1]
 
-    kept: dict[int, torch.Tensor] = {}
-    args, kwargs = _replaced(spec, flat, lambda one: kept.setdefault(id(one), stand_in(one)))
+    args, kwargs = _replaced(spec, flat, stand_in)
     found = func(*args, **kwargs)
     if device is not None and device.type == "cuda":
         for one in unified:
             one._memory.order.after_device(device, writes=id(one) in written)
-    return _map(found, lambda one: stand_ins.get(id(one), one))
+    for one, plain in kept.values():
+        if id(one) in written and plain.shape != one.shape:
+            raise RuntimeError(
+                f"{func} would change a unified tensor's shape from {tuple(one.shape)} to {tuple(plain.shape)}; its "
+                "memory has its size for good. Give out= a tensor of the result's shape"
+            )
+    results = {id(plain): one for one, plain in kept.values() if id(one) in written}
+    return _map(found, lambda one: results.get(id(one), one))
 
 
 def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:
@@ -299,7 +373,7 @@ def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Uni
         table, index = args[0], args[1][0]
         if index.dtype in (torch.bool, torch.uint8):
             return None
-    elif func is _aten.index_select.default and args[1] in (0, -args[0].dim()):
+    elif func is _aten.index_select.default and args[1] in (0, -args[0].dim()) and args[2].dim() == 1:
         table, index = args[0], args[2]
     elif func is _aten.embedding.default:
         table, index = args[0], args[1]

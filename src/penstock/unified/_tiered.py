@@ -1,8 +1,8 @@
 """`TieredFeatures`: one table over device, host memory and disk, indexed like a tensor."""
 
 import contextlib
+import dataclasses
 import os
-import tempfile
 import threading
 import time
 import weakref
@@ -14,7 +14,8 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, DiskSpec, Size
-from penstock.unified._disk import RowFiles
+from penstock.unified._aligned import check, stride_for
+from penstock.unified._disk import RowFiles, buffer_bytes_for
 from penstock.unified._files import find_table
 from penstock.unified._gather import gather_rows, has_triton, start_gather
 from penstock.unified._library import address, library
@@ -24,11 +25,15 @@ from penstock.unified._problem import TierProblem
 from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
 from penstock.unified._table import Table
 from penstock.unified._tensor import UnifiedTensor
-from penstock.unified._write import write_features
+from penstock.unified._write import spill
 from penstock.units import format_bytes, parse_bytes
 
-_FILL_BYTES = 16 * 2**20
+_FILL_BYTES = 4 * 2**20
 """Of rows at once when tiers are filled."""
+_ROW_NUMBER_BYTES = 4
+"""Of a row in the plan."""
+_PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
+"""What may follow the rows in an index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +76,13 @@ class TieredFeatures:
     count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
 
     ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
-    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
     rows that a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
     ``device_budget`` is room on a CUDA device; on a CPU there is none beside the host's.
-    ``disk`` is a directory, or several, into which a tensor's rows are written where memory does not hold them all; the
-    files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as float16, bfloat16 or int8
-    (with ``scale``). ``budget``, an account that other rooms share, is charged for what is held.
+
+    ``disk`` is a directory, or several, or a dict of limits, into which a tensor's rows are written where memory does
+    not hold them all; the files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as
+    float16, bfloat16 or int8 (with ``scale``). ``verify`` reads all of a `write_features` file first and compares its
+    checksums. ``budget``, an account that other rooms share, is charged for what is held.
 
     Raises ``BudgetError`` where the host budget is below what must be held or no disk is given for what is above it,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
@@ -96,6 +102,7 @@ class TieredFeatures:
         dtype: torch.dtype | None = None,
         scale: torch.Tensor | float | None = None,
         budget: Budget | None = None,
+        verify: bool = False,
         progress: bool = True,
     ):
         self.device = torch.device(device)
@@ -111,26 +118,31 @@ class TieredFeatures:
         shape = table.shape if table else tuple(tensor.shape)  # type: ignore[union-attr]
         self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
         self._num_rows = shape[0]
-        self._budget, self._charged = budget, {"host": 0, "device": 0}
         self._lock = threading.Lock()
         self._statistics = FeatureStatistics()
+        self._is_closed = False
         self._files: RowFiles | None = None
-        self._host = torch.empty(0)
+        self._host = torch.empty(0, device="cpu")
         """Rows in host memory."""
+        self._memory = Memory.of(self._host)
         self._table: torch.Tensor | None = None
         """Rows on the device."""
         self._places: torch.Tensor | None = None
         """Where each row is; ``None`` where all are in host memory, in order."""
-        host_bytes = None if host_budget is None else parse_bytes(host_budget)
-        needs_disk = host_bytes is not None and self._num_rows * self.kind.row_bytes > host_bytes + device_bytes
-        if table is not None:
-            self._files = RowFiles([table])
-        elif needs_disk:
-            self._files = _spilled(tensor, disk, host_bytes, progress)  # type: ignore[arg-type]
+        self._buffer_bytes = 0
         self.in_flight_bytes: int | None = None if in_flight is None else parse_bytes(in_flight)
         """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
+        host_bytes = None if host_budget is None else parse_bytes(host_budget)
+        needs_disk = host_bytes is not None and self._num_rows * self.kind.row_bytes > host_bytes + device_bytes
         if needs_disk:
-            assert self._files is not None and host_bytes is not None
+            assert host_bytes is not None
+            if table is None and disk is None:
+                raise BudgetError(
+                    f"{format_bytes(self._num_rows * self.kind.row_bytes)} of rows do not fit "
+                    f"host_budget={format_bytes(host_bytes)}; give a directory on an SSD for the others: "
+                    "TieredFeatures(..., disk='/nvme')"
+                )
+            self._buffer_bytes = buffer_bytes_for(table.stride_bytes if table else stride_for(self.kind.row_bytes))
             if self.in_flight_bytes is None:
                 self.in_flight_bytes = host_bytes // 8
             host_bytes = self._room_for_rows(host_bytes, is_given=in_flight is not None)
@@ -139,8 +151,19 @@ class TieredFeatures:
             scores=scores,
         )  # fmt: skip
         self.plan: TierPlan = plan_tiers(problem)
-        self._fill(tensor)
-        weakref.finalize(self, _give_back, budget, self._charged)
+        self._account = _Account(budget)
+        self._closer = weakref.finalize(self, self._account.give_back)
+        try:
+            if table is not None:
+                if verify and table.is_aligned:
+                    check(table.path)
+                self._files = RowFiles([table])
+            elif needs_disk:
+                self._files = _spilled(tensor, disk, self._account, progress)  # type: ignore[arg-type]
+            self._fill(tensor)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def shape(self) -> torch.Size:
@@ -162,7 +185,7 @@ class TieredFeatures:
         """Held in host memory, at most: rows, where each row is, the disk's buffers, and rows read in advance."""
         if self._places is None:
             return self._host.nbytes
-        return self._host.nbytes + self._places.nbytes + self._fixed_bytes - 4 * self._num_rows
+        return self._host.nbytes + _ROW_NUMBER_BYTES * len(self.plan.host_rows) + self._fixed_bytes
 
     def __len__(self) -> int:
         return self._num_rows
@@ -190,18 +213,17 @@ class TieredFeatures:
         if isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32):
             return self._rows(index)
         if isinstance(index, tuple):
-            first, *rest = index or (slice(None),)
-            if first is Ellipsis or first is None:
-                raise IndexError("the first index of tiered features chooses rows: features[rows, ...]")
-            return self[first][(slice(None), *rest) if _keeps_rows(first) else tuple(rest)]
+            return self._part(*index)
         if isinstance(index, slice):
             start, stop, step = index.indices(self._num_rows)
             if step < 1:
                 raise ValueError(f"rows are not read backwards, as slices of tensors are not: [::{step}]")
-            return self._rows(torch.arange(start, max(start, stop), step))
+            return self._rows(torch.arange(start, max(start, stop), step, device="cpu"))
         if isinstance(index, int) and not isinstance(index, bool):
-            return self._rows(torch.tensor([index]))[0]
-        chosen = torch.as_tensor(index)
+            return self._rows(torch.tensor([index], device="cpu"))[0]
+        if index is Ellipsis or index is None:
+            return self._part(index)
+        chosen = torch.as_tensor(index) if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
                 raise IndexError(f"a mask has one entry for each of {self._num_rows} rows, not {tuple(chosen.shape)}")
@@ -212,11 +234,24 @@ class TieredFeatures:
             raise IndexError(f"rows are chosen by whole numbers or a mask, not by {chosen.dtype}")
         return self._rows(chosen)
 
+    def _part(self, rows: Any = slice(None), *rest: Any) -> torch.Tensor:
+        """Rows first, then what of each."""
+        if rows is Ellipsis or rows is None or any(not isinstance(one, _PLAIN_INDEX) for one in rest):
+            raise IndexError(
+                "the first index of tiered features chooses rows, and others are whole numbers, slices, ... or None: "
+                "features[rows, 2:5]. For more read rows first: features[rows][:, columns]"
+            )
+        found = self[rows]
+        num_dims = found.dim() - len(self.kind.shape)
+        return found[(*[slice(None)] * num_dims, *rest)]
+
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """As of a tensor, along dimension 0."""
         if dim not in (0, -self.dim()):
             raise ValueError("tiered features are read by rows: features.index_select(0, index)")
-        return self._rows(index)
+        if index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
+            raise IndexError(f"index_select takes a list of int64 rows, not {tuple(index.shape)} of {index.dtype}")
+        return self._rows(index.reshape(-1))
 
     def statistics(self) -> FeatureStatistics:
         """Rows, requests and bytes since the last `reset_statistics`."""
@@ -230,11 +265,14 @@ class TieredFeatures:
             return found
 
     def close(self) -> None:
-        """Lets files and memory go. May be called again; rows cannot be read afterwards."""
+        """Lets files and memory go, when nobody reads any more. May be called again; then no rows can be read."""
+        self._is_closed = True
         if self._files is not None:
             self._files.close()
-        self._host, self._table = self._host[:0], None
-        _give_back(self._budget, self._charged)
+        self._host = torch.empty(0, device="cpu")
+        self._memory = Memory.of(self._host)
+        self._table = self._places = None
+        self._closer()
 
     def __enter__(self) -> Self:
         return self
@@ -249,8 +287,11 @@ class TieredFeatures:
         )
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if self._is_closed:
+            raise ValueError("these features were closed; read rows inside of `with TieredFeatures(...) as features:`")
         if self.device.type == "cuda":
-            return self._rows_for_device(index)
+            with torch.cuda.device(self.device):
+                return self._rows_for_device(index)
         flat = as_index(index)
         out = self.kind.empty(*index.shape)
         if self._places is None:
@@ -266,27 +307,26 @@ class TieredFeatures:
 
     def _rows_for_device(self, index: torch.Tensor) -> torch.Tensor:
         """Cold rows are read into pinned memory first; the others by the device itself."""
-        if self._places is None and self._table is None:
+        if self._places is None:
             self._count(host_rows=index.numel())
             return gather_rows(self._host, index, self.device, self._memory, self.kind)
         flat = as_index(index)
-        num_device = len(self.plan.device_rows)
-        if self._places is None:
-            raise AssertionError("unreachable: rows on a device have places")
-        slots, positions, counts = split(self._places, num_device, flat)
+        slots, positions, counts = split(self._places, len(self.plan.device_rows), flat)
         ends = counts[0], counts[0] + counts[1]
         cold = self.kind.empty(counts[2]).pin_memory()
         self._read_cold(slots[ends[1] :], cold, None)
         out = self.kind.empty(*index.shape, device=self.device)
         slots, positions = slots.to(self.device), positions.to(self.device)
         rows = out.view(-1, *self.kind.shape)
-        self._by_kernel(self._table, slots[: ends[0]], positions[: ends[0]], rows)
-        self._by_kernel(self._host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
+        self._by_device(self._table, slots[: ends[0]], positions[: ends[0]], rows)
+        self._memory.order.before_device(self.device, writes=False)
+        self._by_device(self._host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
+        self._memory.order.after_device(self.device, writes=False)
         rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)
         self._count(device_rows=counts[0], host_rows=counts[1])
         return out
 
-    def _by_kernel(
+    def _by_device(
         self, table: torch.Tensor | None, slots: torch.Tensor, positions: torch.Tensor, out: torch.Tensor
     ) -> None:
         if table is None or not len(slots):
@@ -317,45 +357,49 @@ class TieredFeatures:
 
     @property
     def _fixed_bytes(self) -> int:
-        """Of the host's, beside rows that stay, where a disk is below."""
-        assert self._files is not None
-        return 4 * self._num_rows + self._files.buffer_bytes + (self.in_flight_bytes or 0)
+        """Of the host's, beside rows that stay: where each row is, buffers, and rows read in advance."""
+        return 4 * self._num_rows + self._buffer_bytes + (self.in_flight_bytes or 0)
 
     def _room_for_rows(self, host_bytes: int, *, is_given: bool) -> int:
         fixed = self._fixed_bytes
         if fixed > host_bytes:
-            assert self._files is not None
-            buffers, ahead = self._files.buffer_bytes, self.in_flight_bytes or 0
+            ahead = self.in_flight_bytes or 0
             least = fixed if is_given else -(-8 * (fixed - ahead) // 7)
             raise BudgetError(
                 f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: "
-                f"{format_bytes(4 * self._num_rows)} to know where each row is, {format_bytes(buffers)} to read from "
-                f"the disk and {format_bytes(ahead)} for rows read in advance. At least: host_budget={least}"
+                f"{format_bytes(4 * self._num_rows)} to know where each row is, {format_bytes(self._buffer_bytes)} to "
+                f"read from the disk and {format_bytes(ahead)} for rows read in advance. At least: host_budget={least}"
             )
-        return host_bytes - fixed
+        row_bytes = self.kind.row_bytes
+        return (host_bytes - fixed) // (row_bytes + _ROW_NUMBER_BYTES) * row_bytes
 
     def _fill(self, tensor: torch.Tensor | None) -> None:
         """Takes rows into the tiers above the disk."""
         plan, stored = self.plan, RowType(self.kind.shape, self.kind.stored, self.kind.stored)
-        holds_all = len(plan.host_rows) == self._num_rows
-        if holds_all and tensor is not None:  # where it is; nothing is copied
+        num_device, num_host = len(plan.device_rows), len(plan.host_rows)
+        holds_all = num_host == self._num_rows
+        stays = tensor is not None and num_host + num_device == self._num_rows and (holds_all or self._files is None)
+        if not holds_all:
+            self._account.charge("host", self._fixed_bytes + _ROW_NUMBER_BYTES * num_host)
+        if stays:  # where it is; nothing is copied
+            assert tensor is not None
             self._host = tensor if is_plain_table(tensor) else tensor.contiguous()
         else:
-            self._charge("host", len(plan.host_rows) * plan.row_bytes + (0 if holds_all else self._fixed_bytes))
-            raw = exact(len(plan.host_rows) * plan.row_bytes)
-            self._host = _shaped(raw, stored, len(plan.host_rows))
+            self._account.charge("host", num_host * plan.row_bytes)
+            self._host = _shaped(exact(num_host * plan.row_bytes), stored, num_host)
             self._take(tensor, plan.host_rows, self._host, stored)
         self._memory = Memory.of(self._host)
         if holds_all:
             return
-        if len(plan.device_rows):
-            self._charge("device", len(plan.device_rows) * plan.row_bytes)
-            self._table = stored.empty(len(plan.device_rows), device=self.device)
+        if num_device:
+            self._account.charge("device", num_device * plan.row_bytes)
+            self._table = stored.empty(num_device, device=self.device)
             self._take(tensor, plan.device_rows, self._table, stored)
-        self._places = torch.full((self._num_rows,), -1, dtype=torch.int32)
-        self._places[plan.device_rows] = torch.arange(len(plan.device_rows), dtype=torch.int32)
-        first = len(plan.device_rows)
-        self._places[plan.host_rows] = torch.arange(first, first + len(plan.host_rows), dtype=torch.int32)
+        places = torch.full((self._num_rows,), -1, dtype=torch.int32, device="cpu")
+        places[plan.device_rows] = torch.arange(num_device, dtype=torch.int32, device="cpu")
+        slots = plan.host_rows if stays else torch.arange(num_host, dtype=torch.int32, device="cpu")
+        places[plan.host_rows] = (slots + num_device).to(torch.int32)
+        self._places = places
 
     def _take(self, tensor: torch.Tensor | None, rows: torch.Tensor, into: torch.Tensor, stored: RowType) -> None:
         step = max(1, _FILL_BYTES // max(1, stored.row_bytes))
@@ -366,14 +410,9 @@ class TieredFeatures:
                 torch.index_select(tensor, 0, some, out=out)
             else:
                 assert self._files is not None
-                self._files.read(some, stored, out, None)
+                self._files.read(some.long(), stored, out, None)
             if out.device != into.device:
                 into[at : at + len(some)].copy_(out)
-
-    def _charge(self, place: str, size_bytes: int) -> None:
-        if self._budget is not None:
-            self._budget.charge(place, size_bytes)
-            self._charged[place] += size_bytes
 
 
 def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
@@ -390,7 +429,10 @@ def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[t
         slots = torch.where(found < 0, rows, found - torch.where(tier == 1, num_device, 0))
         return slots[order], order, torch.bincount(tier, minlength=3).tolist()
     slots, positions = torch.empty_like(index), torch.empty_like(index)
-    found, counts = torch.empty(len(index), dtype=torch.int32), torch.empty(3, dtype=torch.int64)
+    found, counts = (
+        torch.empty(len(index), dtype=torch.int32, device="cpu"),
+        torch.empty(3, dtype=torch.int64, device="cpu"),
+    )
     bad = compiled.penstock_split(
         address(places), len(places), num_device, address(index), len(index), address(slots),
         address(positions), address(counts), address(found),
@@ -402,43 +444,58 @@ def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[t
 
 def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | None]:
     if isinstance(source, UnifiedTensor):
-        return None, source.cpu().detach()
+        return None, source.cpu().detach().resolve_conj().resolve_neg()
     if isinstance(source, torch.Tensor):
         if source.device.type != "cpu" or not source.dim() or source.layout is not torch.strided:
             raise ValueError(
                 f"tiered features are made from a dense tensor [rows, ...] in host memory, not from "
                 f"{tuple(source.shape)} on {source.device}: TieredFeatures(tensor.cpu(), ...)"
             )
-        return None, source.detach()
+        return None, source.detach().resolve_conj().resolve_neg()
     return find_table(source, key), None
 
 
-def _spilled(tensor: torch.Tensor, disk: DiskSpec, host_bytes: int | None, progress: bool) -> RowFiles:
-    directories = list(Budget(disk=disk).disk_bytes)
-    if not directories:
-        raise BudgetError(
-            f"{format_bytes(tensor.nbytes)} of rows do not fit host_budget={format_bytes(host_bytes or 0)}; give a "
-            "directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
-        )
-    tables = []
+def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: "_Account", progress: bool) -> RowFiles:
+    """A tensor's rows in files without names, one in each directory."""
+    limits = Budget(disk=disk).disk_bytes
     with contextlib.ExitStack() as stack:
-        for number_, directory in enumerate(directories):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=".penstock-", dir=directory))
-            path = write_features(Path(folder) / "rows", tensor[number_ :: len(directories)], progress=progress)
-            tables.append(find_table(path))
-        return RowFiles(tables)  # open files outlive their names
+        tables = []
+        for number, (directory, limit) in enumerate(limits.items()):
+            rows = tensor[number :: len(limits)]
+            size_bytes = len(rows) * stride_for(rows[:1].nbytes)
+            if limit is not None and size_bytes > limit:
+                raise BudgetError(
+                    f"{format_bytes(size_bytes)} of rows go to {directory}, which may take {format_bytes(limit)}: "
+                    f"disk={{{str(directory)!r}: {size_bytes}}}, or several directories"
+                )
+            account.charge(str(directory), size_bytes)
+            file = stack.enter_context(spill(directory, rows, progress=progress))
+            tables.append(find_table(f"/proc/self/fd/{file.fileno()}"))
+        files = RowFiles(tables)  # which opens them once more
+    files.tables = [
+        dataclasses.replace(one, path=Path(directory) / "<nameless file of rows>")
+        for one, directory in zip(tables, limits, strict=True)
+    ]
+    return files
 
 
 def _shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
     return raw.view(kind.stored).view(num_rows, *kind.shape) if raw.numel() else kind.empty(num_rows)
 
 
-def _keeps_rows(index: Any) -> bool:
-    return not (isinstance(index, int) and not isinstance(index, bool))
+class _Account:
+    """What was charged to an account that others share, and goes back as a whole."""
 
+    def __init__(self, budget: Budget | None):
+        self._budget, self._charged = budget, list[tuple[str, int]]()
 
-def _give_back(budget: Budget | None, charged: dict[str, int]) -> None:
-    for place, size_bytes in charged.items():
-        if budget is not None:
-            budget.credit(place, size_bytes)
-        charged[place] = 0
+    def charge(self, place: str, size_bytes: int) -> None:
+        """Raises ``BudgetError`` where there is no room."""
+        if self._budget is not None:
+            self._budget.charge(place, size_bytes)
+            self._charged.append((place, size_bytes))
+
+    def give_back(self) -> None:
+        """All of it."""
+        while self._charged and self._budget is not None:
+            self._budget.credit(*self._charged.pop())

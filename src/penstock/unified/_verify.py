@@ -9,9 +9,9 @@ from penstock.unified._problem import TierProblem
 
 def verify(problem: TierProblem, plan: TierPlan) -> None:
     """Raises ``InternalError`` where rows are missing or doubled, budgets are exceeded, or a better row stays below."""
-    seen = torch.zeros(problem.num_rows, dtype=torch.int64)
+    seen = torch.zeros(problem.num_rows, dtype=torch.int64, device="cpu")
     for rows in (plan.device_rows, plan.host_rows):
-        seen.index_add_(0, rows, torch.ones_like(rows))
+        seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int64, device="cpu"))
     if bool((seen > 1).any()) or int(seen.sum()) + plan.num_disk_rows != problem.num_rows:
         raise InternalError("a row is in two tiers, or in none")
     if len(plan.device_rows) * problem.row_bytes > problem.device_bytes:

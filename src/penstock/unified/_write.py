@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for
+from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for, verified
 from penstock.unified._files import find_table
 from penstock.unified._table import Table
 
@@ -45,6 +45,7 @@ def write_features(
     try:
         with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
             _Writer(file, first).write(_chained(first, blocks), advance)
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.fsync(file.fileno())
         os.replace(name, path)
         _sync_folder(path.parent)
@@ -53,6 +54,20 @@ def write_features(
             os.unlink(name)
         raise
     return path
+
+
+def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> Any:
+    """A tensor's rows in an open file without a name, which goes with whoever has it open."""
+    file: Any = tempfile.TemporaryFile(dir=directory, buffering=0)
+    try:
+        blocks, num_rows = _blocks(source, None)
+        first = next(blocks)
+        with _bar(progress, num_rows, f"to {directory}") as advance:
+            _Writer(file, first).write(_chained(first, blocks), advance)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class _Writer:
@@ -65,7 +80,9 @@ class _Writer:
             raise ValueError(f"rows of {first.dtype} are not written; {', '.join(DTYPES)} are")
         self._row_bytes = math.prod(self._shape) * first.element_size()
         self._stride = stride_for(self._row_bytes)
-        self._chunk_rows = max(8, 1 << (CHUNK_BYTES // self._stride).bit_length() - 1) if self._row_bytes else 4096
+        self._chunk_rows = (
+            max(8, 1 << max(0, (CHUNK_BYTES // self._stride).bit_length() - 1)) if self._row_bytes else 4096
+        )
         self._buffer = mmap.mmap(-1, max(PAGE_BYTES, self._chunk_rows * self._stride))
         self._rows = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self._chunk_rows * self._stride].view(
             self._chunk_rows, self._stride
@@ -86,7 +103,7 @@ class _Writer:
         self._finish()
 
     def _add(self, block: torch.Tensor) -> None:
-        host = block.detach().cpu().contiguous()
+        host = block.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = host.view(-1).view(torch.uint8).view(len(block), -1) if host.numel() else host
         at = 0
         while at < len(block):
@@ -147,10 +164,11 @@ def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int |
 def _from_table(table: Table) -> Iterator[torch.Tensor]:
     rows = max(1, CHUNK_BYTES // max(1, table.stride_bytes))
     if not table.size_bytes:
-        yield torch.empty(table.shape, dtype=table.dtype)
+        yield torch.empty(table.shape, dtype=table.dtype, device="cpu")
         return
     with table.path.open("rb", buffering=0) as file:
-        for _, raw in chunks(table, file, rows):
+        raws = verified(table, file) if table.is_aligned else chunks(table, file, rows)
+        for _, raw in raws:
             padded = torch.frombuffer(raw, dtype=torch.uint8).view(-1, table.stride_bytes)[:, : table.row_bytes]
             yield padded.contiguous().view(-1).view(table.dtype).view(-1, *table.shape[1:])
 
@@ -169,6 +187,14 @@ def _bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
     with Progress(console=console, transient=True, disable=not progress or not console.is_terminal) as bar:
         task = bar.add_task(f"writing {name}", total=num_rows)
         yield lambda count: bar.advance(task, count)
+
+
+def _umask() -> int:
+    """Of the process; it is only told to who sets it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022
 
 
 def _sync_folder(folder: Path) -> None:
