@@ -244,7 +244,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
         seconds["gathered by the CPU and copied"] = []
     found: dict[str, dict[str, Any]] = {}
     for number in range(given.epochs + 1):
-        for name in seconds:
+        for name, taken in seconds.items():
             budget = budgets.get(name)
             resident, cached = _resident_bytes(), _cached_bytes()
             with unified.TieredFeatures(path, host_budget=budget, scores=scores, device=given.device) as features:
@@ -261,7 +261,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
                 losses = example.train_epoch(model, optimizer, loader, name)
                 synchronize(given.device)
                 if number:  # the first of each warms up
-                    seconds[name].append(time.perf_counter() - start_s)
+                    taken.append(time.perf_counter() - start_s)
                 times, counts = loader.statistics(), features.statistics()
                 held = features.host_bytes - (features.in_flight_bytes or 0)
                 held += max(features.in_flight_bytes or 0, times.peak_in_flight_bytes)
@@ -271,7 +271,8 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
                     "share of the best hit rate": _oracle(loader, features) if number == given.epochs else 0.0,
                     "bytes held over budget": held / budget if budget else 1.0,
                     "bytes of rows in flight, peak": times.peak_in_flight_bytes,
-                    "resident set grew by": _resident_bytes() - resident, "page cache grew by": _cached_bytes() - cached,
+                    "resident set grew by": _resident_bytes() - resident,
+                    "page cache grew by": _cached_bytes() - cached,
                     "rows a second from the disk": counts.disk_rows / counts.disk_s if counts.disk_s else 0.0,
                 }  # fmt: skip
     table = []
