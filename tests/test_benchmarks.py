@@ -2,7 +2,7 @@
 
 import json
 
-from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, relational, remat, soak_tiers
+from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, relational, remat, soak_tiers, unified
 
 
 def test_offload_benchmark(tmp_path):
@@ -90,3 +90,24 @@ def test_relational_benchmark(tmp_path):
     ):
         assert rows[f"{name} small 16", peer, "training peak"]["ratio"] > 1
         assert rows[f"{name} small 16", peer, "training"]["value"] > 0
+
+
+def test_unified_benchmark(tmp_path):
+    file = tmp_path / "unified.json"
+    unified.main(["--quick", "--disk", str(tmp_path), "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert rows["1024 B x 2,000, uniform", "rate from memory"] > 0
+    assert rows["1024 B, cold cache", "rows a second, penstock"] > 0
+    assert (
+        1
+        <= rows["1024 B, cold cache", "read amplification, aligned"]
+        < rows["64 B, cold cache", "read amplification, aligned"]
+    )
+    assert rows["16 threads", "processor time a row"] > 0
+    name = "1/8 of the bytes"
+    assert 0.1 < rows[name, "hit rate, measured"] < 0.9
+    assert (
+        abs(rows[name, "hit rate, measured"] - rows[name, "hit rate, planned"]) < 0.1
+    )  # of a single mini-batch or two
+    assert 0 < rows[name, "bytes held over budget"] < 4  # mini-batches of a small graph are most of it
+    assert list(tmp_path.iterdir()) == [file]
