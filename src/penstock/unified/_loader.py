@@ -5,11 +5,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
+from penstock.unified._counts import Counts
 from penstock.unified._sampler import NeighborSampler, Sample
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._tiered import TieredFeatures
@@ -112,8 +113,7 @@ class Loader:
         )
         self.epoch = 0
         """The number of the next epoch; set it to go on where another run stopped."""
-        self._lock = threading.Lock()
-        self._statistics = LoaderStatistics()
+        self._counts = Counts(LoaderStatistics())
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.seeds), self.batch_size)
@@ -136,30 +136,27 @@ class Loader:
             with _on(side):
                 return self._read(sampled), None if side is None else side.record_event(), held
 
-        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._stalled)
+        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts)
         with contextlib.closing(made):
             try:
                 for batch, mark, held in made:
                     gate.give(held)  # the user's from here on
                     if mark is not None:
                         _hand_over(batch, mark)
-                    self._count(num_batches=1, num_nodes=len(batch.nodes))
+                    self._counts.add(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
             finally:
                 gate.open()
-                self._saw(gate.peak_bytes)
-                self._count(wall_s=time.perf_counter() - start_s)
+                self._counts.raise_to(peak_in_flight_bytes=gate.peak_bytes)
+                self._counts.add(wall_s=time.perf_counter() - start_s)
 
     def statistics(self) -> LoaderStatistics:
         """Since the last `reset_statistics`."""
-        with self._lock:
-            return self._statistics
+        return self._counts.now()
 
     def reset_statistics(self) -> LoaderStatistics:
         """The statistics so far, which begin anew."""
-        with self._lock:
-            found, self._statistics = self._statistics, LoaderStatistics()
-            return found
+        return self._counts.reset()
 
     def _seeds_of(self, epoch: int) -> Iterator[torch.Tensor]:
         seeds = self.seeds
@@ -172,7 +169,7 @@ class Loader:
     def _sample(self, epoch: int, number: int, seeds: torch.Tensor) -> tuple[torch.Tensor, Sample]:
         start_s = time.perf_counter()
         sample = self.sampler.sample(seeds, number=(self.seed << 40) + (epoch << 20) + number)
-        self._count(sample_s=time.perf_counter() - start_s)
+        self._counts.add(sample_s=time.perf_counter() - start_s)
         return seeds, sample
 
     def _read(self, sampled: tuple[torch.Tensor, Sample]) -> Batch:
@@ -184,7 +181,7 @@ class Loader:
         else:
             rows = _rows(self.features, sample.nodes)
         labels = None if self.labels is None else _rows(self.labels, seeds)
-        self._count(gather_s=time.perf_counter() - start_s)
+        self._counts.add(gather_s=time.perf_counter() - start_s)
         return Batch(sample=sample, seeds=seeds, x=rows, y=labels)
 
     def _tables(self) -> list[Features]:
@@ -193,19 +190,6 @@ class Loader:
     def _in_flight(self) -> int | None:
         limits = [one.in_flight_bytes for one in self._tables() if isinstance(one, TieredFeatures)]
         return min((one for one in limits if one is not None), default=None)
-
-    def _saw(self, peak_bytes: int) -> None:
-        with self._lock:
-            most = max(peak_bytes, self._statistics.peak_in_flight_bytes)
-            self._statistics = replace(self._statistics, peak_in_flight_bytes=most)
-
-    def _stalled(self, seconds: float) -> None:
-        self._count(stall_s=seconds)
-
-    def _count(self, **more: Any) -> None:
-        with self._lock:
-            now = self._statistics
-            self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
 
 
 def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
@@ -247,7 +231,7 @@ def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None,
     Items in advance are on nobody's account, and on CUDA they are made on the default stream.
     Leaving the loop early ends the thread; an error in it is raised here.
     """
-    yield from _pipeline(iter(batches), [lambda one: one], ahead, lambda _: None)
+    yield from _pipeline(iter(batches), [lambda one: one], ahead, Counts(LoaderStatistics()))
 
 
 class _Gate:
@@ -290,7 +274,7 @@ _END = object()
 
 
 def _pipeline(
-    source: Iterator[Any], steps: list[Callable[[Any], Any]], ahead: int, stalled: Callable[[float], None]
+    source: Iterator[Any], steps: list[Callable[[Any], Any]], ahead: int, counts: Counts[LoaderStatistics]
 ) -> Generator[Any, None, None]:
     """What the steps make of the source, each step in a thread of its own, at most ``ahead`` results waiting."""
     if not ahead:
@@ -298,7 +282,7 @@ def _pipeline(
             start_s = time.perf_counter()
             for step in steps:
                 one = step(one)
-            stalled(time.perf_counter() - start_s)
+            counts.add(stall_s=time.perf_counter() - start_s)
             yield one
         return
     ends = threading.Event()
@@ -316,7 +300,7 @@ def _pipeline(
             one = pipes[-1].get()
             if one is _END:
                 return
-            stalled(time.perf_counter() - start_s)
+            counts.add(stall_s=time.perf_counter() - start_s)
             if isinstance(one, _Failure):
                 raise one.error
             room.release()

@@ -3,10 +3,9 @@
 import contextlib
 import dataclasses
 import os
-import threading
 import time
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import torch
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, DiskSpec, Size
 from penstock.unified._aligned import check, stride_for
+from penstock.unified._counts import Counts
 from penstock.unified._disk import RowFiles, buffer_bytes_for
 from penstock.unified._files import find_table
 from penstock.unified._gather import gather_rows, has_triton, start_gather
@@ -118,8 +118,7 @@ class TieredFeatures:
         shape = table.shape if table else tuple(tensor.shape)  # type: ignore[union-attr]
         self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
         self._num_rows = shape[0]
-        self._lock = threading.Lock()
-        self._statistics = FeatureStatistics()
+        self._counts = Counts(FeatureStatistics())
         self._is_closed = False
         self._files: RowFiles | None = None
         self._host = torch.empty(0, device="cpu")
@@ -255,14 +254,11 @@ class TieredFeatures:
 
     def statistics(self) -> FeatureStatistics:
         """Rows, requests and bytes since the last `reset_statistics`."""
-        with self._lock:
-            return self._statistics
+        return self._counts.now()
 
     def reset_statistics(self) -> FeatureStatistics:
         """The statistics so far, which begin anew."""
-        with self._lock:
-            found, self._statistics = self._statistics, FeatureStatistics()
-            return found
+        return self._counts.reset()
 
     def close(self) -> None:
         """Lets files and memory go, when nobody reads any more. May be called again; then no rows can be read."""
@@ -296,19 +292,19 @@ class TieredFeatures:
         out = self.kind.empty(*index.shape)
         if self._places is None:
             gather(self._host, flat, self.kind, out)
-            self._count(host_rows=len(flat))
+            self._counts.add(host_rows=len(flat))
             return out
         slots, positions, counts = split(self._places, 0, flat)
         num_host = counts[1]
         self._read_cold(slots[num_host:], out, positions[num_host:])
         gather(self._host, slots[:num_host], self.kind, out, positions[:num_host])
-        self._count(host_rows=num_host)
+        self._counts.add(host_rows=num_host)
         return out
 
     def _rows_for_device(self, index: torch.Tensor) -> torch.Tensor:
         """Cold rows are read into pinned memory first; the others by the device itself."""
         if self._places is None:
-            self._count(host_rows=index.numel())
+            self._counts.add(host_rows=index.numel())
             return gather_rows(self._host, index, self.device, self._memory, self.kind)
         flat = as_index(index)
         slots, positions, counts = split(self._places, len(self.plan.device_rows), flat)
@@ -323,7 +319,7 @@ class TieredFeatures:
         self._by_device(self._host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
         self._memory.order.after_device(self.device, writes=False)
         rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)
-        self._count(device_rows=counts[0], host_rows=counts[1])
+        self._counts.add(device_rows=counts[0], host_rows=counts[1])
         return out
 
     def _by_device(
@@ -345,15 +341,10 @@ class TieredFeatures:
         assert self._files is not None
         start_s = time.perf_counter()
         report = self._files.read(rows, self.kind, out, positions)
-        self._count(
+        self._counts.add(
             disk_rows=len(rows), disk_requests=report.num_requests, disk_read_bytes=report.read_bytes,
             disk_row_bytes=len(rows) * self.kind.row_bytes, disk_s=time.perf_counter() - start_s,
         )  # fmt: skip
-
-    def _count(self, **more: Any) -> None:
-        with self._lock:
-            now = self._statistics
-            self._statistics = replace(now, **{name: getattr(now, name) + value for name, value in more.items()})
 
     @property
     def _fixed_bytes(self) -> int:
