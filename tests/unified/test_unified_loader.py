@@ -179,6 +179,26 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
             assert most[0] > 2 * max(sizes)
 
 
+def test_an_interrupt_while_rows_wait_for_room(tmp_path, monkeypatch):
+    """Whatever is raised between two mini-batches, nothing hangs."""
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    plain, loader = parts(batch_size=4, ahead=6)
+    with unified.TieredFeatures(plain, host_budget=4 * NUM_NODES + 2000, in_flight=0, disk=tmp_path) as features:
+        loader.features = features
+        release = threading.Semaphore.release
+
+        def interrupted(self, n=1):
+            monkeypatch.setattr(threading.Semaphore, "release", release)
+            raise KeyboardInterrupt
+
+        iterator = iter(loader)
+        next(iterator)
+        monkeypatch.setattr(threading.Semaphore, "release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+    assert not loaders_threads()
+
+
 def test_loaders_of_others_run_in_advance():
     made = []
 

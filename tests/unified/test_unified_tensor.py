@@ -259,6 +259,11 @@ def test_shapes_stay():
     for change in (found.t_, lambda: found.unsqueeze_(0), lambda: found.resize_(3)):
         with pytest.raises(RuntimeError, match="keeps its own"):
             change()
+    for shape in ((20_000, 5), (2, 5)):
+        with pytest.raises(RuntimeError, match="give one of the result's shape"):
+            torch.add(torch.ones(shape), 1, out=found)
+    with pytest.raises(RuntimeError, match="module.to"):
+        found.data = torch.ones(2)
     assert torch.equal(found[torch.tensor([3])], table()[3:4])
     with pytest.raises(ValueError, match="not negative"):
         unified.empty(-1, 3)
@@ -280,6 +285,11 @@ def test_gradients_through_rows_and_plain_views():
     assert weight.numpy(force=True).shape == (20, 5)
     with torch.no_grad():
         assert not weight[index].requires_grad
+    rows = weight[index].sum()
+    index.fill_(4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        rows.backward()
+    assert torch.equal(weight.data.cpu(), table())
 
 
 def test_copies_keep_what_they_are():

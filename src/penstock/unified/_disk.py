@@ -4,7 +4,6 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -72,7 +71,6 @@ class RowFiles:
             descriptor, align = _open(one, direct)
             self._descriptors.append(descriptor)
             self.align_bytes = max(self.align_bytes, align)
-        self._readers, self._left = 0, threading.Condition()
         if direct and self.align_bytes == 1:
             warnings.warn(
                 f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
@@ -88,24 +86,6 @@ class RowFiles:
         """
         if not len(rows) or not kind.row_bytes:
             return ReadReport(num_requests=0, read_bytes=0)
-        with self._left:
-            if not self._descriptors:
-                raise ValueError(f"{self.tables[0].path} was closed; read rows before features.close()")
-            self._readers += 1
-        try:
-            return self._read(rows, kind, out, positions)
-        finally:
-            with self._left:
-                self._readers -= 1
-                self._left.notify_all()
-
-    def close(self) -> None:
-        """Closes the files when nobody reads any more. May be called again."""
-        with self._left:
-            self._left.wait_for(lambda: not self._readers)
-            self._closer()
-
-    def _read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
         compiled = library()
         if compiled is None:
             return self._read_by_python(rows, kind, out, positions)
@@ -123,6 +103,10 @@ class RowFiles:
         if report.error:
             raise _read_error(self.tables[report.file], report.offset, report.size, report.error)
         return ReadReport(num_requests=report.num_requests, read_bytes=report.bytes)
+
+    def close(self) -> None:
+        """Closes the files, which nobody may be reading. May be called again."""
+        self._closer()
 
     def _read_by_python(
         self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None

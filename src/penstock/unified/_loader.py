@@ -136,7 +136,7 @@ class Loader:
             with _on(side):
                 return self._read(sampled), None if side is None else side.record_event(), held
 
-        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts)
+        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts, gate.open)
         with contextlib.closing(made):
             try:
                 for batch, mark, held in made:
@@ -146,7 +146,6 @@ class Loader:
                     self._counts.add(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
             finally:
-                gate.open()
                 self._counts.raise_to(peak_in_flight_bytes=gate.peak_bytes)
                 self._counts.add(wall_s=time.perf_counter() - start_s)
 
@@ -162,7 +161,7 @@ class Loader:
         seeds = self.seeds
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            seeds = seeds[torch.randperm(len(seeds), generator=generator)]
+            seeds = seeds[torch.randperm(len(seeds), generator=generator, device="cpu")]
         for number in range(len(self)):
             yield seeds[number * self.batch_size : (number + 1) * self.batch_size]
 
@@ -274,7 +273,11 @@ _END = object()
 
 
 def _pipeline(
-    source: Iterator[Any], steps: list[Callable[[Any], Any]], ahead: int, counts: Counts[LoaderStatistics]
+    source: Iterator[Any],
+    steps: list[Callable[[Any], Any]],
+    ahead: int,
+    counts: Counts[LoaderStatistics],
+    let_go: Callable[[], None] = lambda: None,
 ) -> Generator[Any, None, None]:
     """What the steps make of the source, each step in a thread of its own, at most ``ahead`` results waiting."""
     if not ahead:
@@ -307,6 +310,7 @@ def _pipeline(
             yield one
     finally:
         ends.set()
+        let_go()  # whoever waits for something else
         room.release()
         for pipe in pipes:
             pipe.put(_END)

@@ -17,6 +17,13 @@ from penstock.units import format_bytes
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
 """By address and size: memory is registered once, however often it is wrapped."""
 _lock = threading.RLock()  # finalizers run wherever memory is asked for
+_pinned: dict[int, int] = {}
+"""Bytes from each address that we registered and have not let go."""
+_let_go_some = threading.Condition(_lock)
+
+
+_PATIENCE_S = 10.0
+"""Until unregistering by another thread is given up on."""
 
 
 class Memory:
@@ -28,8 +35,8 @@ class Memory:
         """Where all of the table lies in it, and how."""
         self.reference = reference
         """Arguments of ``from_file`` that give the same memory in another process; ``None`` where none do."""
-        self.order = Order(CudaMarks())
         self._owner = _owner_of(self.storage)
+        self.order: Order = self._owner.order if self._owner else Order(CudaMarks())
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
 
@@ -38,6 +45,7 @@ class Memory:
         """That of a tensor's storage, whoever wrapped it first."""
         storage = tensor.untyped_storage()
         with _lock:
+            _let_go_some.wait_for(lambda: not _is_being_let_go(storage), timeout=_PATIENCE_S)
             key = storage.data_ptr(), storage.nbytes()
             found = _known.get(key)
             if found is None or not key[1]:
@@ -87,6 +95,7 @@ class Memory:
                 stacklevel=5,
             )
             return False
+        _pinned[whole.data_ptr()] = whole.nbytes
         weakref.finalize(self, _let_go, self.storage, self.order)
         return True
 
@@ -98,6 +107,15 @@ def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
         if one.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
             return one
     return None
+
+
+def _is_being_let_go(storage: torch.UntypedStorage) -> bool:
+    """Whether another thread has yet to unregister memory of ours that overlaps with this."""
+    begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(
+        begin < address + size_bytes and address < end and not any(key[0] == address for key in list(_known))
+        for address, size_bytes in _pinned.items()
+    )
 
 
 def _is_pinned(storage: torch.UntypedStorage) -> bool:
@@ -148,3 +166,5 @@ def _let_go(storage: torch.UntypedStorage, order: Order) -> None:
     order.before_host(writes=True)  # no kernel may still be reading
     with _lock:
         unpin(storage.data_ptr())
+        _pinned.pop(storage.data_ptr(), None)
+        _let_go_some.notify_all()

@@ -69,15 +69,24 @@ class UnifiedTensor(torch.Tensor):
         return self._prefer
 
     @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Itself, without gradients. It is not assigned to, since its memory stays: ``tensor.copy_(...)`` fills it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"a unified tensor keeps its memory and type, {self.dtype}; .data cannot become {tuple(value.shape)} "
+            f"{value.dtype}. Fill it by tensor.copy_(...), and give it to a module after module.to(...)"
+        )
+
+    @property
     def is_registered(self) -> bool:
         """Whether CUDA devices reach the memory. Always ``False`` on a machine without one."""
         return self._memory.is_registered
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
-        """The same memory as a plain tensor, after what devices still write to it; gradients flow through.
-
-        Autograd does not see what is written through it, as through NumPy's arrays.
-        """
+        """The same memory as a plain tensor, after what devices still write to it; gradients flow through."""
         self._memory.order.before_host(writes=True)  # whoever has it may write
         if self.requires_grad:
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
@@ -157,12 +166,14 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unified: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.index, ctx.shape = index, unified.shape
+        ctx.save_for_backward(index)  # which tells when it is written to meanwhile
+        ctx.shape = unified.shape
         return unified._gathered(index)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        rows = torch.where(ctx.index < 0, ctx.index + ctx.shape[0], ctx.index).reshape(-1).to(gradient.device)
+        (index,) = ctx.saved_tensors
+        rows = torch.where(index < 0, index + ctx.shape[0], index).reshape(-1).to(gradient.device)
         found = torch.zeros(ctx.shape, dtype=gradient.dtype, device=gradient.device)
         return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
 
@@ -335,25 +346,37 @@ def _run(
         elif device.type == "cuda":
             one._memory.order.before_device(device, writes=id(one) in written)
     kept: dict[int, tuple[UnifiedTensor, torch.Tensor]] = {}
+    outs = {id(one) for one in _outs(func, flat, spec)}
 
     def stand_in(one: UnifiedTensor) -> torch.Tensor:
         if id(one) not in kept:
-            kept[id(one)] = one, one._host if device is None else one._memory.on(one._host, device)
+            plain = one._host if device is None else one._memory.on(one._host, device)
+            kept[id(one)] = one, torch.empty(0, dtype=one.dtype, device=plain.device) if id(one) in outs else plain
         return kept[id(one)][1]
 
     args, kwargs = _replaced(spec, flat, stand_in)
     found = func(*args, **kwargs)
+    for one, plain in kept.values():
+        if id(one) in outs:  # PyTorch would have made its memory another, where the shapes differ
+            if plain.shape != one.shape:
+                raise RuntimeError(
+                    f"{func} gives {tuple(plain.shape)}, and out= is a unified tensor of {tuple(one.shape)}, whose "
+                    "memory has its size for good: give one of the result's shape"
+                )
+            (one._host if device is None else one._memory.on(one._host, device)).copy_(plain)
     if device is not None and device.type == "cuda":
         for one in unified:
             one._memory.order.after_device(device, writes=id(one) in written)
-    for one, plain in kept.values():
-        if id(one) in written and plain.shape != one.shape:
-            raise RuntimeError(
-                f"{func} would change a unified tensor's shape from {tuple(one.shape)} to {tuple(plain.shape)}; its "
-                "memory has its size for good. Give out= a tensor of the result's shape"
-            )
     results = {id(plain): one for one, plain in kept.values() if id(one) in written}
     return _map(found, lambda one: results.get(id(one), one))
+
+
+def _outs(func: Any, flat: list[Any], spec: Any) -> list[UnifiedTensor]:
+    """Unified tensors given as ``out=`` that are not operands as well."""
+    args, kwargs = tree_unflatten(flat, spec)
+    outs = [kwargs.get(one.name) for one in func._schema.arguments if one.kwarg_only and one.alias_info is not None]
+    operands = [id(one) for one in tree_flatten(args)[0]]
+    return [one for one in outs if isinstance(one, UnifiedTensor) and id(one) not in operands]
 
 
 def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:

@@ -22,6 +22,7 @@ from penstock.unified._library import address, library
 from penstock.unified._memory import Memory, exact
 from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
+from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
 from penstock.unified._table import Table
 from penstock.unified._tensor import UnifiedTensor
@@ -119,7 +120,9 @@ class TieredFeatures:
         self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
         self._num_rows = shape[0]
         self._counts = Counts(FeatureStatistics())
-        self._is_closed = False
+        self._readers = Readers(
+            "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
+        )
         self._files: RowFiles | None = None
         self._host = torch.empty(0, device="cpu")
         """Rows in host memory."""
@@ -132,19 +135,23 @@ class TieredFeatures:
         self.in_flight_bytes: int | None = None if in_flight is None else parse_bytes(in_flight)
         """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
         host_bytes = None if host_budget is None else parse_bytes(host_budget)
-        needs_disk = host_bytes is not None and self._num_rows * self.kind.row_bytes > host_bytes + device_bytes
-        if needs_disk:
-            assert host_bytes is not None
-            if table is None and disk is None:
-                raise BudgetError(
-                    f"{format_bytes(self._num_rows * self.kind.row_bytes)} of rows do not fit "
-                    f"host_budget={format_bytes(host_bytes)}; give a directory on an SSD for the others: "
-                    "TieredFeatures(..., disk='/nvme')"
-                )
-            self._buffer_bytes = buffer_bytes_for(table.stride_bytes if table else stride_for(self.kind.row_bytes))
-            if self.in_flight_bytes is None:
-                self.in_flight_bytes = host_bytes // 8
-            host_bytes = self._room_for_rows(host_bytes, is_given=in_flight is not None)
+        total = self._num_rows * self.kind.row_bytes
+        needs_disk = False
+        if host_bytes is not None and total <= host_bytes:
+            self.in_flight_bytes = host_bytes - total if in_flight is None else self.in_flight_bytes
+        elif host_bytes is not None:
+            given_bytes, host_bytes = host_bytes, self._room_beside(4 * self._num_rows, host_bytes)
+            needs_disk = host_bytes + device_bytes < total
+            if needs_disk:
+                if table is None and disk is None:
+                    raise BudgetError(
+                        f"{format_bytes(total)} of rows do not fit host_budget={format_bytes(given_bytes)}; give a "
+                        "directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
+                    )
+                self._buffer_bytes = buffer_bytes_for(table.stride_bytes if table else stride_for(self.kind.row_bytes))
+                if in_flight is None:
+                    self.in_flight_bytes = given_bytes // 8
+                host_bytes = self._room_for_rows(given_bytes, is_given=in_flight is not None)
         problem = TierProblem(
             num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes, host_bytes=host_bytes,
             scores=scores,
@@ -183,7 +190,7 @@ class TieredFeatures:
     def host_bytes(self) -> int:
         """Held in host memory, at most: rows, where each row is, the disk's buffers, and rows read in advance."""
         if self._places is None:
-            return self._host.nbytes
+            return self._host.nbytes + (self.in_flight_bytes or 0)
         return self._host.nbytes + _ROW_NUMBER_BYTES * len(self.plan.host_rows) + self._fixed_bytes
 
     def __len__(self) -> int:
@@ -262,7 +269,7 @@ class TieredFeatures:
 
     def close(self) -> None:
         """Lets files and memory go, when nobody reads any more. May be called again; then no rows can be read."""
-        self._is_closed = True
+        self._readers.close()
         if self._files is not None:
             self._files.close()
         self._host = torch.empty(0, device="cpu")
@@ -283,11 +290,14 @@ class TieredFeatures:
         )
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
-        if self._is_closed:
-            raise ValueError("these features were closed; read rows inside of `with TieredFeatures(...) as features:`")
-        if self.device.type == "cuda":
+        with self._readers:
+            if self.device.type == "cpu":
+                return self._rows_by_cpu(index)
             with torch.cuda.device(self.device):
                 return self._rows_for_device(index)
+
+    def _rows_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
+        self._memory.order.before_host(writes=False)
         flat = as_index(index)
         out = self.kind.empty(*index.shape)
         if self._places is None:
@@ -361,8 +371,12 @@ class TieredFeatures:
                 f"{format_bytes(4 * self._num_rows)} to know where each row is, {format_bytes(self._buffer_bytes)} to "
                 f"read from the disk and {format_bytes(ahead)} for rows read in advance. At least: host_budget={least}"
             )
+        return self._room_beside(fixed, host_bytes)
+
+    def _room_beside(self, fixed: int, host_bytes: int) -> int:
+        """For rows, each with its number."""
         row_bytes = self.kind.row_bytes
-        return (host_bytes - fixed) // (row_bytes + _ROW_NUMBER_BYTES) * row_bytes
+        return max(0, host_bytes - fixed) // (row_bytes + _ROW_NUMBER_BYTES) * row_bytes
 
     def _fill(self, tensor: torch.Tensor | None) -> None:
         """Takes rows into the tiers above the disk."""
@@ -370,10 +384,11 @@ class TieredFeatures:
         num_device, num_host = len(plan.device_rows), len(plan.host_rows)
         holds_all = num_host == self._num_rows
         stays = tensor is not None and num_host + num_device == self._num_rows and (holds_all or self._files is None)
-        if not holds_all:
-            self._account.charge("host", self._fixed_bytes + _ROW_NUMBER_BYTES * num_host)
+        beside = self.in_flight_bytes or 0 if holds_all else self._fixed_bytes + _ROW_NUMBER_BYTES * num_host
+        self._account.charge("host", beside)
         if stays:  # where it is; nothing is copied
             assert tensor is not None
+            self._account.charge("host", 0 if is_plain_table(tensor) else tensor.nbytes)
             self._host = tensor if is_plain_table(tensor) else tensor.contiguous()
         else:
             self._account.charge("host", num_host * plan.row_bytes)

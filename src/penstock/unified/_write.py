@@ -30,7 +30,7 @@ def write_features(
     ``source`` is a tensor ``[rows, ...]``, a .npy or .safetensors file (``key``), or anything that yields tensors
     ``[any, ...]`` of one type and one shape of row, such as a generator, so that rows need never be in memory together.
     A bar shows progress on a terminal. A file of that name is replaced when the new one is whole; until then, and after
-    any failure, it is what it was.
+    a failure before that, it is what it was.
 
     Raises ``ValueError`` for sources without a row type, ``OSError`` for a disk that is full or cannot be written.
     """

@@ -1,0 +1,30 @@
+"""Who reads something that may be closed."""
+
+import threading
+from typing import Self
+
+
+class Readers:
+    """A context for reading. ``close`` waits until everybody has left it, and lets nobody in."""
+
+    def __init__(self, closed: str):
+        self._closed_message, self._is_closed, self._count = closed, False, 0
+        self._left = threading.Condition()
+
+    def __enter__(self) -> Self:
+        with self._left:
+            if self._is_closed:
+                raise ValueError(self._closed_message)
+            self._count += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._left:
+            self._count -= 1
+            self._left.notify_all()
+
+    def close(self) -> None:
+        """May be called again."""
+        with self._left:
+            self._is_closed = True
+            self._left.wait_for(lambda: not self._count)
