@@ -61,7 +61,8 @@ class UnifiedTensor(torch.Tensor):
         return super().__getitem__(index)
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor:
-        return gather_rows(self._host, index, _where([index], [self]), self._memory, self._kind)
+        device = None if index.device.type == "cpu" else _where([index], [self])  # an index in host memory binds
+        return gather_rows(self._host, index, device, self._memory, self._kind)
 
     @property
     def prefer(self) -> Preference:
