@@ -358,12 +358,12 @@ def _run(
     args, kwargs = _replaced(spec, flat, stand_in)
     found = func(*args, **kwargs)
     for one, plain in kept.values():
-        if id(one) in outs:  # PyTorch would have made its memory another, where the shapes differ
-            if plain.shape != one.shape:
-                raise RuntimeError(
-                    f"{func} gives {tuple(plain.shape)}, and out= is a unified tensor of {tuple(one.shape)}, whose "
-                    "memory has its size for good: give one of the result's shape"
-                )
+        if id(one) in written and plain.shape != one.shape:
+            raise RuntimeError(
+                f"{func} gives {tuple(plain.shape)}, and out= is a unified tensor of {tuple(one.shape)}, whose memory "
+                "has its size for good: give one of the result's shape"
+            )
+        if id(one) in outs:  # where the shapes differ PyTorch would have made its memory another
             (one._host if device is None else one._memory.on(one._host, device)).copy_(plain)
     if device is not None and device.type == "cuda":
         for one in unified:
