@@ -105,6 +105,9 @@ def test_several_types(case):
     data["b", "of", "a"].edge_index = data["a", "to", "b"].edge_index.flip(0)
     store = pyg_features({("a", "x"): features, ("b", "x"): torch.arange(50.0).view(-1, 1)})
     loader = NodeLoader((store, data), pyg_sampler(data, [3, 2]), ("b", torch.arange(20)), batch_size=4)
+    twice = NodeLoader((store, data), pyg_sampler(data, [3, 2]), ("b", torch.tensor([4, 4])), batch_size=2)
+    with pytest.raises(ValueError, match="twice"):
+        next(iter(twice))
     for batch in loader:
         assert torch.equal(batch["a"].x, x[batch["a"].n_id])
         assert torch.equal(batch["b"].x.view(-1).long(), batch["b"].n_id)

@@ -19,9 +19,6 @@ from penstock.errors import BudgetError, FeatureFileError, TierDegradedWarning, 
 from penstock.unified import _disk, _tiered
 from penstock.unified._files import find_table
 
-FIXED = 64 * (32 * 1024 + 2 * 4096)
-"""Bytes of the disk's buffers."""
-
 
 def made(rows=3000, width=9, dtype=torch.float32):
     return torch.randint(-50, 50, (rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -29,25 +26,18 @@ def made(rows=3000, width=9, dtype=torch.float32):
 
 def room(rows, table, hot):
     """A host budget for so many hot rows."""
-    return FIXED + 4 * rows + hot * (table[0].nbytes + 4)
+    return 4 * rows + hot * (table[0].nbytes + 4)
 
 
 def tiered(tmp_path, table, hot, **options):
-    options.setdefault("disk", tmp_path)
-    options.setdefault("in_flight", 0)
-    return _small(unified.TieredFeatures, table, room(len(table), table, hot), **options)
-
-
-def _small(make, table, host, **options):
-    """Tables of tests are smaller than the disk's buffers; what is held is not the point here."""
-    return make(table, host_budget=host, **options)
+    options = {"disk": tmp_path, "in_flight": 0, **options}
+    return unified.TieredFeatures(table, host_budget=room(len(table), table, hot), **options)
 
 
 @pytest.fixture(autouse=True)
-def small_buffers(monkeypatch):
+def no_buffers(monkeypatch):
     """Else every table of a test would fit beside the buffers' bytes."""
     monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
-    monkeypatch.setitem(globals(), "FIXED", 0)
 
 
 @st.composite

@@ -20,6 +20,7 @@ class _Base(BaseSampler):  # type: ignore[misc]
     is_sorted = False
     disjoint = False
     num_nodes: Any
+    _sample: Any
     node_time = None
     edge_time = None
 
@@ -38,8 +39,10 @@ class _Base(BaseSampler):  # type: ignore[misc]
         if inputs.time is not None:
             raise ValueError("edges are drawn whenever they were made; sampling by time is not supported")
 
-    def _sample(self, seed: Any, seed_time: Any = None, **_: Any) -> Any:
-        raise NotImplementedError
+    @staticmethod
+    def _refuse_twice(seeds: torch.Tensor, places: torch.Tensor) -> None:
+        if len(places) and int(places.max()) + 1 != len(seeds):
+            raise ValueError("a node is among a mini-batch's seeds twice; give each once: input_nodes=seeds.unique()")
 
 
 class Sampler(_Base):
@@ -53,8 +56,7 @@ class Sampler(_Base):
 
     def _sample(self, seed: torch.Tensor, seed_time: Any = None, **_: Any) -> SamplerOutput:  # noqa: ARG002
         found = self._sampler.sample(seed)
-        if found.num_sampled_nodes[0] != len(seed):
-            raise ValueError("a node is among a mini-batch's seeds twice; give each once: input_nodes=seeds.unique()")
+        self._refuse_twice(seed, found.seeds)
         return SamplerOutput(
             node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
             num_sampled_nodes=list(found.num_sampled_nodes), num_sampled_edges=list(found.num_sampled_edges),
@@ -74,6 +76,8 @@ class HeteroSampler(_Base):
 
     def _sample(self, seed: Mapping[str, torch.Tensor], seed_time: Any = None, **_: Any) -> HeteroSamplerOutput:  # noqa: ARG002
         found = self._sampler.sample(seed)
+        for name, places in found.seeds.items():
+            self._refuse_twice(seed[name], places)
         return HeteroSamplerOutput(
             node=found.nodes, row=found.rows, col=found.cols, edge=found.edges,
             num_sampled_nodes={name: list(counts) for name, counts in found.num_sampled_nodes.items()},

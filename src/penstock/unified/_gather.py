@@ -24,7 +24,7 @@ def gather_rows(
     index: torch.Tensor,
     device: torch.device | None,
     memory: Memory | None,
-    kind: RowType | None = None,
+    kind: RowType,
     *,
     wraps: bool = True,
     sort: bool = False,
@@ -35,7 +35,6 @@ def gather_rows(
     ``memory`` is the table's where it is registered. Raises ``IndexError`` for rows that are not there; on a device at
     its next gather, or at once where it is to ``verify``.
     """
-    kind = kind or RowType(tuple(table.shape[1:]), table.dtype, table.dtype)
     if not len(table) and index.numel():
         raise out_of_range(int(index.reshape(-1)[0]), 0, 0, wraps=wraps)
     if device is not None and memory is not None and memory.is_registered and is_plain_table(table):

@@ -104,13 +104,8 @@ class Loader:
             raise ValueError(
                 "a node is among the seeds twice, and a mini-batch has it once: Loader(..., seeds.unique())"
             )
-        self.batch_size, self.shuffle, self.drop_last, self.ahead, self.seed = (
-            batch_size,
-            shuffle,
-            drop_last,
-            ahead,
-            seed,
-        )
+        self.batch_size, self.ahead, self.seed = batch_size, ahead, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
         """The number of the next epoch; set it to go on where another run stopped."""
         self._counts = Counts(LoaderStatistics())

@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+import secrets
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
@@ -41,11 +42,11 @@ def write_features(
         raise ValueError(
             "the source yields no rows: write_features(path, tensor) with a tensor [rows, width], or empty"
         )
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
             _Writer(file, first).write(_chained(first, blocks), advance)
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
             os.fsync(file.fileno())
         os.replace(name, path)
         _sync_folder(path.parent)
@@ -187,14 +188,6 @@ def _bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
     with Progress(console=console, transient=True, disable=not progress or not console.is_terminal) as bar:
         task = bar.add_task(f"writing {name}", total=num_rows)
         yield lambda count: bar.advance(task, count)
-
-
-def _umask() -> int:
-    """Of the process; it is only told to who sets it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("Umask:"):
-            return int(line.split()[1], 8)
-    return 0o022
 
 
 def _sync_folder(folder: Path) -> None:
