@@ -484,14 +484,14 @@ def test_advice_is_given_where_it_is_heard(monkeypatch):
                 assert [(one.type, one.id) for one in where] == [("host", 0), ("host", 0), ("device", 2)]
 
 
-class FakeMarks:
+class FakeStreams:
     """Streams by name; a log of what waits for what."""
 
     def __init__(self):
-        self.current, self.log, self.count = "a", [], 0
+        self.stream, self.log, self.count = "a", [], 0
 
-    def stream(self, device):
-        return self.current
+    def current(self):
+        return self.stream
 
     def record(self, stream):
         self.count += 1
@@ -505,11 +505,11 @@ class FakeMarks:
 
 
 def test_accesses_stay_in_order():
-    marks = FakeMarks()
-    order, device = _order.Order(marks), torch.device("meta")
+    marks = FakeStreams()
+    order, device = _order.Order(lambda device: marks), torch.device("meta")
 
     def on(stream, *, writes):
-        marks.current = stream
+        marks.stream = stream
         order.before_device(device, writes=writes)
         order.after_device(device, writes=writes)
         found, marks.log = marks.log, []

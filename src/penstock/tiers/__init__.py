@@ -24,6 +24,7 @@ tensor(999999)
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `pin`, `unpin`: host memory registered with CUDA at its exact size.
+- `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -45,6 +46,8 @@ from penstock.tiers._pin import pin as pin
 from penstock.tiers._pin import unpin as unpin
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s
+from penstock.tiers._streams import CudaStreams as CudaStreams
+from penstock.tiers._streams import Streams as Streams
 from penstock.tiers._tier import Extent as Extent
 from penstock.tiers._tier import Piece as Piece
 from penstock.tiers._tier import Tier as Tier

@@ -42,7 +42,7 @@ class Streams(Protocol):
         """Tells the allocator that ``stream``, too, uses a storage that was allocated on another."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """The streams of a CUDA device."""
 
     def __init__(self, device: torch.device):

@@ -11,7 +11,7 @@ import torch
 from penstock.errors import TierDegradedWarning
 from penstock.probe import ledger
 from penstock.tiers import Budget, pin, unpin
-from penstock.unified._order import CudaMarks, Order
+from penstock.unified._order import Order
 from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
@@ -36,7 +36,7 @@ class Memory:
         self.reference = reference
         """Arguments of ``from_file`` that give the same memory in another process; ``None`` where none do."""
         self._owner = _owner_of(self.storage)
-        self.order: Order = self._owner.order if self._owner else Order(CudaMarks())
+        self.order: Order = self._owner.order if self._owner else Order()
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
 
