@@ -180,7 +180,7 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     gc.collect()
     assert budget.held_bytes("host") == 0
     with pytest.raises(BudgetError, match="disk='/nvme'"):
-        unified.TieredFeatures(plain, host_budget=100)
+        unified.TieredFeatures(plain, host_budget=20_000)
     monkeypatch.undo()
     for options in ({}, {"in_flight": 500}):
         with pytest.raises(BudgetError, match="At least: host_budget=") as caught:

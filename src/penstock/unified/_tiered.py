@@ -24,6 +24,7 @@ from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
 from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
+from penstock.unified._share import ROW_NUMBER_BYTES, share_host
 from penstock.unified._table import Table
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._write import spill
@@ -31,8 +32,6 @@ from penstock.units import format_bytes, parse_bytes
 
 _FILL_BYTES = 4 * 2**20
 """Of rows at once when tiers are filled."""
-_ROW_NUMBER_BYTES = 4
-"""Of a row in the plan."""
 _PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
 """What may follow the rows in an index."""
 
@@ -131,30 +130,20 @@ class TieredFeatures:
         """Rows on the device."""
         self._places: torch.Tensor | None = None
         """Where each row is; ``None`` where all are in host memory, in order."""
-        self._buffer_bytes = 0
-        self.in_flight_bytes: int | None = None if in_flight is None else parse_bytes(in_flight)
-        """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
-        host_bytes = None if host_budget is None else parse_bytes(host_budget)
-        total = self._num_rows * self.kind.row_bytes
-        needs_disk = False
-        if host_bytes is not None and total <= host_bytes:
-            self.in_flight_bytes = host_bytes - total if in_flight is None else self.in_flight_bytes
-        elif host_bytes is not None:
-            given_bytes, host_bytes = host_bytes, self._room_beside(4 * self._num_rows, host_bytes)
-            needs_disk = host_bytes + device_bytes < total
-            if needs_disk:
-                if table is None and disk is None:
-                    raise BudgetError(
-                        f"{format_bytes(total)} of rows do not fit host_budget={format_bytes(given_bytes)}; give a "
-                        "directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
-                    )
-                self._buffer_bytes = buffer_bytes_for(table.stride_bytes if table else stride_for(self.kind.row_bytes))
-                if in_flight is None:
-                    self.in_flight_bytes = given_bytes // 8
-                host_bytes = self._room_for_rows(given_bytes, is_given=in_flight is not None)
+        self._share = share_host(
+            None if host_budget is None else parse_bytes(host_budget), num_rows=self._num_rows,
+            row_bytes=self.kind.row_bytes, device_bytes=device_bytes,
+            in_flight=None if in_flight is None else parse_bytes(in_flight),
+            buffer_bytes=buffer_bytes_for(table.stride_bytes if table else stride_for(self.kind.row_bytes)),
+        )  # fmt: skip
+        if self._share.needs_disk and table is None and disk is None:
+            raise BudgetError(
+                f"{format_bytes(self._num_rows * self.kind.row_bytes)} of rows do not fit host_budget={host_budget!r}; "
+                "give a directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
+            )
         problem = TierProblem(
-            num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes, host_bytes=host_bytes,
-            scores=scores,
+            num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes,
+            host_bytes=self._share.rows_bytes, scores=scores,
         )  # fmt: skip
         self.plan: TierPlan = plan_tiers(problem)
         self._account = _Account(budget)
@@ -164,7 +153,7 @@ class TieredFeatures:
                 if verify and table.is_aligned:
                     check(table.path)
                 self._files = RowFiles([table])
-            elif needs_disk:
+            elif self._share.needs_disk:
                 self._files = _spilled(tensor, disk, self._account, progress)  # type: ignore[arg-type]
             self._fill(tensor)
         except BaseException:
@@ -189,9 +178,13 @@ class TieredFeatures:
     @property
     def host_bytes(self) -> int:
         """Held in host memory, at most: rows, where each row is, the disk's buffers, and rows read in advance."""
-        if self._places is None:
-            return self._host.nbytes + (self.in_flight_bytes or 0)
-        return self._host.nbytes + _ROW_NUMBER_BYTES * len(self.plan.host_rows) + self._fixed_bytes
+        numbers = 0 if self._places is None else ROW_NUMBER_BYTES * len(self.plan.host_rows)
+        return self._host.nbytes + numbers + self._share.beside_bytes
+
+    @property
+    def in_flight_bytes(self) -> int | None:
+        """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
+        return self._share.in_flight_bytes
 
     def __len__(self) -> int:
         return self._num_rows
@@ -356,36 +349,14 @@ class TieredFeatures:
             disk_row_bytes=len(rows) * self.kind.row_bytes, disk_s=time.perf_counter() - start_s,
         )  # fmt: skip
 
-    @property
-    def _fixed_bytes(self) -> int:
-        """Of the host's, beside rows that stay: where each row is, buffers, and rows read in advance."""
-        return 4 * self._num_rows + self._buffer_bytes + (self.in_flight_bytes or 0)
-
-    def _room_for_rows(self, host_bytes: int, *, is_given: bool) -> int:
-        fixed = self._fixed_bytes
-        if fixed > host_bytes:
-            ahead = self.in_flight_bytes or 0
-            least = fixed if is_given else -(-8 * (fixed - ahead) // 7)
-            raise BudgetError(
-                f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: "
-                f"{format_bytes(4 * self._num_rows)} to know where each row is, {format_bytes(self._buffer_bytes)} to "
-                f"read from the disk and {format_bytes(ahead)} for rows read in advance. At least: host_budget={least}"
-            )
-        return self._room_beside(fixed, host_bytes)
-
-    def _room_beside(self, fixed: int, host_bytes: int) -> int:
-        """For rows, each with its number."""
-        row_bytes = self.kind.row_bytes
-        return max(0, host_bytes - fixed) // (row_bytes + _ROW_NUMBER_BYTES) * row_bytes
-
     def _fill(self, tensor: torch.Tensor | None) -> None:
         """Takes rows into the tiers above the disk."""
         plan, stored = self.plan, RowType(self.kind.shape, self.kind.stored, self.kind.stored)
         num_device, num_host = len(plan.device_rows), len(plan.host_rows)
         holds_all = num_host == self._num_rows
         stays = tensor is not None and num_host + num_device == self._num_rows and (holds_all or self._files is None)
-        beside = self.in_flight_bytes or 0 if holds_all else self._fixed_bytes + _ROW_NUMBER_BYTES * num_host
-        self._account.charge("host", beside)
+        numbers = 0 if holds_all else ROW_NUMBER_BYTES * num_host
+        self._account.charge("host", self._share.beside_bytes + numbers)
         if stays:  # where it is; nothing is copied
             assert tensor is not None
             self._account.charge("host", 0 if is_plain_table(tensor) else tensor.nbytes)

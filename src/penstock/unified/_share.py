@@ -1,0 +1,76 @@
+"""What a host budget goes to: rows that stay, and what must be held beside them."""
+
+from dataclasses import dataclass
+
+from penstock.errors import BudgetError
+from penstock.units import format_bytes
+
+ROW_NUMBER_BYTES = 4
+"""Of a row in the plan, and of a row's place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostShare:
+    """A host budget dealt out, in bytes."""
+
+    rows_bytes: int | None
+    """For rows that stay; ``None``: all of them."""
+    places_bytes: int
+    """To know where each row is; 0 where all are in host memory."""
+    buffer_bytes: int
+    """To read from the disk; 0 where nothing is there."""
+    in_flight_bytes: int | None
+    """For rows that a loader has read in advance; ``None``: as many as it likes."""
+    needs_disk: bool
+    """Whether some rows are neither on the device nor in host memory."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of all that are not rows that stay."""
+        return self.places_bytes + self.buffer_bytes + (self.in_flight_bytes or 0)
+
+
+def share_host(
+    host_bytes: int | None,
+    *,
+    num_rows: int,
+    row_bytes: int,
+    device_bytes: int,
+    in_flight: int | None,
+    buffer_bytes: int,
+) -> HostShare:
+    """Deals out ``host_bytes`` (``None``: no bound); ``in_flight`` as asked, ``buffer_bytes`` if a disk is needed.
+
+    Raises ``BudgetError``, naming the smallest budget that works, where it is less than what must be held.
+    """
+    total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows
+    if host_bytes is None or total <= host_bytes:
+        left = in_flight if in_flight is not None or host_bytes is None else host_bytes - total
+        is_split = host_bytes is None and device_bytes > 0
+        return HostShare(
+            rows_bytes=host_bytes, places_bytes=places if is_split else 0, buffer_bytes=0, in_flight_bytes=left,
+            needs_disk=False,
+        )  # fmt: skip
+    without_disk = _rows_beside(places + (in_flight or 0), host_bytes, row_bytes)
+    if without_disk + device_bytes >= total:
+        return HostShare(
+            rows_bytes=without_disk, places_bytes=places, buffer_bytes=0, in_flight_bytes=in_flight, needs_disk=False
+        )
+    ahead = host_bytes // 8 if in_flight is None else in_flight
+    fixed = places + buffer_bytes + ahead
+    if fixed > host_bytes:
+        least = fixed if in_flight is not None else -(-8 * (fixed - ahead) // 7)
+        raise BudgetError(
+            f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: {format_bytes(places)} "
+            f"to know where each row is, {format_bytes(buffer_bytes)} to read from the disk and {format_bytes(ahead)} "
+            f"for rows read in advance. At least: host_budget={least}"
+        )
+    return HostShare(
+        rows_bytes=_rows_beside(fixed, host_bytes, row_bytes), places_bytes=places, buffer_bytes=buffer_bytes,
+        in_flight_bytes=ahead, needs_disk=True,
+    )  # fmt: skip
+
+
+def _rows_beside(fixed: int, host_bytes: int, row_bytes: int) -> int:
+    """For rows, each with its number."""
+    return max(0, host_bytes - fixed) // (row_bytes + ROW_NUMBER_BYTES) * row_bytes
