@@ -7,6 +7,7 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 - `penstock.fleet`: many models, each larger than a device, trained together on few devices.
 - `penstock.unified`: feature tables larger than the device, or than memory, that index like a tensor.
 - `penstock.relational`: relational graph layers, compiled.
+- `penstock.advisor`: which of them fits a model and a budget best; `penstock.advise` asks it.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
 - `penstock.integrations`: fleets beside Optuna, TensorBoard, MLflow and Ray.
@@ -18,21 +19,23 @@ Rooms load on first use.
 """
 
 import importlib
-from types import ModuleType
+from typing import Any
 
 from penstock._version import __version__ as __version__
 
 _ROOMS = (
-    "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report", "testing", "tiers",
-    "unified", "units",
+    "advisor", "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report", "testing",
+    "tiers", "unified", "units",
 )  # fmt: skip
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:  # any: a room, or `advise`
+    if name == "advise":
+        return importlib.import_module("penstock.advisor").advise
     if name in _ROOMS:
         return importlib.import_module(f"penstock.{name}")
     raise AttributeError(f"module 'penstock' has no attribute {name!r}; its rooms are {', '.join(_ROOMS)}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_ROOMS])
+    return sorted([*globals(), *_ROOMS, "advise"])

@@ -26,7 +26,7 @@ from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import UnitRecord, Worker
 from penstock.probe import bandwidths, can_record
-from penstock.tiers import Budget, DiskSpec, HeapKeeper, Size, trim_freed_memory, waterfalls_for
+from penstock.tiers import Budget, Charges, DiskSpec, Footprint, HeapKeeper, Size, trim_freed_memory, waterfalls_for
 from penstock.units import parse_bytes
 
 _TICK_S = 0.1
@@ -134,6 +134,7 @@ class Fleet:
     ):
         self._devices = _devices(devices)
         self._budget = _budget(self._devices, budget, host_budget, disk)
+        self._charges = Charges(budget if isinstance(budget, Budget) else None, "fleet")
         sizes = [parse_bytes(one.budget) for one in self._devices if one.budget is not None]
         self._stopper = stopper
         self._checkpoint_every, self._keep = checkpoint_every, max(1, keep)
@@ -189,6 +190,8 @@ class Fleet:
         return workers
 
     def __enter__(self) -> Self:
+        sizes = [worker.memory.budget_bytes for worker in self._engine.workers]
+        self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
         self.state.create()
         self._known = {row.name: row for row in self.state.jobs()} if self._resume else {}
         self._num_threads, self._switch_s = torch.get_num_threads(), sys.getswitchinterval()
@@ -210,6 +213,7 @@ class Fleet:
             waterfall.drain()
         for waterfall in self._waterfalls:
             waterfall.close()
+        self._charges.give_back()
         trim_freed_memory()
         self._write_state()
         self.state.say_ended()
@@ -559,15 +563,17 @@ def _budget(devices: list[Device], budget: Size | Budget | None, host: Size | No
     if isinstance(budget, Budget):
         if host is not None or disk is not None:
             raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host_budget and disk")
-        host, disk = budget.host_bytes, budget.disk_bytes or None  # type: ignore[assignment]
-        budget = budget.device_bytes
+        account, budget = budget.named("fleet"), budget.room_bytes("device")
+    else:
+        account = Budget(host=host, disk=disk)
     for at, one in enumerate(devices):
         if one.budget is None:
             devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
     on_cuda = torch.device(devices[0].name).type == "cuda"
-    if host is None and (disk is None or on_cuda):
-        host = int(0.6 * _free_main_memory())
-    return Budget(host=host, disk=disk)
+    if account.host_bytes is None and (not account.disk_bytes or on_cuda):
+        account = account.named("fleet")  # whose limit is the fleet's alone
+        account.host_bytes = int(0.6 * _free_main_memory())
+    return account
 
 
 def _free_bytes(device: Device, num_devices: int) -> int:

@@ -23,7 +23,7 @@ from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
-from penstock.tiers import TierStatistics, Waterfall
+from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall
 from penstock.units import format_bytes
 
 _MAX_CHANGES = 5
@@ -46,8 +46,10 @@ class Settings:
     """See ``OffloadProblem``."""
     max_stall_share: float
     """See ``OffloadProblem``."""
-    budget_bytes: int | None
-    """Device bytes the step may take at its peak."""
+    account: Budget
+    """Its device bytes bound the step's peak, with whatever others hold there."""
+    footprint: Footprint
+    """Of the model in that account."""
     verify: bool
     """Check every plan."""
 
@@ -64,6 +66,8 @@ class _Lesson:
     num_changes: int = 0
     num_replans: int = 0
     margin_bytes: int = 0
+    room_bytes: int = 0
+    """What others left of the account when the plan was made."""
     declined: str = ""
 
     @property
@@ -81,6 +85,7 @@ class Learner:
         self._lessons: dict[tuple[int, str], _Lesson] = {}
         self._lesson = _Lesson(is_fitting=False)
         self._has_warned = False
+        self._is_on_cpu = False
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
@@ -88,8 +93,10 @@ class Learner:
     def begin(self, waterfalls: dict[torch.device, Waterfall], size_bytes: int, label: str) -> Cycle:
         """A cycle that follows a plan, or is recorded if there is none yet for cycles that begin with this storage."""
         device, waterfall = next(iter(waterfalls.items()))
+        self._is_on_cpu = device.type == "cpu"
         self.abort()
         lesson = self._lesson = self._lesson_for(size_bytes, label)
+        self._make_room_for_others(lesson)
         is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
         is_blind = is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
         if lesson.is_open and not is_blind:
@@ -142,7 +149,7 @@ class Learner:
         if key not in self._lessons:
             if len(self._lessons) >= _MAX_LESSONS:
                 return _Lesson(is_fitting=False, num_changes=_MAX_CHANGES + 1)
-            self._lessons[key] = _Lesson(is_fitting=self._settings.budget_bytes is not None)
+            self._lessons[key] = _Lesson(is_fitting=self._settings.account.device_bytes is not None)
         return self._lessons[key]
 
     def _warn(self, reason: str) -> None:
@@ -170,7 +177,7 @@ class Learner:
             {
                 "overhead_s": max(0.0, cycle.hook_s - statistics.stall_s) / num_parked,
                 "max_in_flight_bytes": self._settings.max_in_flight_bytes,
-                "budget_bytes": self._settings.budget_bytes,
+                "budget_bytes": self._budget_bytes(),
                 "max_stall_share": self._settings.max_stall_share,
                 "min_saving_share": self._settings.min_saving_share,
             },
@@ -178,8 +185,29 @@ class Learner:
         lesson.signature = cycle.recording.signature
         self._make_plan(lesson, lesson.problem)
 
+    def _budget_bytes(self) -> int | None:
+        """Of the measured peak, which has in it all that is on the device; on a CPU, host memory too."""
+        account = self._settings.account
+        if account.device_bytes is None:
+            return None
+        in_host = account.held_bytes("host") if self._is_on_cpu else 0
+        return max(1, account.device_bytes - account.beside_bytes() + in_host)
+
+    def _make_room_for_others(self, lesson: _Lesson) -> None:
+        """Plans for less once others hold more of the account, and measures again."""
+        room_bytes = self._settings.account.step_room_bytes(self._settings.footprint)
+        if lesson.plan is None or lesson.problem is None or room_bytes is None:
+            return
+        assert lesson.problem.budget_bytes is not None
+        less_bytes = lesson.room_bytes - room_bytes
+        if less_bytes > 0:
+            lesson.is_fitting = True
+            smaller = max(1, lesson.problem.budget_bytes - less_bytes)
+            self._make_plan(lesson, replace(lesson.problem, budget_bytes=smaller))
+
     def _make_plan(self, lesson: _Lesson, problem: OffloadProblem) -> None:
         made = plan(problem)
+        lesson.room_bytes = self._settings.account.step_room_bytes(self._settings.footprint) or 0
         if self._settings.verify:
             verify(problem, made)
         if made.declined:
@@ -194,7 +222,7 @@ class Learner:
             lesson.num_changes += 1
             lesson.plan, lesson.declined = None, ""
             return
-        budget_bytes = self._settings.budget_bytes
+        budget_bytes = self._budget_bytes()
         if lesson.is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
             self._fit(lesson, lesson.problem, statistics.peak_bytes, budget_bytes)
         elif lesson.num_replans < _MAX_REPLANS and budget_bytes is None:

@@ -22,7 +22,18 @@ from penstock.offload._policy import Policy, Rules, SavedTensor
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
 from penstock.offload._scope import ModuleScope, is_compiled
 from penstock.offload._statistics import OffloadStatistics
-from penstock.tiers import Budget, DiskSpec, Event, EventLog, Size, TierStatistics, Waterfall, waterfall_for
+from penstock.tiers import (
+    Budget,
+    Charges,
+    DiskSpec,
+    Event,
+    EventLog,
+    Footprint,
+    Size,
+    TierStatistics,
+    Waterfall,
+    waterfall_for,
+)  # fmt: skip
 from penstock.units import format_bytes, parse_bytes
 
 _active = threading.local()
@@ -97,10 +108,11 @@ def activations(
         max_in_flight_bytes=parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
         max_stall_share=_share("max_stall", max_stall),
-        budget_bytes=account.device_bytes,
+        account=account,
+        footprint=Footprint(tensors=_parameter_bytes(model)),
         verify=verify,
     )
-    return Offloader(model, account, rules, settings)
+    return Offloader(model, account.named("offload"), rules, settings)
 
 
 class Offloader:
@@ -125,9 +137,12 @@ class Offloader:
         if is_compiled(model):
             self._learner.decline(
                 "the model is one compiled region, which unpacks all that it saved before its backward starts. Compile "
-                "its blocks instead (`for block in model.blocks: block.compile()`); planning a whole graph under a "
-                "budget is the business of penstock.remat, which is not in this version"
+                "its blocks instead (`for block in model.blocks: block.compile()`); to plan the "
+                "whole graph, torch.compile(model, backend='penstock', options={'budget': '6GiB'})"
             )
+        charges = Charges(account, "offload")
+        charges.enter(settings.footprint)
+        self._give_back = weakref.finalize(self, charges.give_back)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "cuda"):
             self._waterfall(device)  # so that unusable directories are found now
@@ -190,6 +205,7 @@ class Offloader:
         self._is_closed = True
         self._learner.abort()
         self._scope.close()
+        self._give_back()
         for waterfall in self._waterfalls.values():
             waterfall.close()
 
@@ -364,13 +380,18 @@ def _check_budget(model: nn.Module, account: Budget) -> None:
             PenstockWarning,
             stacklevel=3,
         )
-    static_bytes = sum(one.nbytes * (2 if one.requires_grad else 1) for one in parameters)
+    static_bytes = sum(_parameter_bytes(model).values())
     if account.device_bytes is not None and account.device_bytes < static_bytes:
         raise BudgetError(
             f"the budget of {format_bytes(account.device_bytes)} cannot be met: this model needs at least "
             f"{static_bytes} bytes ({format_bytes(static_bytes)}) because its parameters and gradients alone take "
             "them, and offloading moves activations only"
         )
+
+
+def _parameter_bytes(model: nn.Module) -> dict[int, int]:
+    """Of each parameter with its gradient."""
+    return {id(one): one.nbytes * (2 if one.requires_grad else 1) for one in model.parameters()}
 
 
 def _share(name: str, value: float) -> float:

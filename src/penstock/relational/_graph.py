@@ -19,9 +19,10 @@ from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
+from penstock.tiers import Budget, Charges
 
 _Made = TypeVar("_Made")
-_OF_THIS_PROCESS = ("number", "name", "_lock")
+_OF_THIS_PROCESS = ("number", "name", "_lock", "_charges")
 
 
 class RelationalGraph:
@@ -85,6 +86,7 @@ class RelationalGraph:
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
         self._lock = Guard()
         """Indexes are built by one thread at a time."""
+        self._charges = Charges(None, "relational")
         self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
@@ -179,6 +181,28 @@ class RelationalGraph:
             f"num_edge_types={self.num_edge_types}{types})"
         )
 
+    def charge_to(self, budget: Budget) -> "RelationalGraph":
+        """Charges edges, and indexes as layers come to need them, to the device of an account that rooms share.
+
+        Given back when the graph dies. Returns the graph. Raises ``BudgetError`` where they do not fit, as a layer does
+        whose index would not.
+        """
+        charges = Charges(budget, "relational")
+        with self._lock:
+            held = (
+                self._edge_index,
+                self._edge_type,
+                self._indexes,
+                self._derived,
+                self._orders,
+                self._indexes_in_order,
+            )
+            charges.charge("device", _size_bytes(held))
+            self._charges.give_back()
+            self._charges = charges
+        weakref.finalize(self, charges.give_back).atexit = False
+        return self
+
     @property
     def edge_index(self) -> torch.Tensor:
         """``int64 [2, num_edges]``, sources first."""
@@ -209,6 +233,7 @@ class RelationalGraph:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._lock = Guard()
+        self._charges = Charges(None, "relational")
         self.number = register(self)
         self.name = str(self.number)
 
@@ -272,6 +297,7 @@ class RelationalGraph:
                         "no index can be built while a CUDA graph is captured; call the layer on this graph once before"
                     )
                 made = make()
+                self._charges.charge("device", _size_bytes(made))
                 if on_cuda:
                     torch.cuda.current_stream(self.device).synchronize()  # other streams may read it next
                 known[key] = made
@@ -407,6 +433,15 @@ def _remembered(
     with _lock:
         _known[key] = _Known(references, versions, graph)
     return graph
+
+
+def _size_bytes(thing: Any) -> int:  # any: whatever emitters derive
+    """Of all tensors in it."""
+    if isinstance(thing, torch.Tensor):
+        return thing.nbytes
+    if isinstance(thing, dict):
+        return sum(map(_size_bytes, thing.values()))
+    return sum(map(_size_bytes, thing)) if isinstance(thing, tuple | list) else 0
 
 
 def _forget(key: Hashable, _: Any) -> None:

@@ -6,10 +6,12 @@
 - `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s; `Method` says
   what it may use.
 - `verify`, `live_bytes`: an independent check of a plan, and what is held while each operator runs.
+- `optimizer_state_bytes`: what an optimizer holds, or will after its first step.
 - `compile_backend`: what ``torch.compile(backend="penstock")`` calls.
 """
 
 from penstock.remat._explain import Planned as Planned
+from penstock.remat._optimizer import optimizer_state_bytes as optimizer_state_bytes
 from penstock.remat._plan import Method as Method
 from penstock.remat._plan import RematPlan as RematPlan
 from penstock.remat._plan import pareto as pareto

@@ -2,9 +2,10 @@
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,12 @@ from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
 from penstock.remat._explain import Planned
 from penstock.remat._optimizer import optimizer_state_bytes
-from penstock.remat._plan import Method, plan
+from penstock.remat._plan import Method, RematPlan, plan
 from penstock.remat._problem import RematProblem
 from penstock.remat._profile import measure
 from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
+from penstock.tiers import Charges, Footprint
 from penstock.units import parse_bytes
 
 Size = int | str
@@ -76,7 +78,7 @@ class Settings:
         return tiers.Budget(device=size, host=self.host, disk=self.disk)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Compiler:
     """Plans each graph that Dynamo brings, and keeps what it planned."""
 
@@ -87,6 +89,10 @@ class Compiler:
     """Where swaps go, once a plan has some."""
     trials: dict[int, Trial] = field(default_factory=dict)
     """Per plan, where Inductor is to compile it."""
+    charges: Charges | None = None
+    """What the step takes of an account that others share."""
+    footprint: Footprint = field(default_factory=Footprint)
+    """The same, for all that was planned."""
     is_rehearsing: bool = False
     """Whether forward stops before its first operator: only the plan is wanted."""
 
@@ -114,9 +120,11 @@ class Compiler:
             _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
         captured = _capture.read(joint.graph, num_forward_outputs)
         problem = self._problem(captured)
-        budget_bytes = self._budget_bytes(problem)
+        parameters = self._parameter_bytes(inputs)
+        budget_bytes = self._budget_bytes(problem, parameters)
         made = plan(problem, budget_bytes, method=self.settings.method)
         verify(problem, made)
+        self._take(problem, made, parameters)
         if made.gone_slots and self.tiers is None:
             self.tiers = _swap.Tiers(_device_of(captured), self.settings.account())
         forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
@@ -151,15 +159,43 @@ class Compiler:
             swap_page_bytes=BLOCK_BYTES if device.type == "cpu" else 0,
         )
 
-    def _budget_bytes(self, problem: RematProblem) -> int:
+    def _parameter_bytes(self, inputs: Sequence[Any]) -> dict[int, int]:
+        """With their gradients, where these are held between steps."""
+        factor = 2 if self.settings.accumulates else 1
+        return {
+            id(one): one.nbytes * (factor if one.requires_grad else 1)
+            for one in inputs
+            if isinstance(one, nn.Parameter)
+        }
+
+    def _take(self, problem: RematProblem, made: RematPlan, parameters: dict[int, int]) -> None:
+        """Enters what the step takes beside what other rooms hold; plans of one step share what stands between them."""
+        if not isinstance(self.settings.budget, tiers.Budget):
+            return
+        if self.charges is None:
+            self.charges = Charges(self.settings.budget, "remat")
+            weakref.finalize(self, self.charges.give_back)
+        before = self.footprint
+        together = Footprint(
+            tensors={**before.tensors, **parameters},
+            held_bytes=max(before.held_bytes, problem.static_bytes - sum(parameters.values())),
+            step_bytes=max(before.step_bytes, made.peak_bytes - problem.static_bytes),
+        )
+        self.charges.enter(together)
+        self.footprint = together
+
+    def _budget_bytes(self, problem: RematProblem, parameters: dict[int, int]) -> int:
         budget = self.settings.budget
         if isinstance(budget, float):
             if not 0 < budget <= 1:
                 raise ValueError(f"a budget as a share is above 0 and at most 1, such as 0.5, not {budget}")
             keep_all = plan(problem, 2**62).keep_all_peak_bytes
             return int(budget * keep_all)
-        account = self.settings.account()
-        return 2**62 if account.device_bytes is None else account.device_bytes
+        own = replace(self.footprint, tensors={**self.footprint.tensors, **parameters})
+        if self.charges is not None:  # what stands there of plans for other shapes is this step's own
+            self.charges.enter(own, force=True)
+        room_bytes = self.settings.account().step_room_bytes(own)
+        return 2**62 if room_bytes is None else max(0, room_bytes)
 
     def _backward(self, module: fx.GraphModule) -> _capture.Runner:
         return self._runner(module, is_backward=True)
@@ -183,6 +219,13 @@ class Compiler:
             return run(arguments)
 
         return _capture.make_boxed_func_flag(runner)
+
+    def close(self) -> None:
+        """Gives back what was taken of the account, and ends the lanes of swaps."""
+        if self.charges is not None:
+            self.charges.give_back()
+        if self.tiers is not None:
+            self.tiers.close()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -229,6 +272,12 @@ class OptimizedStep:
         if not self._compiler.planned:
             raise ValueError("nothing is planned: no argument and no parameter of the step requires gradients")
         return self._compiler.planned[-1]
+
+    def close(self) -> None:
+        """Gives back what it took of a shared ``Budget``, and ends its lanes. The step cannot be called again."""
+        self._compiled = {}
+        self._function = _closed
+        self._compiler.close()
 
     @property
     def plans(self) -> Sequence[Planned]:
@@ -303,6 +352,10 @@ def optimize(
     return optimized
 
 
+def _closed(*_: Any, **__: Any) -> Any:
+    raise ValueError("this step is closed; make a new one: penstock.remat.optimize(step, example_inputs, budget)")
+
+
 def max_batch(
     make: Callable[[int], tuple[nn.Module | Callable[..., Any], Sequence[Any]]],
     budget: Size | tiers.Budget,
@@ -316,6 +369,8 @@ def max_batch(
     ``options`` are those of ``optimize``. Nothing is trained: sizes are doubled from ``start``, then bisected, each one
     captured and planned. Raises what ``optimize`` raises, but for ``BudgetError``.
     """
+    if isinstance(budget, tiers.Budget):  # trials stand on nobody's account
+        budget = tiers.Budget(device=budget.room_bytes("device"), host=budget.host_bytes, disk=budget.disk_bytes)
 
     def fits(batch: int) -> bool:
         step, inputs = make(batch)

@@ -36,7 +36,12 @@ class Tiers:
     @functools.cached_property
     def waterfall(self) -> Waterfall:
         """Made when something is swapped: a step that is only planned opens no file and starts no lane."""
-        return waterfall_for(self._device, self._budget)
+        return waterfall_for(self._device, self._budget.named("remat"))
+
+    def close(self) -> None:
+        """Ends the lanes, if any were begun."""
+        if "waterfall" in self.__dict__:
+            self.waterfall.close()
 
 
 def park(value: torch.Tensor, tiers: int) -> torch.Tensor:

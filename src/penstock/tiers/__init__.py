@@ -16,7 +16,9 @@ tensor(999999)
 >>> handle.release()
 >>> waterfall.close()
 
-- `Budget`: the one account of bytes, shared by rooms that run together; `Size` and `DiskSpec` are what it takes.
+- `Budget`: the one account of bytes, shared by rooms that run together; `Size` and `DiskSpec` are what it takes, a
+  `Footprint` what a step takes of the device, `Charges` what is given back as a whole; `PlaceUse` and `Holder` say who
+  holds what.
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
 - `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` makes one for a device, `waterfalls_for`
   for several that share their tiers.
@@ -29,7 +31,11 @@ tensor(999999)
 """
 
 from penstock.tiers._budget import Budget as Budget
+from penstock.tiers._budget import Charges as Charges
 from penstock.tiers._budget import DiskSpec as DiskSpec
+from penstock.tiers._budget import Footprint as Footprint
+from penstock.tiers._budget import Holder as Holder
+from penstock.tiers._budget import PlaceUse as PlaceUse
 from penstock.tiers._budget import Size as Size
 from penstock.tiers._build import waterfall_for as waterfall_for
 from penstock.tiers._build import waterfalls_for as waterfalls_for

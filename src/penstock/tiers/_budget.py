@@ -1,8 +1,18 @@
-"""The one account of bytes: how many a process may hold on the device, in host memory and on each disk."""
+"""The one account of bytes: how many a process may hold on the device, in host memory and on each disk.
+
+Rooms that run together are given the same `Budget`. Each charges what it takes under its own name, and plans for what
+the others leave. Three kinds of bytes are told apart on the device:
+
+- bytes that are held until they are credited, as of host memory and disks: ``charge`` and ``credit``;
+- tensors that several holders may name, a model's parameters above all, which count once: a `Footprint`'s tensors;
+- bytes that a step takes while it runs: a `Footprint`'s step. Steps take turns, so of all of them the largest counts,
+  and beside it those that run at any time, as a fleet's do.
+"""
 
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import BudgetError, InternalError
@@ -18,12 +28,59 @@ DiskSpec = (
 """A directory, several of them, or directories with the bytes that each may take (``None``: what is free)."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds bytes of a place."""
+
+    name: str
+    """A room, such as ``"offload"``; ``"others"`` where none was named."""
+    held_bytes: int
+    """Now, what its steps take while they run included."""
+    peak_bytes: int
+    """The most at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceUse:
+    """What is held of a place, and by whom."""
+
+    place: str
+    """``"device"``, ``"host"`` or a directory."""
+    limit_bytes: int | None
+    """``None``: no limit of our own."""
+    held_bytes: int
+    """Now. Tensors that several hold count once, and of steps that take turns the largest."""
+    peak_bytes: int
+    """The most at once."""
+    holders: tuple[Holder, ...]
+    """Largest first; they may add up to more than is held."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What training a step takes of the device."""
+
+    tensors: Mapping[int, int] = field(default_factory=dict)
+    """Bytes of parameters and their gradients by the parameter's ``id``: others may hold the same."""
+    held_bytes: int = 0
+    """Further bytes that are held between steps."""
+    step_bytes: int = 0
+    """Beyond those while a step runs."""
+    runs_beside: bool = False
+    """Whether its steps run at any time, rather than taking turns with those of others."""
+
+    @property
+    def standing_bytes(self) -> int:
+        """Held between steps."""
+        return sum(self.tensors.values()) + self.held_bytes
+
+
 class Budget:
     """Limits in bytes for the device, host memory and directories on disks, and the account of what is held.
 
     ``Budget(device="40GiB", host="200GiB", disk={"/nvme0": "1TiB"})``: every argument may be left out, which sets no
     limit of our own (``disk`` left out means that no disk is used). Give the same object to several rooms and their
-    sum stays below it. Methods are safe to use from any thread.
+    sum stays below it; ``uses()`` says who holds what. Methods are safe to use from any thread.
 
     Raises ``ValueError`` or ``TypeError`` for sizes that cannot be read.
     """
@@ -35,9 +92,8 @@ class Budget:
         """Limit on host memory that Penstock takes; ``None`` sets none."""
         self.disk_bytes = _directories(disk)
         """Limit per directory; ``None`` stands for what the file system has free."""
-        self._lock = threading.RLock()
-        self._held: dict[str, int] = {}
-        self._peak: dict[str, int] = {}
+        self._books = _Books()
+        self._holder = "others"
 
     def __repr__(self) -> str:
         def shown(limit: int | None) -> str:
@@ -46,37 +102,105 @@ class Budget:
         disk = ", ".join(f"{str(path)!r}: {shown(limit)}" for path, limit in self.disk_bytes.items())
         return f"Budget(device={shown(self.device_bytes)}, host={shown(self.host_bytes)}, disk={{{disk}}})"
 
+    def named(self, holder: str) -> "Budget":
+        """The same account; what is charged through it stands under the name ``holder``."""
+        view = Budget.__new__(Budget)
+        view.__dict__.update(self.__dict__)
+        view._holder = holder
+        return view
+
     def charge(self, place: str, size_bytes: int, *, force: bool = False) -> None:
         """Takes ``size_bytes`` of ``"device"``, ``"host"`` or a directory given as text.
 
         Raises ``BudgetError`` where that would exceed the limit, unless ``force`` (bytes that exist already).
         """
-        limit = self._limit(place)
-        with self._lock:
-            held = self._held.get(place, 0) + size_bytes
-            if limit is not None and held > limit and not force:
-                raise BudgetError(
-                    f"{format_bytes(size_bytes)} more on {place} would make {format_bytes(held)}, above the budget of "
-                    f"{format_bytes(limit)}; a budget of at least {format_bytes(held)} has room for them"
-                )
-            self._held[place] = held
-            self._peak[place] = max(held, self._peak.get(place, 0))
+        with self._books.lock:
+            self._check(place, self._books.held_bytes(place) + size_bytes, size_bytes, force)
+            self._books.add(place, self._holder, size_bytes)
 
     def credit(self, place: str, size_bytes: int) -> None:
         """Gives back ``size_bytes`` that were charged to ``place``."""
-        with self._lock:
-            held = self._held.get(place, 0) - size_bytes
-            if held < 0:
-                raise InternalError(f"{size_bytes} bytes given back to {place}, of which fewer were taken")
-            self._held[place] = held
+        with self._books.lock:
+            self._books.add(place, self._holder, -size_bytes)
+
+    def enter(self, footprint: Footprint, *, force: bool = False) -> None:
+        """Takes what a step needs of the device, until ``leave``.
+
+        Raises ``BudgetError`` where it does not fit beside the others, unless ``force``.
+        """
+        with self._books.lock:
+            self._books.footprints.append((footprint, self._holder))
+            try:
+                size_bytes = footprint.standing_bytes + footprint.step_bytes
+                self._check("device", self._books.held_bytes("device"), size_bytes, force)
+            except BudgetError:
+                self._books.footprints.pop()
+                raise
+            self._books.note("device", self._holder)
+
+    def leave(self, footprint: Footprint) -> None:
+        """Gives back what ``enter`` took; once is enough, and it does no harm to have never entered."""
+        with self._books.lock:
+            self._books.footprints = [one for one in self._books.footprints if one[0] is not footprint]
+
+    def step_room_bytes(self, own: Footprint) -> int | None:
+        """The peak that a step of that footprint may have, beside what others hold; ``None`` without a limit."""
+        if self.device_bytes is None:
+            return None
+        with self._books.lock:
+            return self.device_bytes - self._books.standing_bytes(without=own) - self._books.beside_bytes()
+
+    def beside_bytes(self) -> int:
+        """Bytes of the device that steps take which run at any time."""
+        with self._books.lock:
+            return self._books.beside_bytes()
+
+    def room_bytes(self, place: str) -> int | None:
+        """What is left of ``place``; ``None`` without a limit."""
+        limit = self._limit(place)
+        return None if limit is None else max(0, limit - self.held_bytes(place))
 
     def held_bytes(self, place: str) -> int:
         """Bytes of ``place`` that are taken now."""
-        return self._held.get(place, 0)
+        with self._books.lock:
+            return self._books.held_bytes(place)
 
     def peak_bytes(self, place: str) -> int:
         """The most bytes of ``place`` that were ever taken at once."""
-        return self._peak.get(place, 0)
+        return self._books.peaks.get((place, None), 0)
+
+    def uses(self) -> tuple[PlaceUse, ...]:
+        """Every place that has a limit or a holder, with who holds what."""
+        with self._books.lock:
+            limited = [place for place in ("device", "host") if self._limit(place) is not None]
+            places = dict.fromkeys([*limited, *map(str, self.disk_bytes), *(place for place, _ in self._books.peaks)])
+            return tuple(self._use(place) for place in places)
+
+    def _use(self, place: str) -> PlaceUse:
+        holders = [
+            Holder(name=name, held_bytes=self._books.held_by(place, name), peak_bytes=peak)
+            for (where, name), peak in self._books.peaks.items()
+            if where == place and name is not None
+        ]
+        return PlaceUse(
+            place=place,
+            limit_bytes=self._limit(place),
+            held_bytes=self._books.held_bytes(place),
+            peak_bytes=self.peak_bytes(place),
+            holders=tuple(sorted(holders, key=lambda one: -one.peak_bytes)),
+        )
+
+    def _check(self, place: str, needed: int, size_bytes: int, force: bool) -> None:
+        limit = self._limit(place)
+        if limit is not None and needed > limit and not force:
+            names = [name for where, name in self._books.peaks if where == place and name not in (None, "others")]
+            held = {name: self._books.held_by(place, name) for name in names if name is not None}
+            beside = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+            raise BudgetError(
+                f"{format_bytes(size_bytes)} more on {place} would make {format_bytes(needed)}, above the budget of "
+                f"{format_bytes(limit)}{f' (held: {beside})' if beside else ''}; a budget of at least "
+                f"{format_bytes(needed)} has room for them"
+            )
 
     def _limit(self, place: str) -> int | None:
         if place == "device":
@@ -84,6 +208,89 @@ class Budget:
         if place == "host":
             return self.host_bytes
         return self.disk_bytes.get(Path(place))
+
+
+class Charges:
+    """What one holder has taken of an account, or of none, and gives back as a whole."""
+
+    def __init__(self, budget: Budget | None, holder: str):
+        self._budget = None if budget is None else budget.named(holder)
+        self._charged: list[tuple[str, int]] = []
+        self._footprint: Footprint | None = None
+
+    def charge(self, place: str, size_bytes: int) -> None:
+        """Raises ``BudgetError`` where there is no room."""
+        if self._budget is not None:
+            self._budget.charge(place, size_bytes)
+            self._charged.append((place, size_bytes))
+
+    def enter(self, footprint: Footprint, *, force: bool = False) -> None:
+        """What this holder's step takes of the device, instead of what it took before. Raises ``BudgetError``."""
+        if self._budget is None:
+            return
+        before, self._footprint = self._footprint, None
+        if before is not None:
+            self._budget.leave(before)
+        self._budget.enter(footprint, force=force)
+        self._footprint = footprint
+
+    def give_back(self) -> None:
+        """All of it."""
+        while self._charged and self._budget is not None:
+            self._budget.credit(*self._charged.pop())
+        if self._footprint is not None and self._budget is not None:
+            self._budget.leave(self._footprint)
+            self._footprint = None
+
+
+class _Books:
+    """What stands in an account, which several views of it share. Its methods want ``lock`` held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.charged: dict[tuple[str, str], int] = {}
+        """Bytes by place and holder."""
+        self.footprints: list[tuple[Footprint, str]] = []
+        self.peaks: dict[tuple[str, str | None], int] = {}
+        """By place and holder; of the place with ``None``."""
+
+    def add(self, place: str, holder: str, size_bytes: int) -> None:
+        held = self.charged.get((place, holder), 0) + size_bytes
+        if held < 0:
+            raise InternalError(f"{-size_bytes} bytes given back to {place}, of which fewer were taken")
+        self.charged[place, holder] = held
+        self.note(place, holder)
+
+    def note(self, place: str, holder: str) -> None:
+        """Keeps the peaks."""
+        for name, held in ((holder, self.held_by(place, holder)), (None, self.held_bytes(place))):
+            self.peaks[place, name] = max(held, self.peaks.get((place, name), 0))
+
+    def held_bytes(self, place: str) -> int:
+        if place != "device":
+            return sum(size for (where, _), size in self.charged.items() if where == place)
+        in_turn = max((one.step_bytes for one, _ in self.footprints if not one.runs_beside), default=0)
+        return self.standing_bytes() + self.beside_bytes() + in_turn
+
+    def held_by(self, place: str, holder: str) -> int:
+        charged = self.charged.get((place, holder), 0)
+        if place != "device":
+            return charged
+        own = [one for one, name in self.footprints if name == holder]
+        return charged + sum(one.standing_bytes for one in own) + max((one.step_bytes for one in own), default=0)
+
+    def beside_bytes(self) -> int:
+        return sum(one.step_bytes for one, _ in self.footprints if one.runs_beside)
+
+    def standing_bytes(self, without: Footprint | None = None) -> int:
+        held, tensors = 0, dict[int, int]()
+        for one, _ in self.footprints:
+            held += one.held_bytes if one is not without else 0
+            for key, size in one.tensors.items():
+                if without is None or key not in without.tensors:
+                    tensors[key] = max(size, tensors.get(key, 0))
+        charged = sum(size for (where, _), size in self.charged.items() if where == "device")
+        return charged + held + sum(tensors.values())
 
 
 def _directories(disk: DiskSpec) -> dict[Path, int | None]:

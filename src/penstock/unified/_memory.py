@@ -144,6 +144,7 @@ def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     if budget is not None:
+        budget = budget.named("unified")
         budget.charge("host", size_bytes)
     try:
         mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

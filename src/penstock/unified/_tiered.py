@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from penstock.errors import BudgetError
-from penstock.tiers import Budget, DiskSpec, Size
+from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import check, stride_for
 from penstock.unified._counts import Counts
 from penstock.unified._disk import RowFiles, buffer_bytes_for
@@ -82,7 +82,8 @@ class TieredFeatures:
     ``disk`` is a directory, or several, or a dict of limits, into which a tensor's rows are written where memory does
     not hold them all; the files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as
     float16, bfloat16 or int8 (with ``scale``). ``verify`` reads all of a `write_features` file first and compares its
-    checksums. ``budget``, an account that other rooms share, is charged for what is held.
+    checksums. ``budget``, an account that other rooms share, is charged for what is held; ``host_budget`` and ``disk``
+    are what it has left of them, unless they are given.
 
     Raises ``BudgetError`` where the host budget is below what must be held or no disk is given for what is above it,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
@@ -114,6 +115,9 @@ class TieredFeatures:
                 "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
                 "TieredFeatures(source, host_budget='1GiB')"
             )
+        if budget is not None:
+            host_budget = budget.room_bytes("host") if host_budget is None else host_budget
+            disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
         table, tensor = _source(source, key)
         shape = table.shape if table else tuple(tensor.shape)  # type: ignore[union-attr]
         self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
@@ -146,7 +150,7 @@ class TieredFeatures:
             host_bytes=self._share.rows_bytes, scores=scores,
         )  # fmt: skip
         self.plan: TierPlan = plan_tiers(problem)
-        self._account = _Account(budget)
+        self._account = Charges(budget, "unified")
         self._closer = weakref.finalize(self, self._account.give_back)
         try:
             if table is not None:
@@ -432,7 +436,7 @@ def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | 
     return find_table(source, key), None
 
 
-def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: "_Account", progress: bool) -> RowFiles:
+def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: bool) -> RowFiles:
     """A tensor's rows in files without names, one in each directory."""
     limits = Budget(disk=disk).disk_bytes
     with contextlib.ExitStack() as stack:
@@ -458,21 +462,3 @@ def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: "_Account", progress
 
 def _shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
     return raw.view(kind.stored).view(num_rows, *kind.shape) if raw.numel() else kind.empty(num_rows)
-
-
-class _Account:
-    """What was charged to an account that others share, and goes back as a whole."""
-
-    def __init__(self, budget: Budget | None):
-        self._budget, self._charged = budget, list[tuple[str, int]]()
-
-    def charge(self, place: str, size_bytes: int) -> None:
-        """Raises ``BudgetError`` where there is no room."""
-        if self._budget is not None:
-            self._budget.charge(place, size_bytes)
-            self._charged.append((place, size_bytes))
-
-    def give_back(self) -> None:
-        """All of it."""
-        while self._charged and self._budget is not None:
-            self._budget.credit(*self._charged.pop())

@@ -1,0 +1,28 @@
+"""Which of several options to take."""
+
+from collections.abc import Sequence
+
+from penstock.advisor._advice import Option
+
+_AS_FAST = 1.03
+"""Options within this factor of the fastest count as equally fast: measuring is not finer than that."""
+_SIMPLEST = ("plain", "checkpoint", "offload", "remat")
+
+
+def choose(options: Sequence[Option]) -> Option | None:
+    """The fastest option that is not refused; of those as fast, the simplest, then the one with the lowest peak.
+
+    Options without a ratio come last. ``None`` where all are refused.
+    """
+    taken = [one for one in options if not one.is_refused]
+    if not taken:
+        return None
+    known = [one for one in taken if one.ratio is not None] or taken
+    fastest = min(one.ratio or 0.0 for one in known)
+    as_fast = [one for one in known if (one.ratio or 0.0) <= _AS_FAST * fastest]
+    return min(as_fast, key=_effort)
+
+
+def _effort(option: Option) -> tuple[int, int]:
+    rank = _SIMPLEST.index(option.name) if option.name in _SIMPLEST else len(_SIMPLEST)
+    return rank, option.peak_bytes or 0

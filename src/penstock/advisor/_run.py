@@ -1,0 +1,174 @@
+"""`advise`: profile, try, choose."""
+
+import gc
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from penstock import remat
+from penstock.advisor._advice import Advice, Option
+from penstock.advisor._choose import choose
+from penstock.advisor._fleet import fleet_of_one
+from penstock.advisor._task import Batch, Loss, Task
+from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, try_all
+from penstock.advisor._ways import Limits, Way, quiet, ways_for
+from penstock.errors import PenstockError
+from penstock.probe import can_record, peak_bytes
+from penstock.tiers import Budget, DiskSpec, Size
+from penstock.units import format_bytes
+
+_LARGE_BATCH_SHARE = 0.25
+_LAYERS = {"RGCNConv": "RGCNConv", "FastRGCNConv": "RGCNConv", "RGATConv": "RGATConv", "HGTConv": "HGTConv"}
+"""Layers of PyG's, and ours."""
+
+
+def advise(
+    model: nn.Module,
+    batch: Batch,
+    budget: Size | Budget | None,
+    *,
+    loss: Loss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    host: Size | None = None,
+    disk: DiskSpec = None,
+    rounds: int = 5,
+    progress: Progress | None = None,
+) -> Advice:
+    """Which way of training ``model`` on batches like ``batch`` keeps the budget and is the fastest.
+
+    The step is captured and profiled once. Whatever may keep the budget is then set up and tried: plain PyTorch,
+    ``torch.utils.checkpoint`` for each block, `offload`, both, and `remat` with and without swaps; if none of them
+    does, a `fleet` of one, which holds a part of the model at a time. Peaks are measured in one step each, with
+    gradients that exist already (as with accumulation; dropping them takes no more); times are medians over ``rounds``,
+    in which all take turns. Where plain PyTorch cannot run, ratios are to the sum of its operators' times.
+
+    Args:
+        model: on the device on which it is to train.
+        batch: a tensor, a tuple or list (``model(*batch)``) or a dict (``model(**batch)``), on the same device.
+        budget: bytes of the device at the true peak, parameters, gradients and optimizer state included, or a
+            ``tiers.Budget``, whose host memory and disks may be used and of which others' shares are left alone.
+        loss: from model and batch to a scalar; not needed where the model returns its loss, or has it as ``.loss``.
+        optimizer: its state is counted, also before its first step.
+        host: bytes of host memory to move to (CUDA).
+        disk: directory on an SSD to move to, or several.
+        rounds: how often each way is timed.
+        progress: told what is being done, how much of it is done and how much there is.
+
+    Parameters, gradients, buffers and random numbers are left as they were. Raises ``ValueError`` where the step has no
+    loss, and what the model itself raises.
+    """
+    if rounds < 1:
+        raise ValueError(f"every way is timed at least once, not {rounds} times: rounds=5")
+    account = _account(budget, host, disk)
+    if not can_record("cpu"):
+        raise PenstockError("a PyTorch profiler runs, beside which no peak can be measured; call advise outside of it")
+    task = Task(model, batch, loss, optimizer)
+    tell = progress or _say_nothing
+    tell("capturing and profiling the step", 0, 1)
+    limits = _limits(task, account, is_shared=isinstance(budget, Budget))
+    planned, why_not = _planned(task, limits)
+    plain_peak = None if planned is None else planned.plan.keep_all_peak_bytes
+    ways = ways_for(task, limits, planned)
+    if plain_peak is not None and not plain_can_run(task, plain_peak):
+        ways = ways[1:]
+    trials = try_all(task, ways, limits=limits, rounds=rounds, progress=tell)
+    options = [_option(way, trials[way.name], planned) for way in ways]
+    if planned is None:
+        options.append(_refused("remat", ("remat",), why_not))
+    if all(one.is_refused for one in options):
+        tell("trying a fleet of one", 0, 1)
+        options.append(fleet_of_one(task, limits, trials.get("plain")))
+    best, plain = choose(options), trials.get("plain", Trial())
+    return Advice(
+        options=tuple(sorted(options, key=lambda one: (one.is_refused, one.ratio or math.inf))),
+        budget_bytes=account.device_bytes,
+        plain_peak_bytes=plain_peak if plain.peak_bytes is None else plain.peak_bytes,
+        plain_is_measured=plain.ratio is not None,
+        smallest_bytes=None if planned is None else remat.smallest_budget_bytes(planned.problem),
+        notes=tuple(_notes(task, limits.budget)),
+        best_name=None if best is None else best.name,
+    )
+
+
+def _say_nothing(what: str, done: int, total: int) -> None:
+    pass
+
+
+def _account(budget: Size | Budget | None, host: Size | None, disk: DiskSpec) -> Budget:
+    if not isinstance(budget, Budget):
+        return Budget(device=budget, host=host, disk=disk)
+    if host is not None or disk is not None:
+        raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host and disk")
+    return budget
+
+
+def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
+    """What is left for this step, of the account and of the device."""
+    optimizer = task.optimizer
+    state_bytes = 0 if optimizer is None else remat.optimizer_state_bytes(optimizer)
+    is_made = optimizer is not None and bool(optimizer.state)
+    own_bytes = task.input_bytes + task.gradient_bytes + (state_bytes if is_made else 0)
+    gc.collect()
+    others_bytes = max(0, peak_bytes(lambda: None, device=task.device).start_bytes - own_bytes)
+    if task.device.type == "cpu":
+        others_bytes = max(0, others_bytes - account.held_bytes("host"))
+    device_bytes = account.device_bytes
+    left = None if device_bytes is None else max(1, device_bytes - account.beside_bytes())
+    return Limits(
+        budget=Budget(device=left, host=account.room_bytes("host"), disk=account.disk_bytes),
+        spelled="budget" if is_shared else _spelled(account),
+        reserve_bytes=others_bytes,
+        extra_bytes=task.set_aside_bytes - (0 if is_made else state_bytes),
+    )
+
+
+def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
+    """The profile, or why there is none."""
+    try:
+        with task.left_as_found(), quiet():
+            step = remat.optimize(
+                task.loss_of, [task.batch], None, optimizer=task.optimizer, reserve=limits.reserve_bytes,
+                disk=limits.budget.disk_bytes or None, host=limits.budget.host_bytes,
+            )  # fmt: skip
+            return step.plan, ""
+    except (PenstockError, RuntimeError, ValueError, TypeError) as error:
+        return None, first_line(error)
+
+
+def _option(way: Way, trial: Trial, planned: remat.Planned | None) -> Option:
+    """With what was measured; ratios without a plain step are to the sum of its operators' times."""
+    ratio = trial.ratio
+    if ratio is None and trial.step_s is not None and planned is not None:
+        plain_s = planned.plan.step_s - planned.plan.extra_s
+        ratio = trial.step_s / plain_s
+    return Option(
+        name=way.name, rooms=way.rooms, is_refused=bool(trial.reason), reason=trial.reason,
+        peak_bytes=trial.peak_bytes, ratio=ratio, is_measured=trial.step_s is not None, code=way.code,
+    )  # fmt: skip
+
+
+def _refused(name: str, rooms: tuple[str, ...], reason: str) -> Option:
+    return Option(
+        name=name, rooms=rooms, is_refused=True, reason=reason, peak_bytes=None, ratio=None, is_measured=False, code=""
+    )
+
+
+def _notes(task: Task, budget: Budget) -> Iterator[str]:
+    limit = budget.device_bytes
+    if limit is not None and task.batch_bytes > _LARGE_BATCH_SHARE * limit:
+        yield (
+            f"the batch alone takes {format_bytes(task.batch_bytes)} of {format_bytes(limit)}: if it is the features "
+            "of a graph, penstock.unified.TieredFeatures hands over the rows of a mini-batch instead"
+        )
+    layers = {type(one) for one in task.model.modules() if type(one).__module__.startswith("torch_geometric.")}
+    for name in sorted({one.__name__ for one in layers} & set(_LAYERS)):
+        yield f"{name} is PyG's; penstock.relational.{_LAYERS[name]} takes its arguments and copies nothing per edge"
+
+
+def _spelled(budget: Budget) -> str:
+    sizes = [("device", budget.device_bytes), ("host", budget.host_bytes)]
+    given = [f"{name}={size}" for name, size in sizes if size is not None]
+    disk = {str(path): limit for path, limit in budget.disk_bytes.items()}
+    return f"penstock.tiers.Budget({', '.join(given + ([f'disk={disk}'] if disk else []))})"

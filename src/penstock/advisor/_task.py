@@ -1,0 +1,120 @@
+"""A user's step: how it is called, what it leaves as it found it, and how code for it reads."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
+Loss = Callable[[Any, Batch], torch.Tensor]
+"""From the model and a batch to a scalar: ``lambda model, batch: model(**batch).loss``."""
+
+
+class Task:
+    """A model, a batch and a loss."""
+
+    def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None):
+        self.model, self.batch, self.optimizer = model, batch, optimizer
+        self._loss = loss
+        self._has_loss_attribute = False
+        places = {one.device for one in [*model.parameters(), *_tensors(batch)]}
+        if len({one.type for one in places}) > 1:
+            raise ValueError(
+                f"the model and the batch are on {sorted(map(str, places))}; move both to one device: "
+                "penstock.advise(model.to(device), batch.to(device), budget)"
+            )
+        self.device = next(iter(places), torch.device("cpu"))
+        self._check()
+
+    def loss_of(self, batch: Batch) -> torch.Tensor:
+        """The loss of a batch, a scalar."""
+        return self.call(self.model, batch)
+
+    def call(self, model: Any, batch: Batch) -> torch.Tensor:  # any: the module, or what stands for it
+        """The loss of a batch by ``model``."""
+        if self._loss is not None:
+            return self._loss(model, batch)
+        if isinstance(batch, Mapping):
+            result = model(**batch)
+        else:
+            result = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+        return result.loss if self._has_loss_attribute else result  # type: ignore[no-any-return]
+
+    @property
+    def expression(self) -> str:
+        """The same as Python."""
+        if self._loss is not None:
+            return "loss(model, batch)"
+        stars = "**" if isinstance(self.batch, Mapping) else "*" if isinstance(self.batch, tuple | list) else ""
+        return f"model({stars}batch){'.loss' if self._has_loss_attribute else ''}"
+
+    def step(self) -> None:
+        """Forward and backward."""
+        self.loss_of(self.batch).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def input_bytes(self) -> int:
+        """Of parameters, buffers and the batch."""
+        return self.batch_bytes + sum(one.nbytes for one in [*self.model.parameters(), *self.model.buffers()])
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of the batch."""
+        return sum(one.nbytes for one in _tensors(self.batch))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that exist now."""
+        return sum(one.grad.nbytes for one in self.model.parameters() if one.grad is not None)
+
+    @property
+    def set_aside_bytes(self) -> int:
+        """Held by ``left_as_found`` beside what training holds: gradients that existed, and copies of buffers."""
+        return self.gradient_bytes + sum(one.nbytes for one in self.model.buffers())
+
+    def drop_gradients(self) -> None:
+        """So that nothing is held but what each way makes."""
+        for one in self.model.parameters():
+            one.grad = None
+
+    @contextlib.contextmanager
+    def left_as_found(self) -> Iterator[None]:
+        """Gradients, buffers, modes and random numbers are afterwards what they were."""
+        gradients = [(one, one.grad) for one in self.model.parameters()]
+        buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
+        modes = [(one, one.training) for one in self.model.modules()]
+        devices = [self.device] if self.device.type == "cuda" else []
+        self.drop_gradients()
+        try:
+            with torch.random.fork_rng(devices):
+                yield
+        finally:
+            for one, gradient in gradients:
+                one.grad = gradient
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for module, was_training in modes:
+                module.training = was_training
+
+    def _check(self) -> None:
+        """Calls the model once without gradients, to see what it returns."""
+        with self.left_as_found(), torch.no_grad():
+            result = self.loss_of(self.batch)
+        if not isinstance(result, torch.Tensor) and isinstance(getattr(result, "loss", None), torch.Tensor):
+            self._has_loss_attribute = True
+            result = result.loss
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            is_tensor = isinstance(result, torch.Tensor)
+            shape = f"a tensor of shape {list(result.shape)}" if is_tensor else type(result).__name__
+            raise ValueError(
+                f"the model returns {shape}, not a loss; say how the loss comes about: penstock.advise(model, batch, "
+                "budget, loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
+            )
+
+
+def _tensors(batch: Batch) -> Sequence[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor)]

@@ -1,0 +1,205 @@
+"""The ways to train a step that are tried: how each is set up, and the code that sets it up."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import offload, remat
+from penstock.advisor._task import Task
+from penstock.errors import OffloadDeclinedWarning, PenstockError, PenstockWarning
+from penstock.tiers import Budget
+
+LEAST_BLOCKS = 2
+"""Modules of one class in a list that count as the model's blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way, and how to begin it."""
+
+    name: str
+    """As in `Option`."""
+    rooms: tuple[str, ...]
+    """As in `Option`."""
+    begin: Callable[[int], "Running"]
+    """Sets it up, with so many bytes on the device beside what training holds, for whatever measures.
+
+    Raises ``PenstockError`` or ``RuntimeError`` where it does not work with this model.
+    """
+    code: str
+    """As in `Option`."""
+    num_warm: int = 1
+    """Steps before it runs as it will go on."""
+
+
+@dataclass(slots=True)
+class Running:
+    """A way that was set up."""
+
+    step: Callable[[], None]
+    """Forward and backward of the batch."""
+    close: Callable[[], None] = field(default=lambda: None)
+    """Gives back what it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a way may take, and how the user spells it."""
+
+    budget: Budget
+    """Limit of the device and the tiers, without what other rooms hold."""
+    spelled: str
+    """The budget in code."""
+    reserve_bytes: int
+    """Of the device, held by whatever else the process does there."""
+    extra_bytes: int
+    """Held during trials but not in training, less what is held in training but not yet."""
+
+    def alone(self, extra_bytes: int = 0) -> Budget:
+        """The budget on an account of its own: ways are alternatives."""
+        limit = self.budget.device_bytes
+        device = None if limit is None else max(1, limit + extra_bytes)
+        return Budget(device=device, host=self.budget.host_bytes, disk=self.budget.disk_bytes)
+
+
+def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[Way]:
+    """What may be tried; ``planned`` is the profile, if the step is one graph."""
+    budget = limits.budget
+    blocks = blocks_of(task.model)
+    ways = [_plain(task)]
+    if blocks:
+        ways.append(_checkpoint(task, blocks))
+    has_tiers = bool(budget.disk_bytes) or (budget.host_bytes is not None and task.device.type == "cuda")
+    if has_tiers:
+        ways.append(_offload(task, limits, []))
+        if blocks:
+            ways.append(_offload(task, limits, blocks))
+    if planned is not None:
+        ways.append(_remat(task, limits, planned, "recompute"))
+        if has_tiers:
+            ways.append(_remat(task, limits, planned, "hybrid"))
+    return ways
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Names of the blocks that people would checkpoint: the largest list of modules of one class."""
+    most: list[str] = []
+    most_parameters = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < LEAST_BLOCKS:
+            continue
+        if len({type(one) for one in module}) > 1 or not any(True for one in module for _ in one.children()):
+            continue  # of several kinds, or single layers
+        size = sum(one.numel() for one in module.parameters())
+        if size > most_parameters:
+            most_parameters = size
+            most = [f"{name}.{at}" if name else str(at) for at in range(len(module))]
+    return most
+
+
+@contextlib.contextmanager
+def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
+    """Inside, each block saves its inputs alone."""
+    modules = [model.get_submodule(one) for one in blocks]
+    for one in modules:
+        one.forward = functools.partial(checkpoint, one.forward, use_reentrant=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for one in modules:
+            del one.forward  # the class's own again
+
+
+def _plain(task: Task) -> Way:
+    code = f"for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
+    return Way(name="plain", rooms=(), begin=lambda _: Running(task.step), code=code)
+
+
+def _checkpoint(task: Task, blocks: Sequence[str]) -> Way:
+    def begin(_: int) -> Running:
+        def step() -> None:
+            with checkpointed(task.model, blocks):
+                task.step()
+
+        return Running(step)
+
+    code = f"{_checkpoint_code(blocks)}for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
+    return Way(name="checkpoint", rooms=(), begin=begin, code=code)
+
+
+def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
+    def begin(extra_bytes: int) -> Running:
+        account = limits.alone(extra_bytes)  # the offloader measures
+        offloader = offload.activations(
+            task.model, budget=account, checkpoint_inputs_only=bool(blocks), min_saving=0.0, max_stall=1.0
+        )
+
+        def step() -> None:
+            with contextlib.ExitStack() as stack:
+                if blocks:
+                    stack.enter_context(checkpointed(task.model, blocks))
+                stack.enter_context(offloader)
+                task.step()
+            if offloader.statistics().declined:
+                raise PenstockError(offloader.statistics().declined)
+
+        return Running(step, offloader.close)
+
+    inputs_only = ", checkpoint_inputs_only=True" if blocks else ""
+    code = (
+        f"import penstock\n\n{_checkpoint_code(blocks) if blocks else ''}"
+        f"offloader = penstock.offload.activations(model, budget={limits.spelled}{inputs_only})\n"
+        f"for batch in batches:\n    with offloader:\n        {task.expression}.backward()\n{_UPDATE}"
+    )
+    name = "checkpoint + offload" if blocks else "offload"
+    return Way(name=name, rooms=("offload",), begin=begin, code=code, num_warm=4)
+
+
+def _remat(task: Task, limits: Limits, planned: remat.Planned, method: remat.Method) -> Way:
+    def begin(_: int) -> Running:
+        step = remat.optimize(
+            task.loss_of, [task.batch], limits.alone(), optimizer=task.optimizer, reserve=limits.reserve_bytes,
+            method=method, profile=planned.problem,
+        )  # fmt: skip
+        return Running(lambda: step(task.batch).backward(), step.close)
+
+    method_code = ', method="recompute"' if method == "recompute" else ""
+    optimizer = ", optimizer=optimizer" if task.optimizer is not None else ""
+    reserve = f", reserve={limits.reserve_bytes}" if limits.reserve_bytes else ""
+    code = (
+        "import penstock\n\n"
+        "step = None\n"
+        "for batch in batches:\n"
+        "    step = step or penstock.remat.optimize(\n"
+        f"        lambda batch: {task.expression}, [batch], {limits.spelled}{optimizer}{reserve}{method_code}\n"
+        "    )\n"
+        f"    step(batch).backward()\n{_UPDATE}"
+    )
+    name = "remat" if method == "recompute" else "remat + swap"
+    return Way(name=name, rooms=("remat",), begin=begin, code=code)
+
+
+_UPDATE = "    optimizer.step()\n    optimizer.zero_grad()\n"
+
+
+def _checkpoint_code(blocks: Sequence[str]) -> str:
+    parent = blocks[0].rpartition(".")[0]
+    return (
+        "import functools\n\nfrom torch.utils.checkpoint import checkpoint\n\n"
+        f"for block in model.get_submodule({parent!r}):\n"
+        "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)\n"
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Trials say nothing of what users would be told when they train."""
+    with warnings.catch_warnings():
+        for one in (OffloadDeclinedWarning, PenstockWarning):
+            warnings.simplefilter("ignore", one)
+        yield
