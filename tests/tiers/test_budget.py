@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import BudgetError, InternalError, PenstockError
-from penstock.tiers import Budget
+from penstock.tiers import Budget, Charges, Footprint
 
 
 def test_sizes_are_text_or_bytes():
@@ -112,3 +112,75 @@ def test_threads_together_stay_below_the_limit():
     for thread in threads:
         thread.join()
     assert len(granted) == budget.held_bytes("host") == budget.peak_bytes("host") == 1000
+
+
+def test_views_share_the_account_and_say_who_holds_what():
+    budget = Budget(device=100, host=50, disk={"/nvme": 10})
+    offload, unified = budget.named("offload"), budget.named("unified")
+    offload.charge("host", 30)
+    unified.charge("host", 15)
+    unified.charge("host", 5)
+    unified.credit("host", 10)
+    with pytest.raises(BudgetError, match="held: offload 30 B, unified 10 B"):
+        budget.charge("host", 11)
+    host = next(one for one in budget.uses() if one.place == "host")
+    assert (host.limit_bytes, host.held_bytes, host.peak_bytes) == (50, 40, 50)
+    assert [(one.name, one.held_bytes, one.peak_bytes) for one in host.holders] == [
+        ("offload", 30, 30),
+        ("unified", 10, 20),
+    ]
+    assert [one.place for one in budget.uses()] == ["device", "host", "/nvme"]
+    assert budget.room_bytes("host") == 10
+    assert Budget().room_bytes("host") is None
+
+
+def test_tensors_that_several_name_count_once_and_steps_take_turns():
+    budget = Budget(device=100)
+    first = Footprint(tensors={1: 10, 2: 10}, held_bytes=5, step_bytes=40)
+    second = Footprint(tensors={2: 10, 3: 10}, step_bytes=30)
+    budget.named("remat").enter(first)
+    assert budget.held_bytes("device") == 65
+    assert budget.step_room_bytes(second) == 100 - 10 - 5  # without the tensor that both name
+    budget.named("offload").enter(second)
+    assert budget.held_bytes("device") == 10 + 10 + 10 + 5 + 40
+    with pytest.raises(BudgetError, match="remat"):
+        budget.named("fleet").enter(Footprint(step_bytes=30, runs_beside=True))
+    budget.named("fleet").enter(Footprint(step_bytes=25, runs_beside=True))
+    assert budget.held_bytes("device") == 100
+    assert budget.beside_bytes() == 25
+    assert budget.step_room_bytes(first) == 100 - 10 - 25
+    budget.leave(first)
+    budget.leave(first)
+    assert budget.held_bytes("device") == 20 + 25 + 30
+
+
+def test_what_is_refused_leaves_no_trace():
+    budget = Budget(device=100)
+    charges = Charges(budget, "remat")
+    charges.enter(Footprint(held_bytes=60, step_bytes=30))
+    with pytest.raises(BudgetError, match="at least 110 B"):
+        budget.enter(Footprint(held_bytes=20))
+    assert budget.held_bytes("device") == 90
+    charges.enter(Footprint(held_bytes=10, step_bytes=30))  # instead of what was entered before
+    assert budget.held_bytes("device") == 40
+    charges.charge("device", 20)
+    charges.give_back()
+    assert budget.held_bytes("device") == 0
+    assert budget.peak_bytes("device") == 90
+
+
+def test_charges_to_no_account_cost_nothing():
+    charges = Charges(None, "unified")
+    charges.charge("host", 2**60)
+    charges.enter(Footprint(held_bytes=2**60))
+    charges.give_back()
+
+
+def test_a_view_may_have_a_tighter_limit():
+    budget = Budget()
+    view = budget.named("fleet")
+    view.host_bytes = 10
+    budget.charge("host", 5)
+    with pytest.raises(BudgetError):
+        view.charge("host", 6)
+    budget.charge("host", 6)

@@ -305,6 +305,7 @@ def test_what_is_left_of_the_budget_is_in_flight():
     with unified.TieredFeatures(made(), host_budget="200KiB", budget=budget) as features:
         assert features.in_flight_bytes == 200 * 1024 - 3000 * 36 == budget.held_bytes("host")
         assert features.host_bytes == 200 * 1024
+    budget = tiers.Budget()
     with unified.TieredFeatures(made().t().contiguous().t(), budget=budget) as features:
         assert torch.equal(features[5], made()[5]) and budget.held_bytes("host") == 3000 * 36
 

@@ -26,7 +26,17 @@ from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import UnitRecord, Worker
 from penstock.probe import bandwidths, can_record
-from penstock.tiers import Budget, Charges, DiskSpec, Footprint, HeapKeeper, Size, trim_freed_memory, waterfalls_for
+from penstock.tiers import (
+    Budget,
+    Charges,
+    DiskSpec,
+    Footprint,
+    HeapKeeper,
+    Size,
+    gate,
+    trim_freed_memory,
+    waterfalls_for,
+)
 from penstock.units import parse_bytes
 
 _TICK_S = 0.1
@@ -306,7 +316,7 @@ class Fleet:
         self._is_started = True
         for worker in self._engine.workers:
             worker.start()
-        with Show(self._progress, self.rows, self._engine.workers) as show:
+        with gate.released(), Show(self._progress, self.rows, self._engine.workers) as show:
             while any(worker.is_alive for worker in self._engine.workers):
                 self._news.wait(_TICK_S)
                 self._news.clear()

@@ -32,6 +32,7 @@ from penstock.tiers import (
     Size,
     TierStatistics,
     Waterfall,
+    gate,
     waterfall_for,
 )  # fmt: skip
 from penstock.units import format_bytes, parse_bytes
@@ -103,7 +104,7 @@ def activations(
         policy=policy,
     )
     account = _account(disk, host, budget)
-    _check_budget(model, account)
+    _check_budget(model, account, host)
     settings = Settings(
         max_in_flight_bytes=parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
@@ -159,6 +160,7 @@ class Offloader:
         self._finish_cycle_if_drained()
         _active.offloader = self
         self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(gate.computing())
         if not self._learner.declined:
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self
@@ -372,9 +374,9 @@ def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) ->
     return account
 
 
-def _check_budget(model: nn.Module, account: Budget) -> None:
+def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
     parameters = list(model.parameters())
-    if account.host_bytes is not None and all(one.device.type == "cpu" for one in parameters):
+    if host is not None and all(one.device.type == "cpu" for one in parameters):
         warnings.warn(
             "host=... is ignored for a model on the CPU, where host memory is the device itself; disk=... is used",
             PenstockWarning,

@@ -26,7 +26,7 @@ from penstock.remat._problem import RematProblem
 from penstock.remat._profile import measure
 from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
-from penstock.tiers import Charges, Footprint
+from penstock.tiers import Charges, Footprint, gate
 from penstock.units import parse_bytes
 
 Size = int | str
@@ -204,10 +204,10 @@ class Compiler:
         number = module.meta[_PLAN]
         if self.settings.verify:
             planned = self.planned[number]
-            return checked(module, module.meta[SLOTS], planned.problem, planned.plan)
+            return _at_the_gate(checked(module, module.meta[SLOTS], planned.problem, planned.plan))
         plain = _capture.boxed(module)
         trial = self.trials.get(number)
-        return plain if trial is None else trial.runner(plain, is_backward=is_backward)
+        return _at_the_gate(plain if trial is None else trial.runner(plain, is_backward=is_backward))
 
     def _forward(self, module: fx.GraphModule) -> _capture.Runner:
         run = self._runner(module, is_backward=False)
@@ -239,6 +239,16 @@ class Compiler:
             self.is_rehearsing = False
 
 
+def _at_the_gate(run: _capture.Runner) -> _capture.Runner:
+    """Not while another thread traces, which changes what operators do."""
+
+    def runner(arguments: list[Any]) -> Any:
+        with gate.computing():
+            return run(arguments)
+
+    return _capture.make_boxed_func_flag(runner)
+
+
 class _RehearsalOver(Exception):
     """Forward has been compiled and would run now."""
 
@@ -255,9 +265,14 @@ class OptimizedStep:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the step as planned; arguments of another shape are planned first."""
         key = _signature(arguments, keywords)
-        if key not in self._compiled:
+        if key in self._compiled:
+            return self._call(key, arguments, keywords)
+        with gate.tracing():
             fresh = _with_code_of_its_own(self._function)
             self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
+            return self._call(key, arguments, keywords)
+
+    def _call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         try:
             return self._compiled[key](*arguments, **keywords)
         except Exception as error:
