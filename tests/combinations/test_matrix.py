@@ -234,30 +234,35 @@ def test_remat_beside_a_fleet(account):
 class Planned(nn.Module):
     """A stage of a job that plans itself when it first runs on the device."""
 
-    def __init__(self, module, budget):
+    def __init__(self, module, budget, plans):
         super().__init__()
-        self.module, self.budget = module, budget
+        self.module, self.budget, self.plans = module, budget, plans
         self.steps = {}
 
     def forward(self, x):
         if x.shape not in self.steps:
             self.steps[x.shape] = remat.optimize(self.module, [x], self.budget, method="recompute")
+            self.plans.append(self.steps[x.shape].plan)
         return self.steps[x.shape](x)
 
 
-def test_a_planned_stage_inside_of_a_fleets_job(account):
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_planned_stage_inside_of_a_fleets_job(account, dropout):
     data = [torch.randn(2048, 64, generator=torch.Generator().manual_seed(at)) for at in range(3)]
 
     def make(budget=None):
         model = mlp()
-        return model if budget is None else nn.Sequential(model[:2], Planned(model[2:6], budget), model[6:])
+        model[3] = nn.Sequential(nn.GELU(), nn.Dropout(dropout))
+        return model if budget is None else nn.Sequential(model[:2], Planned(model[2:6], *budget), model[6:])
 
     one = job("plain", make, lambda model, batch: square(model(batch)), lambda: data)
-    planned = one.with_changes(name="planned", model=lambda: make(Budget(device="8MiB")), stages=list)
+    budget, plans = 0.9, []
+    planned = one.with_changes(name="planned", model=lambda: make((budget, plans)), stages=list)
     expected = trained_plainly(one)
     with a_fleet_beside(account, planned):
         pass
     assert trained_plainly(planned) == expected
+    assert any(one.plan.peak_bytes < one.plan.keep_all_peak_bytes for one in plans)
 
 
 def test_a_fleet_takes_what_is_left_of_the_device(account):

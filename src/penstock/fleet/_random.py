@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.tiers import drawing_from
+
 _lock = threading.RLock()
 """Held while the generators of the process carry a job's state."""
 
@@ -68,7 +70,7 @@ class Randomness:
             yield
             return
         if device.type != "cuda":
-            with _Swapping(self):
+            with drawing_from(self), _Swapping(self):
                 yield
             return
         before = torch.cuda.get_rng_state(device)
@@ -76,11 +78,22 @@ class Randomness:
             self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
         torch.cuda.set_rng_state(self.cuda, device)
         try:
-            with _Swapping(self):
+            with drawing_from(self), _Swapping(self):
                 yield
         finally:
             self.cuda = torch.cuda.get_rng_state(device)
             torch.cuda.set_rng_state(before, device)
+
+    def get(self, device: str) -> torch.Tensor:
+        """Where the next operator draws from, as `tiers.Generators`."""
+        return self.cpu if device == "cpu" else torch.cuda.get_rng_state(device)
+
+    def put(self, state: torch.Tensor, device: str) -> None:
+        """Lets the next operator draw from ``state``."""
+        if device == "cpu":
+            self.cpu = state
+        else:
+            torch.cuda.set_rng_state(state, device)
 
     def mark(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where units draw from now, for ``replaying``."""
@@ -124,6 +137,11 @@ class _Swapping(TorchDispatchMode):
     def __init__(self, randomness: Randomness):
         super().__init__()  # type: ignore[no-untyped-call]
         self._randomness = randomness
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that Dynamo, in this thread or another, does not give up because of it."""
+        return True
 
     # any: PyTorch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:

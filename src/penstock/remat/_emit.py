@@ -18,6 +18,7 @@ from penstock.remat._capture import Captured, accumulate, device_of, is_random, 
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
+from penstock.tiers import generator_state
 
 IS_STATIC = "penstock_is_static"
 """In the ``meta`` of an emitted node: its value counts among the plan's static bytes, or is a ticket."""
@@ -119,7 +120,7 @@ class _Emitter:
             return  # a tangent, which backward was given
         is_again = side is self.backward and index < self.problem.num_forward
         if is_random(call) and not is_again and call in self.runs_again:
-            state = side.graph.call_function(_swap.generator_state, (str(device_of(call)),))
+            state = side.graph.call_function(generator_state, (str(device_of(call)),))
             state.meta |= {"val": torch.empty(0, dtype=torch.uint8, device="meta"), IS_STATIC: True}
             self.states[call] = state
         if is_random(call) and is_again:

@@ -14,7 +14,15 @@ from torch import fx
 
 from penstock.errors import CaptureError
 from penstock.remat import _ticket
-from penstock.tiers import Budget, Handle, ViewLayout, Waterfall, waterfall_for
+from penstock.tiers import (
+    Budget,
+    Handle,
+    ViewLayout,
+    Waterfall,
+    generator_state,
+    set_generator_state,
+    waterfall_for,
+)
 
 _tiers: "weakref.WeakValueDictionary[int, Tiers]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -66,24 +74,16 @@ def fetch(ticket: torch.Tensor) -> torch.Tensor:
     return found.layout.rebuild(found.handle.get())
 
 
-def generator_state(device: str) -> torch.Tensor:
-    """The state of the default generator of ``device``, before a random operator that will run again."""
-    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
-
-
 def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A function that runs ``target`` once more from a generator's state, and leaves the generator as it was."""
 
-    def put(state: torch.Tensor) -> None:
-        torch.set_rng_state(state) if device == "cpu" else torch.cuda.set_rng_state(state, device)
-
     def replay(state: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         before = generator_state(device)
-        put(state)
+        set_generator_state(state, device)
         try:
             return target(*arguments, **keywords)
         finally:
-            put(before)
+            set_generator_state(before, device)
 
     replay.__name__ = f"replay_{str(target).replace('.', '_')}"
     return replay

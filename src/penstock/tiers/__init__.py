@@ -27,6 +27,7 @@ tensor(999999)
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `Gate`, `gate`: nobody computes while somebody traces a model.
+- `generator_state`, `set_generator_state`, `drawing_from`, `Generators`: what random operators of a thread draw from.
 - `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
@@ -45,6 +46,10 @@ from penstock.tiers._events import Event as Event
 from penstock.tiers._events import EventLog as EventLog
 from penstock.tiers._gate import Gate as Gate
 from penstock.tiers._gate import gate as gate
+from penstock.tiers._generators import Generators as Generators
+from penstock.tiers._generators import drawing_from as drawing_from
+from penstock.tiers._generators import generator_state as generator_state
+from penstock.tiers._generators import set_generator_state as set_generator_state
 from penstock.tiers._handle import Handle as Handle
 from penstock.tiers._handle import HandleState as HandleState
 from penstock.tiers._host import HostTier as HostTier
