@@ -1,5 +1,7 @@
 """What capture leans on in PyTorch's private interfaces, so that a move of theirs is seen here first."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -125,3 +127,16 @@ def test_modules_are_named_as_the_user_names_them():
     torch._dynamo.reset()
     problem = remat.optimize(model, [torch.randn(4, 8)], None).plan.problem
     assert {"0", "1.0", "1.1"} <= {one.module for one in problem.operators}
+
+
+def test_a_model_that_logs_is_captured():
+    logger = logging.getLogger("a model")
+
+    def step(x):
+        logger.warning("a loss of its own")
+        return x.square().mean()
+
+    x = torch.randn(4, requires_grad=True)
+    optimized = remat.optimize(step, [x], None)
+    optimized(x).backward()
+    assert torch.equal(x.grad, x.detach() / 2)

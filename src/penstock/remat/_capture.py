@@ -5,6 +5,8 @@ backward (``partitioner_tag``), their fake values share storages exactly where t
 and mutation has been turned into extra outputs.
 """
 
+import contextlib
+import logging
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.config as dynamo_config
 import torch._subclasses.fake_tensor
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -23,6 +26,9 @@ from penstock.remat._problem import Operator, RematProblem, Storage
 _RANDOM = torch.Tag.nondeterministic_seeded
 _ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
 """How Dynamo's names of modules begin: the variable or the closure that holds the model."""
+
+
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 @dataclass(slots=True)
@@ -382,6 +388,13 @@ def make_boxed_func_flag(runner: Runner) -> Runner:
     """Marks a runner as boxed, which AOTAutograd looks for."""
     runner._boxed_call = True  # type: ignore[attr-defined]
     return runner
+
+
+def without_logging() -> contextlib.AbstractContextManager[None]:
+    """Inside, Dynamo leaves calls of loggers out of a step instead of refusing it."""
+    names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
+    ignored = {getattr(logging.Logger, one) for one in names} | dynamo_config.ignore_logging_functions
+    return dynamo_config.patch(ignore_logging_functions=ignored)  # type: ignore[no-any-return]
 
 
 def break_after(module: fx.GraphModule) -> str:

@@ -267,7 +267,7 @@ class OptimizedStep:
         key = _signature(arguments, keywords)
         if key in self._compiled:
             return self._call(key, arguments, keywords)
-        with gate.tracing():
+        with gate.tracing(), _capture.without_logging():
             fresh = _with_code_of_its_own(self._function)
             self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
             return self._call(key, arguments, keywords)

@@ -1,0 +1,171 @@
+"""Is `penstock.advise` right? Its pick, peaks and ratios against training with every option, on models and budgets.
+
+For each model and budget `advise` is asked once. Then every option trains as a user would write it (forward, backward,
+optimizer step), set up anew by the public functions, all in turn with plain PyTorch; those that keep the budget are
+ranked. Reported per case: the regret of the pick (its step over that of the best option that keeps the budget, both as
+paired medians), its predicted peak over the measured one, its predicted ratio to plain's step over the measured one.
+
+    python -m benchmarks.advisor --disk /nvme --json FILE
+"""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import penstock
+from benchmarks.common import Row, interleaved, paired_ratio, parser, show, write
+from benchmarks.models import WORKLOADS, checkpointed
+from benchmarks.models import make as make_workload
+from penstock import offload, remat
+from penstock.errors import PenstockError
+from penstock.probe import peak_bytes
+from penstock.tiers import Budget
+from penstock.units import format_bytes
+
+CASES = [(model, share) for model in ("GPT-2", "BERT", "ViT", "ResNet-50", "U-Net", "LSTM") for share in (0.7, 0.4)]
+"""Models, and the share of plain PyTorch's activation peak that their budgets leave."""
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """A model that trains in one way."""
+
+    step: Callable[[], None]
+    close: Callable[[], None]
+    peak_bytes: int = 0
+    error: str = ""
+
+
+def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
+    """Sets up ``name`` as a user would."""
+    module, inputs = make_workload(workload, batch)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    if name.startswith("checkpoint"):
+        checkpointed(WORKLOADS[workload], module)
+    stack = contextlib.ExitStack()
+    forward: Callable[..., torch.Tensor] = module
+    if "offload" in name:
+        offloader = offload.activations(module, budget=budget, checkpoint_inputs_only=name != "offload")
+        stack.callback(offloader.close)
+    if name.startswith("remat"):
+        forward = remat.optimize(
+            module, inputs, budget, optimizer=optimizer, method="hybrid" if "swap" in name else "recompute"
+        )
+        stack.callback(forward.close)
+
+    def step() -> None:
+        with offloader if "offload" in name else contextlib.nullcontext():
+            forward(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    made = Trained(step=step, close=stack.close)
+    try:
+        for _ in range(4 if "offload" in name else 1):
+            step()
+        made.peak_bytes = peak_bytes(step, device="cpu").peak_bytes
+    except PenstockError as error:
+        made.error = str(error)
+    return made
+
+
+def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) -> tuple[list[Row], list[str]]:
+    """One case."""
+    module, inputs = make_workload(workload, batch)
+    module(*inputs).backward()
+    plain = peak_bytes(lambda: module(*inputs).backward(), device="cpu")
+    limit = plain.start_bytes + int(share * plain.activation_bytes)
+    module.zero_grad()
+    budget = Budget(device=limit, disk=disk)
+    advice = penstock.advise(module, inputs, budget, optimizer=torch.optim.SGD(module.parameters()), rounds=rounds)
+    print(advice.explain(), flush=True)
+    names = [one.name for one in advice.options]
+    del module
+    measured = measure(names, workload, batch, budget, rounds)
+    ratios = {name: paired_ratio(seconds, measured["plain"][1])[0] for name, (_, seconds) in measured.items()}
+    keeps = {name: ratios[name] for name, (peak, _) in measured.items() if peak <= limit}
+    case = f"{workload} x {batch} within {format_bytes(limit)}"
+    if advice.best_name is None or not keeps:
+        raise SystemExit(f"{case}: nothing keeps the budget: {advice.explain()}")
+    best = min(keeps, key=lambda name: keeps[name])
+    pick = advice.best
+    peak, _ = measured[pick.name]
+    assert pick.peak_bytes is not None and pick.ratio is not None
+    regret = paired_ratio(measured[pick.name][1], measured[best][1])[0] - 1
+    rows = [
+        Row(name=case, metric="regret of the pick", value=regret, unit="share", peer=f"{pick.name} / {best}"),
+        Row(name=case, metric="predicted peak over measured", value=pick.peak_bytes / peak, unit="ratio", peer=pick.name),
+        Row(
+            name=case, metric="predicted ratio to plain over measured", value=pick.ratio / ratios[pick.name],
+            unit="ratio", peer=pick.name,
+        ),
+        Row(name=case, metric="peak of the pick", value=peak, unit="B", peer="budget", ratio=peak / limit),
+        *(
+            Row(name=case, metric=f"step of {name}", value=median(seconds), unit="s", peer="plain", ratio=ratios[name])
+            for name, (_, seconds) in measured.items()
+        ),
+    ]  # fmt: skip
+    line = [
+        case, pick.name, best, f"{regret:+.1%}", f"{pick.peak_bytes / peak:.4f}", f"{pick.ratio:.2f}",
+        f"{ratios[pick.name]:.2f}", f"{pick.ratio / ratios[pick.name]:.2f}",
+    ]  # fmt: skip
+    return rows, line
+
+
+def measure(
+    names: list[str], workload: str, batch: int, budget: Budget, rounds: int
+) -> dict[str, tuple[int, list[float]]]:
+    """Peak and seconds of every option that trains."""
+    made: dict[str, Trained] = {}
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            gc.collect()
+            try:
+                alone = Budget(device=budget.device_bytes, disk=budget.disk_bytes)
+                alone.device_bytes += peak_bytes(lambda: None, device="cpu").start_bytes  # models of other options
+                with warnings.catch_warnings(action="ignore"):
+                    trained = train(name, workload, batch, alone if "offload" in name else budget_of(budget))
+            except PenstockError as error:
+                print(f"{name}: {error}")
+                continue
+            stack.callback(trained.close)
+            if not trained.error:
+                trained.peak_bytes -= alone.device_bytes - budget.device_bytes
+                made[name] = trained
+        seconds = interleaved({name: one.step for name, one in made.items()}, rounds=rounds, device="cpu")
+    return {name: (made[name].peak_bytes, seconds[name]) for name in made}
+
+
+def budget_of(budget: Budget) -> Budget:
+    return Budget(device=budget.device_bytes, disk=budget.disk_bytes)
+
+
+def main(arguments: list[str] | None = None) -> list[Row]:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--case", type=int, action="append", help="only these of the twelve")
+    options.add_argument("--scale", type=float, default=0.5, help="of the batches in benchmarks/models.py")
+    given = options.parse_args(arguments)
+    cases = [("ViT", 0.5)] if given.quick else [CASES[at] for at in given.case or range(len(CASES))]
+    rows: list[Row] = []
+    lines = []
+    for workload, share in cases:
+        batch = 1 if given.quick else max(1, int(given.scale * WORKLOADS[workload].batch))
+        torch.compiler.reset()
+        found, line = compare(workload, batch, share, given.disk, 1 if given.quick else given.rounds)
+        rows += found
+        lines.append(line)
+        write(given.json, vars(given) | {"json": str(given.json), "disk": str(given.disk)}, rows)
+    header = ["case", "pick", "best", "regret", "peak, predicted/measured", "ratio", "measured", "predicted/measured"]
+    show("advise against training with every option", header, lines)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
