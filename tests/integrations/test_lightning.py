@@ -309,9 +309,8 @@ def test_the_other_lightning(tmp_path, disk):
     callback = LightningOffload(disk=disk, **EVERYTHING)
     assert isinstance(callback, LightningOffload | lightning.Callback)
     assert isinstance(callback, other.Callback)
-    module = type(
-        "Text", (other.LightningModule,), {name: vars(Text)[name] for name in ("training_step", "on_train_epoch_start")}
-    )()
+    methods = ("on_train_epoch_start", "training_step", "validation_step", "configure_optimizers")
+    module = type("OtherText", (other.LightningModule,), {name: vars(Text)[name] for name in methods})()
     module.gpt, module.losses = gpt2(), []
     with nothing_left(module, disk):
         fit(module, tmp_path, callback, kind=other)
