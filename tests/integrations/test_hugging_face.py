@@ -239,12 +239,33 @@ class Fault(transformers.TrainerCallback):
         self._raise("evaluate", state)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("moment", ["begin", "substep", "evaluate", "forward", "backward", "save"])
-def test_after_a_fault_nothing_is_left_and_training_goes_again(tmp_path, disk, moment, kind, monkeypatch):
-    changes = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    plain = trainer_of(tmp_path, **changes)
-    plain.train()
+EVALUATED = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def plain_evaluated(tmp_path_factory):
+    trainer = trainer_of(tmp_path_factory.mktemp("plain"), **EVALUATED)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        ("begin", RuntimeError),
+        ("substep", RuntimeError),
+        ("evaluate", KeyboardInterrupt),
+        ("forward", RuntimeError),
+        ("forward", KeyboardInterrupt),
+        ("backward", RuntimeError),
+        ("backward", KeyboardInterrupt),
+        ("save", RuntimeError),
+    ],
+)
+def test_after_a_fault_nothing_is_left_and_training_goes_again(
+    tmp_path, disk, moment, kind, monkeypatch, plain_evaluated
+):
+    plain, changes = plain_evaluated, EVALUATED
     model, fault = gpt2(), Fault(moment, kind)
     callback = PenstockCallback(disk=disk, budget=2**40, **EVERYTHING)
     trainer = trainer_of(tmp_path, fault, callback, model=model, **changes)
@@ -258,10 +279,9 @@ def test_after_a_fault_nothing_is_left_and_training_goes_again(tmp_path, disk, m
     elif moment == "backward":
         handle = model.transformer.h[1].ln_1.weight.register_hook(hook)
     elif moment == "save":
-        changes = None
         trainer.args.save_strategy, trainer.args.save_steps = "steps", 2
         trainer.state.save_steps = 2
-        monkeypatch.setattr(trainer, "_save_checkpoint", hook)
+        monkeypatch.setattr(trainer, "_save_checkpoint", lambda *_: model.train() and hook())
     before = {name: value.clone() for name, value in gpt2().state_dict().items()}
     with nothing_left(model, disk), pytest.raises(kind, match=moment):
         trainer.train()
@@ -295,6 +315,54 @@ def test_training_twice_and_a_callback_added_later(tmp_path, disk):
     assert callback.summary().num_cycles == first.num_cycles == 4
     assert losses(plain) == losses(trainer)
     assert_same_parameters(plain.model, trainer.model)
+
+
+def test_a_smaller_batch_after_running_out_of_memory(tmp_path, disk):
+    class Small(transformers.Trainer):
+        def compute_loss(self, model, inputs, **others):
+            if len(inputs["input_ids"]) > 4:
+                raise RuntimeError("CUDA out of memory.")
+            return super().compute_loss(model, inputs, **others)
+
+    plain = trainer_of(tmp_path, kind=Small, auto_find_batch_size=True)
+    plain.train()
+    callback = PenstockCallback(disk=disk, **EVERYTHING)
+    trainer = trainer_of(tmp_path, callback, kind=Small, auto_find_batch_size=True)
+    with nothing_left(trainer.model, disk), everything_parked():
+        trainer.train()
+    assert losses(plain) == losses(trainer)
+    assert callback.summary().num_cycles == 4
+    assert callback.summary().parked_bytes > 0
+
+
+def test_a_search_of_hyperparameters_makes_models_anew(tmp_path, disk):
+    pytest.importorskip("optuna")
+    callback, models = PenstockCallback(disk=disk, **EVERYTHING), []
+
+    def init():
+        models.append(gpt2())
+        return models[-1]
+
+    trainer = transformers.Trainer(
+        None,
+        arguments(tmp_path, max_steps=2),
+        train_dataset=texts(),
+        eval_dataset=texts(8),
+        model_init=init,
+        callbacks=[callback],
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    with everything_parked():
+        trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-3)},
+            backend="optuna",
+            n_trials=2,
+        )
+    assert callback.summary().num_cycles == 2
+    assert callback.summary().parked_bytes > 0
+    assert list(disk.iterdir()) == []
+    assert len(models) == 3  # the first shows the Trainer what kind of model there will be
+    assert not any(one._forward_hooks for model in models for one in model.modules())
 
 
 def test_checkpoints_have_plain_names_and_resume_either_way(tmp_path, disk):

@@ -245,11 +245,26 @@ class Fault(lightning.Callback):
             raise self.kind(moment)
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("moment", ["start", "forward", "backward", "validation", "inside"])
-def test_after_a_fault_nothing_is_left_and_fit_goes_again(tmp_path, disk, moment, kind):
-    plain, model = Text(), Text()
-    fit(plain, tmp_path)
+@pytest.fixture(scope="module")
+def plain_text(tmp_path_factory):
+    plain = Text()
+    fit(plain, tmp_path_factory.mktemp("plain"))
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        ("start", RuntimeError),
+        ("forward", KeyboardInterrupt),
+        ("backward", RuntimeError),
+        ("validation", RuntimeError),
+        ("inside", RuntimeError),
+        ("inside", KeyboardInterrupt),
+    ],
+)
+def test_after_a_fault_nothing_is_left_and_fit_goes_again(tmp_path, disk, moment, kind, plain_text):
+    plain, model = plain_text, Text()
     callback = LightningOffload(disk=disk, budget=2**40, **TIGHT)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
