@@ -135,6 +135,15 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(disk, collected,
     assert account.held_bytes(str(disk)) == 0
 
 
+def test_a_step_that_loss_scaling_skips_gives_the_optimizer_no_state(disk, monkeypatch):
+    loop, seen = Loop(), []
+    monkeypatch.setattr(type(loop.accelerator), "optimizer_step_was_skipped", property(lambda _: len(seen) <= 3))
+    with offloading(loop.accelerator, loop.model, budget=2**40, disk=disk, **TIGHT) as offloader:
+        loop.run(between=lambda _: seen.append(offloader.offloader))
+    assert [one is seen[0] for one in seen] == [True] * 4 + [False] * 4
+    assert len(set(map(id, seen))) == 2
+
+
 def test_a_budget_that_cannot_be_met_is_refused(disk):
     loop = Loop()
     static_bytes = 2 * sum(one.nbytes for one in loop.plain.parameters())

@@ -187,6 +187,21 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(tmp_path, disk, 
     assert rows[-1]["penstock_parked_gib"] > 0
 
 
+@pytest.mark.parametrize(("optimizer", "num_offloaders"), [("sgd", 1), ("adamw_torch", 2)])
+def test_what_was_learned_is_forgotten_once_the_optimizer_has_state(tmp_path, disk, optimizer, num_offloaders):
+    callback, seen = PenstockCallback(budget=2**40, disk=disk, **TIGHT), []
+
+    class Look(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            seen.append(callback._loop.offloader)
+
+    trainer = trainer_of(tmp_path, callback, Look(), optim=optimizer)
+    trainer.train()
+    assert len(set(map(id, seen))) == num_offloaders
+    assert seen[0] is not seen[1] or num_offloaders == 1
+    assert callback.summary().parked_bytes == sum(one.tier_statistics().parked_bytes for one in {*seen})
+
+
 def test_a_budget_that_cannot_be_met_ends_training_with_the_smallest_that_can(tmp_path, disk):
     model = gpt2()
     static_bytes = 2 * sum(one.nbytes for one in model.parameters())

@@ -83,9 +83,9 @@ class _Steps:
     def enter(self, *_: object) -> None:
         if self._is_inside or not torch.is_grad_enabled():
             return
-        if self._steps_next:
+        if self._steps_next and not self._accelerator.optimizer_step_was_skipped:
             self._steps_next = False
-            self._loop.optimizer_has_stepped()
+            self._loop.optimizer_has_state()
         self._loop.__enter__()
         self._is_inside = True
 
@@ -102,7 +102,7 @@ class _Steps:
             except BaseException as error:
                 self._loop.abort(error)
                 raise
-            self._loop.note()
-            self._steps_next = self._accelerator.sync_gradients
+            if self._loop.note():  # else it was another model's backward
+                self._steps_next |= self._accelerator.sync_gradients
 
         return backward_and_note

@@ -121,7 +121,8 @@ class PenstockCallback:
 
     def on_init_end(self, *_: Any, **__: Any) -> None:  # any: the Trainer's own classes
         """Wraps the Trainer."""
-        self._wrap(_calling_trainer(self))
+        if self._is_on:
+            self._wrap(_calling_trainer(self))
 
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
         """Makes the offloader, or compiles the model."""
@@ -142,10 +143,10 @@ class PenstockCallback:
             is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # which offloading declines, and says so
             self._loop = LoopOffloader(trainer.model_wrapped if is_compiled else trainer.model, self._options)
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Notes that the optimizer has stepped."""
-        if self._loop is not None:
-            self._loop.optimizer_has_stepped()
+    def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        """Looks whether the optimizer has state."""
+        if self._loop is not None and getattr(optimizer, "state", True):
+            self._loop.optimizer_has_state()
 
     def on_log(self, _args: Any, state: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
         """Adds figures to what the Trainer logs of training."""

@@ -53,7 +53,6 @@ class LightningOffload:
         self._logs = logs
         self._loop: LoopOffloader | None = None
         self._is_inside = False
-        self._num_steps = 0
         self._summary: OffloadSummary | None = None
 
     def summary(self) -> OffloadSummary | None:
@@ -62,11 +61,10 @@ class LightningOffload:
 
     # What Lightning calls
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # any: either Lightning's classes
+    def on_train_start(self, _trainer: Any, pl_module: Any) -> None:  # any: either Lightning's classes
         """Makes the offloader."""
         self._close()
         self._loop = LoopOffloader(pl_module, self._options)
-        self._num_steps = trainer.global_step
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Enters the offloader."""
@@ -85,9 +83,8 @@ class LightningOffload:
         if self._loop is None:
             return
         self._leave()
-        if trainer.global_step != self._num_steps:
-            self._num_steps = trainer.global_step
-            self._loop.optimizer_has_stepped()
+        if any(one.state for one in trainer.optimizers):
+            self._loop.optimizer_has_state()
         if self._logs:
             for name, value in self._loop.figures().items():
                 pl_module.log(f"penstock/{name}", value, on_step=True, on_epoch=False, batch_size=1)

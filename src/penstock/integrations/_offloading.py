@@ -61,8 +61,8 @@ class OffloadSummary:
 class LoopOffloader:
     """``offload.activations`` for a loop of micro-batches and optimizer steps. Enter it around each micro-batch.
 
-    The optimizer's state appears in its first step. What was learned for a budget before then no longer holds, so the
-    offloader is made anew after it.
+    The optimizer's state appears in its first step, if it has any, which loss scaling may skip. What was learned for a
+    budget before then no longer holds, so the offloader is made anew after it.
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, object]):
@@ -94,20 +94,19 @@ class LoopOffloader:
         self.offloader.__enter__()
         self.offloader.__exit__(type(error), error, error.__traceback__)
 
-    def note(self) -> None:
-        """Ends the cycle if backward is over, and adds it to the sums."""
+    def note(self) -> bool:
+        """Ends the cycle if backward is over, and adds it to the sums; whether it was."""
         did = self._last = self.offloader.statistics()
         num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
-        if not num_new or did.declined:
-            return
-        self._num_cycles += num_new
-        self._stall_s += did.stall_s
-        self._busy_s += did.step_s
-        if did.peak_bytes is not None:
-            self._peak_bytes = max(did.peak_bytes, self._peak_bytes or 0)
+        if num_new and not did.declined:
+            self._num_cycles += num_new
+            self._stall_s += did.stall_s
+            self._busy_s += did.step_s
+            self._peak_bytes = max(did.peak_bytes or 0, self._peak_bytes or 0) or None
+        return num_new > 0
 
-    def optimizer_has_stepped(self) -> None:
-        """To be called between micro-batches once the optimizer has stepped. Waits for graphs without a backward."""
+    def optimizer_has_state(self) -> None:
+        """To be called between micro-batches, any number of times. Waits for graphs that have no backward yet."""
         if self._waits_for_optimizer and not self.offloader.tier_statistics().num_live_handles:
             self._waits_for_optimizer = False
             self.close()
@@ -160,5 +159,5 @@ def check_options(function: Any, num_positional: int, options: Mapping[str, obje
     try:
         inspect.signature(function).bind(*[None] * num_positional, **options)
     except TypeError as error:
-        taken = [name for name in inspect.signature(function).parameters if name != "model"]
-        raise TypeError(f"{error}; there are {', '.join(taken[num_positional - 1 :])}") from None
+        taken = list(inspect.signature(function).parameters)[num_positional:]
+        raise TypeError(f"{error}; there are {', '.join(taken)}") from None
