@@ -144,6 +144,19 @@ def test_a_trainer_with_a_loss_of_its_own(tmp_path, disk):
     assert_trains_equal(tmp_path, disk, build=vit, kind=Images, remove_unused_columns=False)
 
 
+def test_adapters_train_equal_and_are_saved_alone(tmp_path, disk):
+    peft = pytest.importorskip("peft")
+
+    def lora():
+        base = gpt2()
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    _, trainer = assert_trains_equal(tmp_path, disk, build=lora, save_strategy="steps", save_steps=4)
+    assert (tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors").exists()
+    again = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "out" / "checkpoint-4")
+    assert_same_parameters(trainer.model, again)
+
+
 class Measured(transformers.TrainerCallback):
     """The true peak of forward and backward of the last steps; earlier ones are the offloader's to measure."""
 
