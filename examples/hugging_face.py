@@ -1,4 +1,6 @@
-"""Trains a GPT-2 built from a configuration with its activations on disk. Needs the `hf` extra.
+"""Trains a GPT-2 built from a configuration with Hugging Face's Trainer and its activations on disk.
+
+Needs the `hf` extra.
 
 python examples/hugging_face.py --disk /nvme
 """
@@ -7,36 +9,32 @@ import argparse
 import tempfile
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import penstock
+from penstock.integrations import PenstockCallback
 from penstock.units import format_bytes
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on an SSD")
+    options.add_argument("--budget", help="bytes of the device, such as 6GiB; left out: what costs no stall is moved")
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--steps", type=int, default=5)
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = options.parse_args()
 
     config = GPT2Config(vocab_size=512, n_positions=256, n_embd=given.width, n_layer=given.layers, n_head=4)
-    model = GPT2LMHeadModel(config).to(given.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    offloader = penstock.offload.activations(model, disk=given.disk)
-    for step in range(given.steps):
-        tokens = torch.randint(512, (8, 256), device=given.device)
-        with offloader:
-            loss = model(input_ids=tokens, labels=tokens).loss
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        did = offloader.statistics()
-        moved = f"{format_bytes(did.parked_bytes)} of {format_bytes(did.saved_bytes)} moved"
-        print(f"step {step}: loss {loss.item():.3f}, {moved}")
-    offloader.close()
+    texts = [{"input_ids": row, "labels": row} for row in torch.randint(512, (64, 256))]
+    less = PenstockCallback(budget=given.budget, disk=given.disk)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"max_steps": given.steps, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+        arguments = TrainingArguments(folder, learning_rate=3e-4, **settings)
+        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[less]).train()
+    summary = less.summary()
+    assert summary is not None
+    print(f"{format_bytes(summary.parked_bytes)} moved in {summary.num_cycles} steps")
+    print(summary)
 
 
 if __name__ == "__main__":

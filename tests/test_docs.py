@@ -16,6 +16,7 @@ BLOCKS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")  # Lightning's
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = {"hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "2"]}
+SMALL = ["--layers", "2", "--width", "64", "--steps", "2"]
+EXAMPLES = {"hugging_face.py": SMALL, "lightning_run.py": SMALL}
 ELSEWHERE = {"sweep_jobs.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py
 WITH_DATA = {
     "entity_classification.py": ("aifb", ["--epochs", "30"], 80),

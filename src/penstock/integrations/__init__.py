@@ -1,5 +1,8 @@
-"""Fleets and features beside what people use already; each library is an extra, imported when it is first needed.
+"""Rooms beside what people use already; each library is an extra, imported when it is first needed.
 
+- `PenstockCallback`, `PenstockArguments`: Hugging Face's Trainer under a byte budget (`hf` extra).
+- `offloading`: the same around a loop written with Accelerate; it yields a `LoopOffloader` (`hf` extra).
+- `LightningOffload`: the same for Lightning's Trainer (`lightning` extra). `OffloadSummary`: what a run did.
 - `OptunaStopper`: a pruner of Optuna's stops jobs early (`fleet` extra).
 - `search`: Optuna's sampler says which jobs come next, while others train (`fleet` extra).
 - `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
@@ -8,7 +11,13 @@
 - `run_on_ray`: a fleet over several machines (`ray` extra).
 """
 
+from penstock.integrations._accelerate import offloading as offloading
+from penstock.integrations._hugging_face import PenstockArguments as PenstockArguments
+from penstock.integrations._hugging_face import PenstockCallback as PenstockCallback
+from penstock.integrations._lightning import LightningOffload as LightningOffload
 from penstock.integrations._mlflow import MLflowTracker as MLflowTracker
+from penstock.integrations._offloading import LoopOffloader as LoopOffloader
+from penstock.integrations._offloading import OffloadSummary as OffloadSummary
 from penstock.integrations._optuna import OptunaStopper as OptunaStopper
 from penstock.integrations._optuna import search as search
 from penstock.integrations._pyg import pyg_features as pyg_features

@@ -1,0 +1,108 @@
+"""Loops written with Hugging Face's Accelerate under a byte budget, without a change inside of the loop."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from penstock import offload
+from penstock.integrations._offloading import LoopOffloader, check_options
+from penstock.tiers import Budget, DiskSpec, Size
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+@contextmanager
+def offloading(
+    accelerator: "Accelerator",
+    model: nn.Module,
+    *,
+    budget: Size | Budget | None = None,
+    disk: DiskSpec = None,
+    host: Size | None = None,
+    **options: object,
+) -> Iterator[LoopOffloader]:
+    """Offloads the activations of ``model`` in all training inside of the block.
+
+    >>> with offloading(accelerator, model, budget="6GiB", disk="/nvme") as offloader:  # doctest: +SKIP
+    ...     for batch in loader:
+    ...         with accelerator.accumulate(model):
+    ...             accelerator.backward(model(**batch).loss)
+    ...             optimizer.step()
+    ...             optimizer.zero_grad()
+
+    Hooks are on while the model's forward runs with gradients, so a loss computed outside of it is not parked; it is
+    needed first in backward and would stay anyway. Losses and parameters are those of plain training, bit for bit.
+    Nothing is left on model or accelerator after the block.
+
+    Args:
+        accelerator: whose ``backward`` the loop calls.
+        model: what ``accelerator.prepare`` returned, or the model inside of it.
+        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
+            and ``host`` too; ``None``: the lowest peak that costs no stall.
+        disk: a directory on an SSD, several, or a dict of directories and sizes.
+        host: bytes of pinned host memory (CUDA).
+        options: further ones of ``offload.activations``.
+
+    Yields a `LoopOffloader`: ``figures()`` are numbers of the last micro-batch, for ``accelerator.log``, ``summary()``
+    is an `OffloadSummary`. Raises what ``offload.activations`` raises, and ``TypeError`` for unknown options.
+    """
+    given = {"budget": budget, "disk": disk, "host": host, **options}
+    check_options(offload.activations, 1, given)
+    loop = LoopOffloader(accelerator.unwrap_model(model), given)
+    steps = _Steps(loop, accelerator)
+    hooks = [
+        model.register_forward_pre_hook(steps.enter),
+        model.register_forward_hook(steps.leave, always_call=True),
+    ]
+    before = vars(accelerator).get("backward")  # another block's
+    accelerator.backward = steps.noted(accelerator.backward)
+    try:
+        yield loop
+    finally:
+        del accelerator.backward
+        if before is not None:
+            accelerator.backward = before
+        for hook in hooks:
+            hook.remove()
+        steps.leave()  # an interrupt inside of forward does not call its hook
+        loop.close()
+
+
+class _Steps:
+    """Where the loop is: inside of forward, or after a backward that the optimizer's step follows."""
+
+    def __init__(self, loop: LoopOffloader, accelerator: "Accelerator"):
+        self._loop, self._accelerator = loop, accelerator
+        self._is_inside = self._steps_next = False
+
+    def enter(self, *_: object) -> None:
+        if self._is_inside or not torch.is_grad_enabled():
+            return
+        if self._steps_next and not self._accelerator.optimizer_step_was_skipped:
+            self._steps_next = False
+            self._loop.optimizer_has_state()
+        self._loop.__enter__()
+        self._is_inside = True
+
+    def leave(self, *_: object) -> None:
+        if self._is_inside:
+            self._is_inside = False
+            self._loop.__exit__(None, None, None)
+
+    def noted(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def backward_and_note(*arguments: object, **keywords: object) -> None:
+            try:
+                backward(*arguments, **keywords)
+            except BaseException as error:
+                self._loop.abort(error)
+                raise
+            if self._loop.note():  # else it was another model's backward
+                self._steps_next |= self._accelerator.sync_gradients
+
+        return backward_and_note

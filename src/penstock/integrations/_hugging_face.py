@@ -1,0 +1,248 @@
+"""Hugging Face's Trainer under a byte budget: a callback, and its options on the command line.
+
+A callback hears of steps but runs no code around them, and hears nothing of exceptions. So it finds the Trainer that
+calls it, and wraps two of its public methods on that one object: ``training_step``, which is forward and backward of a
+micro-batch, and ``train``, so that whatever ends training takes hooks and threads along. The model stays as it is.
+"""
+
+import functools
+import sys
+import weakref
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from torch import nn
+
+from penstock import offload, remat
+from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
+from penstock.tiers import Budget, DiskSpec, Size
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+Method = Literal["offload", "remat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenstockArguments:
+    """Options of `PenstockCallback` for ``HfArgumentParser``: ``--penstock_budget 6GiB --penstock_disk /nvme``.
+
+    Without any of budget, disk and host the callback does nothing, so that scripts may always add it.
+    """
+
+    penstock_budget: str | None = field(default=None, metadata={"help": "device bytes at the true peak, as 6GiB"})
+    """Device bytes at the true peak; ``None``: the lowest peak that costs no stall."""
+    penstock_disk: list[str] | None = field(default=None, metadata={"help": "directories on SSDs"})
+    """Directories on SSDs."""
+    penstock_host: str | None = field(default=None, metadata={"help": "bytes of pinned host memory (CUDA)"})
+    """Bytes of pinned host memory (CUDA)."""
+    penstock_method: Method = field(default="offload", metadata={"help": "offload activations, or plan the step"})
+    """``"offload"``, or ``"remat"`` for a planned step."""
+    penstock_modules: list[str] | None = field(default=None, metadata={"help": "park from modules of these names only"})
+    """Offload from modules of these names alone, as ``model.layers.*``."""
+    penstock_min_size: str | None = field(default=None, metadata={"help": "offload only storages of these bytes"})
+    """Smaller storages are not offloaded; ``None``: the default of ``offload.activations``."""
+    penstock_max_in_flight: str | None = field(default=None, metadata={"help": "bytes on their way out at once"})
+    """Bytes that may be on their way out at once; ``None``: the default of ``offload.activations``."""
+    penstock_checkpoint_inputs_only: bool = field(default=False, metadata={"help": "with gradient checkpointing"})
+    """Beside gradient checkpointing, park only the inputs of its regions."""
+
+    def options(self) -> dict[str, Any]:  # any: keyword arguments
+        """The keyword arguments of `PenstockCallback` that were given."""
+        given = {one.name.removeprefix("penstock_"): getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in given.items() if value not in (None, False, [])}
+
+
+class PenstockCallback:
+    """A ``TrainerCallback``: trains under a byte budget.
+
+    ``Trainer(model, args, ..., callbacks=[PenstockCallback(budget="6GiB", disk="/nvme")])``. Each micro-batch's forward
+    and backward run inside one `offload.activations`; losses and parameters are those of plain training, bit for bit.
+    The Trainer's log gains ``penstock_parked_gib``, ``penstock_stall_share`` and, where it is known,
+    ``penstock_peak_gib``; its closing entry gains totals. When training ends, in whatever way, no hook, thread or file
+    is left.
+
+    Args:
+        arguments: a `PenstockArguments` from the command line, instead of all others.
+        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
+            and ``host`` too; ``None``: the lowest peak that costs no stall.
+        disk: a directory on an SSD, several, or a dict of directories and sizes.
+        host: bytes of pinned host memory (CUDA).
+        method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
+            and swapped where disk or host are given. The model must be one graph, and the loss inside of it.
+        options: further ones of ``offload.activations``, or of ``remat.optimize``.
+
+    Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, ``ValueError`` for options that
+    contradict each other; when training begins what ``offload.activations`` raises; and while it runs ``BudgetError``
+    for a budget below what the step needs.
+    """
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        return super().__new__(_with_base(cls))  # type: ignore[arg-type]
+
+    def __init__(
+        self,
+        arguments: PenstockArguments | None = None,
+        *,
+        budget: Size | Budget | None = None,
+        disk: DiskSpec = None,
+        host: Size | None = None,
+        method: Method = "offload",
+        **options: object,
+    ):
+        given = {"budget": budget, "disk": disk, "host": host, "method": method, **options}
+        given = {name: value for name, value in given.items() if value is not None and (name, value) != _DEFAULT}
+        if arguments is not None and given:
+            raise ValueError(f"give either PenstockArguments or {', '.join(given)}, not both")
+        self._options = arguments.options() if arguments is not None else given
+        self._method = self._options.pop("method", "offload")
+        self._is_on = arguments is None or not self._options.keys().isdisjoint(("budget", "disk", "host"))
+        self._check()
+        self._wrapped: weakref.WeakSet[Trainer] = weakref.WeakSet()
+        self._loop: LoopOffloader | None = None
+        self._compiled: nn.Module | None = None
+        self._summary: OffloadSummary | None = None
+
+    def summary(self) -> OffloadSummary | None:
+        """What the run did, or the last one; ``None`` before training and for a planned step."""
+        return self._loop.summary() if self._loop is not None else self._summary
+
+    def close(self) -> None:
+        """Takes everything off the model and ends the threads. Training does so itself when it ends."""
+        if self._loop is not None:
+            self._loop.close()
+            self._summary = self._loop.summary()
+            self._loop = None
+        if self._compiled is not None:
+            self._compiled._compiled_call_impl = None
+            self._compiled = None
+
+    # What the Trainer calls
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:  # any: the Trainer's own classes
+        """Wraps the Trainer."""
+        if self._is_on:
+            self._wrap(_calling_trainer(self))
+
+    def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+        """Makes the offloader, or compiles the model."""
+        self.close()
+        if not self._is_on:
+            return
+        trainer = _calling_trainer(self)
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"the Trainer would run one process on {args.n_gpu} GPUs (DataParallel), which replicates the model in "
+                "threads. Start a process per GPU, `torchrun --nproc-per-node ...`, or show it one: "
+                "CUDA_VISIBLE_DEVICES=0"
+            )
+        self._wrap(trainer)
+        if self._method == "remat":
+            self._compile(trainer)
+        else:
+            is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # which offloading declines, and says so
+            self._loop = LoopOffloader(trainer.model_wrapped if is_compiled else trainer.model, self._options)
+
+    def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
+        """Looks whether the optimizer has state."""
+        if self._loop is not None and getattr(optimizer, "state", True):
+            self._loop.optimizer_has_state()
+
+    def on_log(self, _args: Any, state: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        """Adds figures to what the Trainer logs of training."""
+        if self._loop is None:
+            return
+        figures = {}
+        if "train_runtime" in logs:
+            figures = self._loop.summary().figures()
+        elif "loss" in logs:
+            figures = self._loop.figures()
+        named = {f"penstock_{name}": value for name, value in figures.items()}
+        logs.update(named)
+        state.log_history[-1].update(named)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Closes."""
+        self.close()
+
+    # How
+
+    def _check(self) -> None:
+        if self._method == "offload":
+            check_options(offload.activations, 1, self._options)
+        elif self._method == "remat":
+            options = dict(self._options)
+            if self._is_on and options.pop("budget", None) is None:
+                raise ValueError("a planned step needs a budget: PenstockCallback(budget='6GiB', method='remat')")
+            options.pop("budget", None)
+            check_options(remat.optimize, 3, options)
+        else:
+            raise ValueError(f"method is 'offload' or 'remat', not {self._method!r}")
+
+    def _wrap(self, trainer: Any) -> None:
+        if trainer in self._wrapped:
+            return
+        self._wrapped.add(trainer)
+        trainer.training_step = self._inside_offloader(trainer.training_step)
+        trainer.train = self._until_closed(trainer.train)
+        callbacks = trainer.callback_handler.callbacks
+        callbacks.remove(self)
+        callbacks.insert(0, self)  # figures are in the log before others write it
+
+    def _inside_offloader(self, training_step: Any) -> Any:  # any: bound methods of whatever subclass
+        @functools.wraps(training_step)
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            if self._loop is None:
+                return training_step(*arguments, **keywords)
+            with self._loop:
+                return training_step(*arguments, **keywords)
+
+        return step
+
+    def _until_closed(self, train: Any) -> Any:
+        @functools.wraps(train)
+        def train_and_close(*arguments: Any, **keywords: Any) -> Any:
+            try:
+                return train(*arguments, **keywords)
+            finally:
+                self.close()
+
+        return train_and_close
+
+    def _compile(self, trainer: Any) -> None:
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
+        backend = functools.partial(remat.compile_backend, options={**self._options, "optimizer": optimizer})
+        self._compiled = trainer.model
+        trainer.model.compile(backend=backend, dynamic=False)
+
+
+_DEFAULT = ("method", "offload")
+
+
+@functools.cache
+def _with_base(cls: type) -> type:
+    """``cls`` as a ``TrainerCallback``, of which it is one once transformers is imported."""
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise ImportError("PenstockCallback needs transformers: pip install 'penstock[hf]'") from error
+    if issubclass(cls, TrainerCallback):
+        return cls
+    return type(cls.__name__, (cls, TrainerCallback), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _calling_trainer(callback: PenstockCallback) -> Any:  # any: a Trainer; its attributes are loosely typed
+    """The Trainer whose method calls this callback now: callbacks are not given it."""
+    from transformers import Trainer
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        owner = frame.f_locals.get("self") if names[:1] == ("self",) else None
+        if isinstance(owner, Trainer) and callback in owner.callback_handler.callbacks:
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ValueError(
+        "PenstockCallback works inside of transformers.Trainer: Trainer(..., callbacks=[PenstockCallback(...)]). For a "
+        "loop of your own: with penstock.integrations.offloading(accelerator, model, disk='/nvme'): ..."
+    )

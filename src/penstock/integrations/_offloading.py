@@ -1,0 +1,163 @@
+"""One offloader in a training loop that others own: when it measures anew, what it did, and that it always ends."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+
+from penstock import offload
+from penstock.tiers import Budget
+from penstock.units import format_bytes
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadSummary:
+    """A whole run of offloaded training. Sizes are bytes, durations seconds."""
+
+    num_cycles: int
+    """Forwards and backwards: micro-batches, as a rule."""
+    parked_bytes: int
+    """Copied out of the device, in all."""
+    written_to_disk_bytes: int
+    """Of these, written to disks: what wears an SSD."""
+    stall_s: float
+    """Time the computation waited for copies."""
+    busy_s: float
+    """Time between the first tensor saved and the last one used, over all cycles."""
+    peak_bytes: int | None
+    """The highest device peak that was measured: each cycle's on CUDA; on a CPU while a budget is fitted, else None."""
+    declined: str
+    """Why nothing was offloaded at last; empty where something was."""
+
+    def __str__(self) -> str:
+        if self.declined:
+            return f"Penstock offloaded nothing: {self.declined}"
+        peak = "" if self.peak_bytes is None else f", peak {format_bytes(self.peak_bytes)}"
+        return (
+            f"Penstock parked {format_bytes(self.parked_bytes)} in {self.num_cycles} micro-batches, "
+            f"{format_bytes(self.written_to_disk_bytes)} of it on disk; stalls took {self.stall_share:.1%}{peak}"
+        )
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the busy time that the computation waited, from 0 to 1."""
+        return self.stall_s / self.busy_s if self.busy_s else 0.0
+
+    def figures(self) -> dict[str, float]:
+        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share``, ``peak_gib``."""
+        made = {
+            "total_parked_gib": self.parked_bytes / _GIB,
+            "total_written_gib": self.written_to_disk_bytes / _GIB,
+            "stall_share": self.stall_share,
+        }
+        return made if self.peak_bytes is None else {**made, "peak_gib": self.peak_bytes / _GIB}
+
+
+class LoopOffloader:
+    """``offload.activations`` for a loop of micro-batches and optimizer steps. Enter it around each micro-batch.
+
+    The optimizer's state appears in its first step, if it has any, which loss scaling may skip. What was learned for a
+    budget before then no longer holds, so the offloader is made anew after it.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, object]):
+        self._model, self._options = model, dict(options)
+        budget = options.get("budget")
+        self._has_budget = (budget.device_bytes if isinstance(budget, Budget) else budget) is not None
+        self._waits_for_optimizer = self._has_budget
+        self._num_cycles = self._num_seen = 0
+        self._stall_s = self._busy_s = 0.0
+        self._peak_bytes: int | None = None
+        self._closed_parked_bytes = self._closed_written_bytes = 0
+        self._logged_stall_s = self._logged_busy_s = 0.0
+        self._last: offload.OffloadStatistics | None = None
+        self.offloader = self._make()
+
+    def __enter__(self) -> Self:
+        self.offloader.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.offloader.__exit__(kind, error, trace)
+        if kind is None:
+            self.note()
+
+    def abort(self, error: BaseException) -> None:
+        """Gives up a cycle that broke outside of the context."""
+        self.offloader.__enter__()
+        self.offloader.__exit__(type(error), error, error.__traceback__)
+
+    def note(self) -> bool:
+        """Ends the cycle if backward is over, and adds it to the sums; whether it was."""
+        did = self._last = self.offloader.statistics()
+        num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
+        if num_new and not did.declined:
+            self._num_cycles += num_new
+            self._stall_s += did.stall_s
+            self._busy_s += did.step_s
+            self._peak_bytes = max(did.peak_bytes or 0, self._peak_bytes or 0) or None
+        return num_new > 0
+
+    def optimizer_has_state(self) -> None:
+        """To be called between micro-batches, any number of times. Waits for graphs that have no backward yet."""
+        if self._waits_for_optimizer and not self.offloader.tier_statistics().num_live_handles:
+            self._waits_for_optimizer = False
+            self.close()
+            before = self.offloader.tier_statistics()
+            self._closed_parked_bytes, self._closed_written_bytes = before.parked_bytes, before.written_to_disk_bytes
+            self._num_seen = 0
+            self.offloader = self._make()
+
+    def figures(self) -> dict[str, float]:
+        """Of the last micro-batch, for a log: ``parked_gib``, ``stall_share`` (since the last call) and ``peak_gib``.
+
+        ``peak_gib`` is the highest that was measured, else what the plan promises; it is left out where neither is
+        known: on a CPU without a budget.
+        """
+        did = self._last
+        if did is None:
+            return {}
+        busy_s = self._busy_s - self._logged_busy_s
+        made = {
+            "parked_gib": did.parked_bytes / _GIB,
+            "stall_share": (self._stall_s - self._logged_stall_s) / busy_s if busy_s else 0.0,
+        }
+        self._logged_stall_s, self._logged_busy_s = self._stall_s, self._busy_s
+        peak_bytes = self._peak_bytes or (did.predicted_peak_bytes if self._has_budget else None)
+        return made if peak_bytes is None else {**made, "peak_gib": peak_bytes / _GIB}
+
+    def summary(self) -> OffloadSummary:
+        """The run so far."""
+        tiers = self.offloader.tier_statistics()
+        return OffloadSummary(
+            num_cycles=self._num_cycles,
+            parked_bytes=self._closed_parked_bytes + tiers.parked_bytes,
+            written_to_disk_bytes=self._closed_written_bytes + tiers.written_to_disk_bytes,
+            stall_s=self._stall_s,
+            busy_s=self._busy_s,
+            peak_bytes=self._peak_bytes,
+            declined="" if self._last is None else self._last.declined,
+        )
+
+    def close(self) -> None:
+        """Ends lanes, gives the disk back and takes all hooks off. May be called again."""
+        self.offloader.close()
+
+    def _make(self) -> offload.Offloader:
+        return offload.activations(self._model, **self._options)  # type: ignore[arg-type]
+
+
+def check_options(function: Any, num_positional: int, options: Mapping[str, object]) -> None:  # any: a callable
+    """Raises ``TypeError`` now, and not when training begins, for an option that ``function`` does not take."""
+    try:
+        inspect.signature(function).bind(*[None] * num_positional, **options)
+    except TypeError as error:
+        taken = list(inspect.signature(function).parameters)[num_positional:]
+        raise TypeError(f"{error}; there are {', '.join(taken)}") from None
