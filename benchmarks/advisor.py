@@ -86,7 +86,6 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     advice = penstock.advise(module, inputs, budget, optimizer=torch.optim.SGD(module.parameters()), rounds=rounds)
     print(advice.explain(), flush=True)
     names = [one.name for one in advice.options]
-    del module
     measured = measure(names, workload, batch, budget, rounds)
     ratios = {name: paired_ratio(seconds, measured["plain"][1])[0] for name, (_, seconds) in measured.items()}
     keeps = {name: ratios[name] for name, (peak, _) in measured.items() if peak <= limit}
@@ -128,7 +127,7 @@ def measure(
             gc.collect()
             try:
                 alone = Budget(device=budget.device_bytes, disk=budget.disk_bytes)
-                alone.device_bytes += peak_bytes(lambda: None, device="cpu").start_bytes  # models of other options
+                alone.device_bytes += peak_bytes(lambda: None, device="cpu").start_bytes
                 with warnings.catch_warnings(action="ignore"):
                     trained = train(name, workload, batch, alone if "offload" in name else budget_of(budget))
             except PenstockError as error:

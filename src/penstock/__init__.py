@@ -10,7 +10,7 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 - `penstock.advisor`: which of them fits a model and a budget best; `penstock.advise` asks it.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
-- `penstock.integrations`: fleets beside Optuna, TensorBoard, MLflow and Ray.
+- `penstock.integrations`: Hugging Face, Accelerate, Lightning, PyG, Optuna, TensorBoard, MLflow and Ray.
 - `penstock.report`: pictures of what happened.
 - `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
 - `penstock.units` and `penstock.errors`: sizes as text, and everything that can go wrong.

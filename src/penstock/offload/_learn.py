@@ -82,7 +82,7 @@ class Learner:
     def __init__(self, settings: Settings):
         self.declined = ""
         self._settings = settings
-        self._lessons: dict[tuple[int, str], _Lesson] = {}
+        self._lessons: dict[tuple[int, str, bool], _Lesson] = {}
         self._lesson = _Lesson(is_fitting=False)
         self._has_warned = False
         self._is_on_cpu = False
@@ -90,12 +90,14 @@ class Learner:
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
 
-    def begin(self, waterfalls: dict[torch.device, Waterfall], size_bytes: int, label: str) -> Cycle:
+    def begin(
+        self, waterfalls: dict[torch.device, Waterfall], size_bytes: int, label: str, *, has_gradients: bool
+    ) -> Cycle:
         """A cycle that follows a plan, or is recorded if there is none yet for cycles that begin with this storage."""
         device, waterfall = next(iter(waterfalls.items()))
         self._is_on_cpu = device.type == "cpu"
         self.abort()
-        lesson = self._lesson = self._lesson_for(size_bytes, label)
+        lesson = self._lesson = self._lesson_for(size_bytes, label, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
         is_blind = is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
@@ -143,9 +145,12 @@ class Learner:
             self._meter.close()
         self._meter = self._memory = self._clock = None
 
-    def _lesson_for(self, size_bytes: int, label: str) -> _Lesson:
-        """The lesson of cycles that begin so; one without a plan, ever, once there are too many."""
-        key = (size_bytes, label)
+    def _lesson_for(self, size_bytes: int, label: str, has_gradients: bool) -> _Lesson:
+        """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
+
+        With a budget it matters whether gradients exist already, as in all micro-batches of a step but its first.
+        """
+        key = (size_bytes, label, has_gradients and self._settings.account.device_bytes is not None)
         if key not in self._lessons:
             if len(self._lessons) >= _MAX_LESSONS:
                 return _Lesson(is_fitting=False, num_changes=_MAX_CHANGES + 1)

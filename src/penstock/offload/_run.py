@@ -258,7 +258,10 @@ class Offloader:
             is_checkpoint_input=_is_checkpoint_input(),
         )
         if self._cycle is None:
-            self._cycle = self._learner.begin(self._waterfalls, seen.size_bytes, seen.module)
+            has_gradients = any(one.grad is not None for one in self._model.parameters())
+            self._cycle = self._learner.begin(
+                self._waterfalls, seen.size_bytes, seen.module, has_gradients=has_gradients
+            )
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
             seen.size_bytes, seen.module, must_keep, StorageWeakRef(storage), tensor._version
