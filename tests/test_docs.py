@@ -73,3 +73,12 @@ def test_table_of_results_is_what_the_files_say(monkeypatch):
     table = importlib.import_module("results_table").table()
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert table in page, "run: python docs/results_table.py"
+
+
+@pytest.mark.parametrize("room", ["fleet", "offload", "probe", "relational", "remat", "tiers", "unified"])
+def test_rooms_have_one_shape(room):
+    page = (ROOT / "docs" / "rooms" / f"{room}.md").read_text()
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    shape = ["When", "When not", "How it works", "Limits", "API"]
+    assert [one for one in headings if one in shape] == shape
+    assert f"(../../src/penstock/{room}/__init__.py)" in page.partition("## API")[2]
