@@ -92,7 +92,7 @@ def _class(value: Any, node: ast.ClassDef) -> Iterator[str]:
     yield _markdown(inspect.getdoc(value) or "")
     fields = [*_fields(node.body), *(_attributes(starts.body) if starts is not None else [])]
     if fields:
-        yield "\n".join(["| field | type, default | |", "|---|---|---|", *fields])
+        yield "\n".join(["| field | type, default | meaning |", "|---|---|---|", *fields])
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
             found = getattr(value, method.name, None)
@@ -128,8 +128,11 @@ def _attributes(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _row(name: str, kind: str, meaning: str) -> str:
-    shown = f"`{kind}`".replace("|", "\\|") if kind else ""
-    return f"| `{name}` | {shown} | {' '.join(_markdown(meaning).split()).replace('|', '&#124;')} |"
+    shown = f"`{kind}`" if kind else ""
+    text = " ".join(_markdown(meaning).split())
+    parts = text.split("`")  # a bar ends a cell, but inside of backticks
+    parts[::2] = [one.replace("|", "\\|") for one in parts[::2]]
+    return f"| `{name}` | {shown} | {'`'.join(parts)} |"
 
 
 def _string_after(body: list[ast.stmt], node: ast.stmt) -> str | None:

@@ -129,10 +129,8 @@ def _on_site(target: str) -> str:
         return f"api/{match[1] or match[2].replace('__init__', 'index')}.md"
     if match := re.fullmatch(r"examples/(\w+)\.(?:py|yaml)", target):
         return f"examples/{'sweep_jobs' if target.endswith('.yaml') else match[1]}.md"
-    if target.startswith("benchmarks/results"):
-        return (
-            target.removeprefix("benchmarks/").replace("results/", "results/", 1) if "." in target else "benchmarks.md"
-        )
+    if target.startswith("benchmarks/results/"):
+        return target.removeprefix("benchmarks/")
     return {origin: address for address, origin in _ORIGINS.items()}.get(target, target)
 
 
