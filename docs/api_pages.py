@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import api_messages
+
 import penstock
 
 _SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Yields|Attributes):")
@@ -50,6 +52,8 @@ def _page(room: str) -> str:
     for name in sorted(names, key=lambda one: (one.lower(), one)):
         parts.append(f"## `{name}` {{ #{name} }}")
         parts.append(_linked(_entry(module, name), {one: link for one, link in links.items() if one != name}))
+    if room == "errors":
+        parts.append(api_messages.tables(Path(penstock.__file__).parent))
     return "\n\n".join(parts) + "\n"
 
 

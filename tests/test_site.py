@@ -108,6 +108,17 @@ def _is_of(room, value):
     return home == f"penstock.{room}" or home.startswith(f"penstock.{room}.")
 
 
+def test_every_message_is_listed(site):
+    page = (site / "api" / "errors" / "index.html").read_text()
+    for message in (
+        "is not a size. Write a number and a unit",
+        "offloading contexts do not nest",
+        "no C compiler was found",
+    ):
+        assert message in page
+    assert page.count("<tr>") > 300
+
+
 def test_map_of_the_api_leads_to_every_room(site):
     page = (site / "api" / "index.html").read_text()
     assert all(f'href="{room}/"' in page for room in ROOMS)
