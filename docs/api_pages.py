@@ -6,6 +6,7 @@ A page for every public module: its map, then every public name with its signatu
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import re
 import textwrap
@@ -23,8 +24,9 @@ _SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Yields|Attributes):")
 
 def pages() -> dict[str, str]:
     """Markdown of every page by its name: ``index``, and one for each room."""
-    rooms = sorted(set(re.findall(r"`penstock\.(\w+)`", penstock.__doc__ or "")))
-    return {"index": _index(rooms), **{room: _page(room) for room in rooms}}
+    named = sorted(set(re.findall(r"`penstock\.(\w+)", penstock.__doc__ or "")))
+    rooms = [one for one in named if importlib.util.find_spec(f"penstock.{one}") is not None]
+    return {"index": _index(rooms, [one for one in named if one not in rooms]), **{room: _page(room) for room in rooms}}
 
 
 def public_names(room: str) -> list[str]:
@@ -37,11 +39,15 @@ def public_names(room: str) -> list[str]:
     return [one.asname for node in imports for one in node.names if one.asname and not one.asname.startswith("_")]
 
 
-def _index(rooms: list[str]) -> str:
+def _index(rooms: list[str], others: list[str]) -> str:
     text = _markdown(inspect.getdoc(penstock) or "")
     for room in rooms:
         text = text.replace(f"`penstock.{room}`", f"[`penstock.{room}`]({room}.md)")
-    return f"# API\n\n{text}\n"
+    parts = [f"# API\n\n{text}"]
+    for name in others:  # names that are at hand without their room, as `penstock.advise`
+        value = getattr(penstock, name)
+        parts += [f"## `{name}` {{ #{name} }}", _entry(importlib.import_module(value.__module__), value.__name__)]
+    return "\n\n".join(parts) + "\n"
 
 
 def _page(room: str) -> str:
@@ -178,18 +184,15 @@ def _argument(one: ast.arg, default: ast.expr | None) -> str:
 
 
 def _plain(annotation: ast.expr) -> str:
-    return (
-        annotation.value
-        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
-        else ast.unparse(annotation)
-    )
+    is_text = isinstance(annotation, ast.Constant) and isinstance(annotation.value, str)
+    return str(annotation.value) if is_text else ast.unparse(annotation)  # type: ignore[attr-defined]
 
 
 def _markdown(docstring: str) -> str:
     """A docstring as Markdown: double backticks, sections, literal blocks and examples."""
     lines: list[str] = []
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
-        lines += [_block(block, after_colons=bool(lines) and lines[-1].endswith("::")), ""]
+        lines += [_block(block, after_colons=bool(lines) and lines[-2].endswith("::")), ""]
     text = "\n".join(lines).rstrip()
     return re.sub(r"::$", ":", text, flags=re.MULTILINE)
 

@@ -29,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that nobody wrote, and the figures that pages link to."""
     for address, content in _generated().items():
         files.append(File.generated(config, address, content=content))
-    for figures in sorted((ROOT / "benchmarks" / "results").iterdir()):
+    for figures in sorted((ROOT / "benchmarks" / "results").glob("*.*")):
         files.append(File.generated(config, f"results/{figures.name}", abs_src_path=str(figures)))
     return files
 
@@ -45,7 +45,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
-    """`nav` with each ``folder/`` replaced by those of its pages that `nav` does not name, in order of their titles."""
+    """`nav` with each ``folder/`` replaced by those of its pages that `nav` does not name, in order of their titles.
+
+    A section without any page is left out.
+    """
     named = set(_leaves(nav))
 
     def fill(entries: list[Any] | str) -> list[Any]:
@@ -63,7 +66,7 @@ def expanded(nav: list[Any], pages: dict[str, str]) -> list[Any]:
                 filled.append(entry)
         return filled
 
-    return [entry for entry in fill(nav) if entry not in [{title: []} for title in _titles(nav)]]
+    return [entry for entry in fill(nav) if not (isinstance(entry, dict) and [] in entry.values())]
 
 
 def _leaves(nav: Any) -> list[str]:
@@ -71,10 +74,6 @@ def _leaves(nav: Any) -> list[str]:
         return [nav]
     inside = nav.values() if isinstance(nav, dict) else nav
     return [leaf for one in inside for leaf in _leaves(one)]
-
-
-def _titles(nav: list[Any]) -> list[str]:
-    return [title for entry in nav if isinstance(entry, dict) for title in entry]
 
 
 def _title(markdown: str) -> str:
