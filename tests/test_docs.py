@@ -1,11 +1,16 @@
-"""Every Python block of the README and the docs runs; every link inside them leads somewhere."""
+"""Every Python block of the README and the docs runs; every link leads somewhere; what pages quote is what there is."""
 
+import ast
+import importlib
 import re
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from penstock import errors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -14,6 +19,9 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
+TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
+ROWS = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
+OF_PYTORCH = {"Memory block of unknown size was allocated before the profiling started"}
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")  # Lightning's
@@ -21,8 +29,9 @@ BLOCKS = [
 def test_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    module = ModuleType("__main__")  # torch.compile looks globals up there
-    monkeypatch.setitem(sys.modules, "__main__", module)
+    name = f"block_{zlib.crc32(block.encode())}"  # torch.compile looks globals up by it, and remembers modules
+    module = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
     exec(compile(block, "block", "exec"), module.__dict__)
 
 
@@ -30,3 +39,47 @@ def test_block_runs(block, tmp_path, monkeypatch):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def texts_in_source():
+    """Every text in the library, with three dots for the values in it."""
+    for file in sorted(Path(errors.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(one.value if isinstance(one, ast.Constant) else "..." for one in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+SOURCE = "\n".join(text.replace("\n", " ") for text in texts_in_source())
+
+
+@pytest.mark.parametrize("head", ROWS)
+def test_message_is_still_in_the_source(head):
+    pattern = r"[^\n]*?".join(re.escape(part) for part in head.split("..."))
+    assert (re.search(pattern, SOURCE) is not None) != (head in OF_PYTORCH), head
+
+
+def test_messages_are_many():
+    assert len(ROWS) > 80 and len(set(ROWS)) == len(ROWS)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_and_warning_has_an_entry(name):
+    assert f"`{name}`" in TROUBLES
+
+
+def test_table_of_results_is_what_the_files_say(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    table = importlib.import_module("results_table").table()
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert table in page, "run: python docs/results_table.py"
+
+
+@pytest.mark.parametrize("room", ["fleet", "offload", "probe", "relational", "remat", "tiers", "unified"])
+def test_rooms_have_one_shape(room):
+    page = (ROOT / "docs" / "rooms" / f"{room}.md").read_text()
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    shape = ["When", "When not", "How it works", "Limits", "API"]
+    assert [one for one in headings if one in shape] == shape
+    assert f"(../../src/penstock/{room}/__init__.py)" in page.partition("## API")[2]

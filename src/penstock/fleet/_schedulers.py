@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SchedulerName = Literal["sharded-lrtf", "fifo", "shortest-first", "random"]
+"""Schedulers that are called by name: what decides which job a free device takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

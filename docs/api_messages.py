@@ -1,0 +1,49 @@
+"""Every message that the library raises or warns with, as tables by room, read from its source."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_LEFT_OUT = ("InternalError", "AssertionError", "AttributeError")
+"""Our own bugs, what assertions of `testing` say, and what Python's own protocols ask for."""
+
+
+def tables(source: Path) -> str:
+    """A heading and a table for each room: what is raised, and the message, with three dots for the values in it."""
+    by_room: dict[str, set[tuple[str, str]]] = {}
+    for file in sorted(source.rglob("*.py")):
+        room = file.relative_to(source).parts[0].removesuffix(".py")
+        by_room.setdefault(room, set()).update(messages(file))
+    parts = []
+    for room, found in sorted(by_room.items()):
+        if found:
+            rows = [f"| `{name}` | {_cell(text)} |" for name, text in sorted(found, key=lambda one: one[::-1])]
+            parts += [f"## Messages of {room}", "\n".join(["| raises | message |", "|---|---|", *rows])]
+    return "\n\n".join(parts)
+
+
+def messages(file: Path) -> Iterator[tuple[str, str]]:
+    """Class and message of everything that a file raises or warns with, where the message stands beside it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call) and node.args:
+            name, text = ast.unparse(node.func).rpartition(".")[2], _text(node.args[0])
+            if name == "warn" and len(node.args) > 1:
+                name = ast.unparse(node.args[1])
+            if text and name.endswith(("Error", "Warning")) and name not in _LEFT_OUT:
+                yield name, text
+
+
+def _text(node: ast.expr) -> str:
+    """What is written, with three dots for values; empty where nothing but values is."""
+    if isinstance(node, ast.JoinedStr):
+        found = "".join(str(one.value) if isinstance(one, ast.Constant) else "..." for one in node.values)
+    else:
+        found = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+    return found if any(one.isalpha() for one in found) else ""
+
+
+def _cell(text: str) -> str:
+    """Text of a table's cell that is shown as it is."""
+    for mark in "\\`*_<>[]|{}":
+        text = text.replace(mark, f"&#{ord(mark)};")
+    return " ".join(text.split())

@@ -1,0 +1,252 @@
+"""The table of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
+
+python docs/results_table.py
+
+writes it between the page's two marks. A test compares, so that page and files cannot drift apart.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks.md"
+MARKS = ("<!-- results: python docs/results_table.py -->", "<!-- end of results -->")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A number of a file, in words: the value of a row, or the lowest and highest of several."""
+
+    label: str
+    """What it is, with ``{}`` for the number."""
+    metric: str
+    """Regular expression for the whole metric of its rows."""
+    name: str = ".*"
+    """The same for their names."""
+    peer: str = ".*"
+    """The same for their peers."""
+    of: str = "ratio"
+    """``"ratio"`` or ``"value"``."""
+    form: str = ".2f"
+    """How numbers are written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A file: what it shows, and the command that made it."""
+
+    shows: str
+    """One sentence."""
+    command: str
+    """After ``python -m benchmarks.``."""
+    figures: tuple[Figure, ...]
+    """What is quoted."""
+
+
+_PLAIN, _BESIDE = "2 plain trainings side by side", "2 plain trainings side by side, each beside as many bytes moved"
+
+
+def _training(command: str, shows: str) -> Entry:
+    over = "throughput over a peer's"
+    figures = (
+        Figure(label="{} of plain trainings side by side, which need the memory", metric=over, peer=_PLAIN),
+        Figure(label="{} of those beside as many bytes moved", metric=over, peer=_BESIDE),
+        Figure(label="{} of FSDP2 with CPU offload", metric=over, peer="FSDP2.*"),
+        Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
+    )
+    return Entry(shows=shows, command=f"fleet_training {command}", figures=figures)
+
+
+def _equality(command: str) -> Entry:
+    equal = Figure(label="equal: {}", metric="losses equal to plain training", of="value", form="")
+    peak = Figure(label="measured peak {} of the budget", metric="measured peak over budget", of="value", form=".4f")
+    shows = "Losses of a fleet are those of plain training, to the bit"
+    return Entry(shows=shows, command=f"fleet_training --part equality {command}".rstrip(), figures=(equal, peak))
+
+
+def _relational(command: str) -> Entry:
+    def times(layer: str, peer: str, metric: str, what: str) -> Figure:
+        label = f"PyG's {peer}, {what}: {{}} times ours"
+        return Figure(label=label, name=f"{layer} .*", peer=peer, metric=metric, form=".1f")
+
+    figures = (
+        times("RGCN", "RGCNConv", "training", "training step"),
+        times("RGCN", "RGCNConv", "training peak", "peak"),
+        times("RGAT", "RGATConv", "training", "training step"),
+        times("RGAT", "RGATConv", "training peak", "peak"),
+    )
+    return Entry(shows="Relational layers beside PyG's, DGL's and PyTorch by hand", command=command, figures=figures)
+
+
+ENTRIES = {
+    "cpu-offload": Entry(
+        shows="Activations to disk beside plain training and checkpoints",
+        command="offload",
+        figures=(
+            Figure(label="step {} of plain's", name="Penstock to disk", metric="step time"),
+            Figure(label="activations {} of plain's", name="Penstock to disk", metric="activation peak", form=".1%"),
+            Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
+            Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
+        ),
+    ),
+    "cpu-soak-tiers": Entry(
+        shows="Tiers under random faults: full, failing, short, corrupt",
+        command="soak_tiers",
+        figures=(
+            Figure(label="{} cycles", metric="num_cycles", of="value", form=",d"),
+            Figure(label="{} wrong", metric="num_wrong", of="value", form="d"),
+            Figure(label="{} leaked files", metric="num_leaked_files", of="value", form="d"),
+        ),
+    ),
+    "cpu-remat": Entry(
+        shows="Planned steps of nine models: budgets kept, beside checkpoints and PyTorch's knob",
+        command="remat",
+        figures=(
+            Figure(label="measured peak over budget {}", metric="measured over budget.*", of="value", form=".4f"),
+            Figure(label="over predicted {}", metric="measured over predicted.*", of="value", form=".4f"),
+        ),
+    ),
+    "cpu-planner": Entry(
+        shows="Plans beside the optimum of a mixed-integer program, and beside a checkpoint per block",
+        command="planner",
+        figures=(
+            Figure(
+                label="recompute: step over the optimum's {}", name="recompute",
+                metric="step over the optimum's, mean", of="value", form=".3f",
+            ),
+            Figure(
+                label="extra time at a checkpoint's peak {}", name="recompute", metric="extra time at 64.4 MiB",
+                of="value", form=".1%",
+            ),
+            Figure(label="checkpoint's {}", name="checkpoint.*", metric="extra time", of="value", form=".1%"),
+        ),
+    ),
+    "cpu-fleet-simulated": Entry(
+        shows="Schedulers on a virtual clock: 12 jobs on 8 devices",
+        command="fleet",
+        figures=(
+            Figure(label="fifo takes {} as long", name="scheduler fifo", metric="makespan, a link.*"),
+            Figure(label="always recomputing {}", name="always recompute.*", metric="makespan, a link.*"),
+            Figure(label="model parallelism {}", name="model parallelism", metric="makespan, a link.*"),
+        ),
+    ),
+    "cpu-fleet": Entry(
+        shows="Twelve models, each four budgets large, a disk below the devices",
+        command="fleet_training --layers 16 --width 384 --steps 6",
+        figures=(
+            Figure(label="{} of plain trainings side by side", metric="throughput", peer=_PLAIN),
+            Figure(label="{} of those beside as many bytes moved", metric="the same", peer=_BESIDE),
+            Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
+        ),
+    ),
+    "cpu-fleet-host": _training("--part rounds --host 10GiB", "The same of 8 x 768, host memory below the devices"),
+    "cpu-fleet-disk": _training("--part rounds", "The same of 8 x 768, a disk alone below them"),
+    "cpu-fleet-vit": _training("--part rounds --model vit", "The same with a ViT of 8 x 768"),
+    "cpu-fleet-ablations": Entry(
+        shows="What double buffering, SHARP and parking instead of recomputing bring",
+        command="fleet_training --part ablations",
+        figures=(
+            Figure(label="without double buffer {} of all on", name="no double buffer", metric="throughput"),
+            Figure(label="without SHARP {}", name="no SHARP", metric="throughput"),
+            Figure(label="always recomputing {}", name="always recompute.*", metric="throughput"),
+        ),
+    ),
+    "cpu-fleet-scaling": Entry(
+        shows="Over jobs, devices and size of a model",
+        command="fleet_training --part scaling --layers 16 --width 384 --steps 8",
+        figures=(
+            Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
+        ),
+    ),
+    "cpu-fleet-equality": _equality("--layers 12"),
+    "cpu-fleet-equality-vit": _equality("--model vit"),
+    "cpu-fleet-faults": Entry(
+        shows="Kills, exceptions, NaNs, full tiers and full disks, then resumed",
+        command="fleet_faults",
+        figures=(
+            Figure(label="{} faults of each kind", metric="faults", of="value", form="d"),
+            Figure(label="{} trials with something wrong", metric="trials with something wrong", of="value", form="d"),
+        ),
+    ),
+    "cpu-relational": _relational("relational"),
+    "cpu-relational-width32": _relational("relational --width 32"),
+    "cpu-relational-width128": _relational("relational --width 128"),
+    "cpu-relational-first": Entry(
+        shows="From index tensors to gradients, in a first process and in the next",
+        command="relational --part first --part blocks",
+        figures=(
+            Figure(label="first {} s", name=".*first process", metric="first call", of="value"),
+            Figure(label="next {} s", name=".*next process", metric="first call", of="value"),
+        ),
+    ),
+    "cpu-unified-rows": Entry(
+        shows="Random rows from a file and from memory",
+        command="unified",
+        figures=tuple(
+            Figure(label=label, name=".*cold cache", metric="ours over a peer's rate", peer=peer, form=".1f")
+            for label, peer in (
+                ("cold cache: {} of a C probe", "C probe.*"),
+                ("{} of memmap with MADV_RANDOM", "numpy.memmap, MADV_RANDOM"),
+                ("{} of plain memmap", "numpy.memmap"),
+            )
+        ),
+    ),
+    "cpu-unified-epochs": Entry(
+        shows="Epochs of GraphSAGE over tiered features beside all rows in memory",
+        command="unified --part epochs --nodes 1048576",
+        figures=(
+            Figure(label="epoch with a sixteenth of the bytes {}", name="1/16.*", metric="epoch over all in memory"),
+            Figure(label="with a quarter {}", name="1/4.*", metric="epoch over all in memory"),
+            Figure(label="waiting {} of it", name="1/.*", metric="stall share", of="value", form=".1%"),
+        ),
+    ),
+}  # fmt: skip
+"""By name of a file without its date, in the order of the table."""
+
+
+def table() -> str:
+    """The table as Markdown. Raises ``ValueError`` for a file that has no entry, or figures that are not in it."""
+    rows = ["| date | what it shows | figures | command |", "|---|---|---|---|"]
+    files = sorted(RESULTS.glob("*.json"))
+    for file in files:
+        if file.stem[11:] not in ENTRIES:
+            raise ValueError(f"{file.name} has no entry: say in {Path(__file__).name} what it shows")
+    order = list(ENTRIES)
+    for file in sorted(files, key=lambda one: (order.index(one.stem[11:]), one.stem)):
+        entry = ENTRIES[file.stem[11:]]
+        content = json.loads(file.read_text())
+        shown = "; ".join(_figure(one, content["rows"], file) for one in entry.figures)
+        link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
+        rows.append(f"| {link} | {entry.shows} | {shown} | `python -m benchmarks.{entry.command}` |")
+    return "\n".join(rows)
+
+
+def _figure(figure: Figure, rows: list[dict[str, Any]], file: Path) -> str:
+    wanted = {"metric": figure.metric, "name": figure.name, "peer": figure.peer}
+    found = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
+    values = [row[figure.of] for row in found if row[figure.of] is not None]
+    if not values:
+        raise ValueError(f"{file.name} has no row for {figure}")
+    ends = list(dict.fromkeys(_written(one, figure.form) for one in (min(values), max(values))))
+    return figure.label.format(" to ".join(ends))
+
+
+def _written(value: float | bool, form: str) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format(int(value) if form.endswith("d") else value, form)
+
+
+def main() -> None:
+    """Writes the table into the page."""
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()
