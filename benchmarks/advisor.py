@@ -99,7 +99,9 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     regret = paired_ratio(measured[pick.name][1], measured[best][1])[0] - 1
     rows = [
         Row(name=case, metric="regret of the pick", value=regret, unit="share", peer=f"{pick.name} / {best}"),
-        Row(name=case, metric="predicted peak over measured", value=pick.peak_bytes / peak, unit="ratio", peer=pick.name),
+        Row(
+            name=case, metric="predicted peak over measured", value=pick.peak_bytes / peak, unit="ratio", peer=pick.name
+        ),
         Row(
             name=case, metric="predicted ratio to plain over measured", value=pick.ratio / ratios[pick.name],
             unit="ratio", peer=pick.name,

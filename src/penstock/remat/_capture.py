@@ -24,7 +24,7 @@ from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
 
 _RANDOM = torch.Tag.nondeterministic_seeded
-_ROOT = re.compile(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*\.?")
+_ROOT = re.compile(r"^(G\['__import_\w+'\]\.\w+|[LG]\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*)\.?")
 """How Dynamo's names of modules begin: the variable or the closure that holds the model."""
 
 
