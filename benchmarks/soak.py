@@ -178,10 +178,13 @@ def _remove(folder: Path) -> None:
 
 def _warm_up() -> None:
     """What cases import, once. Nothing here starts a thread."""
+    import tqdm
     import transformers  # noqa: F401
     from torch._dynamo import testing  # noqa: F401
     from transformers.models.bert import modeling_bert  # noqa: F401
     from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
+
+    tqdm.tqdm.monitor_interval = 0  # PyTorch's bars would start a thread
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

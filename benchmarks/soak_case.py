@@ -107,7 +107,7 @@ def watched(case: Case, call: Callable[[Case], None]) -> None:
     """Runs a case; what it raises and what it leaves behind become findings."""
     files, threads, held_bytes = _files(), set(threading.enumerate()), ledger.held_bytes
     trees = {name: _tree(case.folder / name) for name in ("home", "tmp", "cwd")}
-    with _no_writes_outside(case):
+    with no_writes_outside(case):
         try:
             call(case)
         except BaseException:
@@ -115,7 +115,6 @@ def watched(case: Case, call: Callable[[Case], None]) -> None:
         torch._dynamo.reset()
         gc.collect()
     _wait(lambda: not set(threading.enumerate()) - threads)
-    gc.collect()
     if left := set(threading.enumerate()) - threads:
         case.found("leak", f"threads: {sorted(one.name for one in left)}")
     if left := _files() - files:
@@ -153,11 +152,15 @@ def _files() -> set[tuple[int, str]]:
     return found
 
 
+_OF_OTHERS = ("torchinductor", "torch_geometric.")
+"""What PyTorch and PyG write into the temporary folder."""
+
+
 def _tree(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "torchinductor" not in str(path)}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.name.startswith(_OF_OTHERS)}
 
 
-_watching: list[tuple[Case, tuple[str, ...]]] = []
+_watching: list[tuple[Any, tuple[str, ...]]] = []
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -181,7 +184,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def _no_writes_outside(case: Case) -> Iterator[None]:
+def no_writes_outside(case: Any) -> Iterator[None]:
     if not any(one is _audit for one in getattr(sys, "_penstock_audits", ())):
         sys.addaudithook(_audit)
         sys._penstock_audits = [_audit]  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -55,7 +56,8 @@ def offloaded_relational_features(case: Case) -> None:
         return made
 
     expected = train_on(table, lambda _: contextlib.nullcontext())
-    rows = unified.TieredFeatures(
+    with mock.patch("penstock.unified._tiered.buffer_bytes_for", lambda stride_bytes: 0):
+        rows = unified.TieredFeatures(
         table, host_budget=case.draw("host", (200_000, 30_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=4096, budget=budget, progress=False,
     )  # fmt: skip
@@ -158,7 +160,8 @@ def fleet_and_features(case: Case) -> None:
     budget: Budget = case.budget(device="32MB", host="192MiB", disk={case.disk(): None})
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(2000, 24, generator=generator)
-    rows = unified.TieredFeatures(
+    with mock.patch("penstock.unified._tiered.buffer_bytes_for", lambda stride_bytes: 0):
+        rows = unified.TieredFeatures(
         table, host_budget=case.draw("rows", (120_000, 40_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=0, budget=budget, progress=False,
     )  # fmt: skip

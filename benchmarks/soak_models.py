@@ -264,9 +264,7 @@ def train(
                 continue
             break
         run.losses += losses
-        run.gradients.append(
-            {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-        )
+        run.gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
         optimizer.step()
         case.figures["steps"] += 1
     run.state = {name: one.clone() for name, one in model.state_dict().items()}
