@@ -34,7 +34,7 @@ from benchmarks.fuzz_mutations import damaged_bytes, in_place_of, payloads
 from benchmarks.soak_case import no_writes_outside
 from penstock.errors import PenstockError
 
-LIMIT_S = 30.0
+LIMIT_S = 12.0
 MEMORY_BYTES = 3 * 2**30
 """That a case may take beyond what the process has."""
 BATCH = 100

@@ -63,8 +63,8 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
     most, worst = max(sizes)
     raise BudgetError(
         f"{problem.atoms[worst].label} alone needs {format_bytes(most)} for parameters, gradients, optimizer state and "
-        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {most} has room for it, or "
-        "take smaller batches (accumulate=)"
+        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {most} has room for it, "
+        "or take smaller batches (accumulate=)"
     )
 
 

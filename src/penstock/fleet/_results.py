@@ -1,16 +1,15 @@
 """What came of a fleet."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from penstock.fleet._checkpoint import latest, load_model
+from penstock.fleet._checkpoint import latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
@@ -154,7 +153,7 @@ class Results(Mapping[str, JobResult]):
 def stored_result(job: Job, folder: Path, state: JobState, error: str | None, seconds_per_step: float) -> JobResult:
     """Of a job that is over, or was when the process ended, from the last checkpoint in its folder."""
     path = latest(folder)
-    known: dict[str, Any] = {} if path is None else json.loads((path / "state.json").read_text())
+    known = {} if path is None else read_state(path)
     return JobResult(
         job=job,
         state=state,

@@ -1,5 +1,6 @@
 """`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -390,7 +391,8 @@ class Fleet:
         folder = self._records.folder(run.job)
         path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
         if path is None:
-            (folder / "metrics.jsonl").unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # a line cannot be written then, and that is said
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
             origin = sorted((folder / "origin").glob("step-*"))
             return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
         resume = _checkpoint.restore(run, path)
