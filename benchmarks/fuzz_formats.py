@@ -381,7 +381,7 @@ FORMATS: tuple[Format, ...] = (
     _features("x.safetensors", _save_safetensors, inside=in_safetensors),
     _features("x.rows", lambda path: unified.write_features(path, _table(), progress=False), inside=in_rows, is_checked=True),
     Format(name="checkpoint", make=_make_run, read=_read_run, is_checked=True, speed=0.5, inside=None),
-    Format(name="ended run", make=_make_ended, read=_read_ended, speed=0.3),
+    Format(name="ended run", make=_make_ended, read=_read_ended, is_checked=True, speed=0.3),
     Format(name="state of a fleet", make=_make_state, read=_read_state),
     Format(name="metrics and units", make=_make_lines, read=_read_lines, inside=in_json_lines, speed=0.2),
     Format(name="remembered rates", make=_make_rates, read=_read_rates, inside=in_json, never_fails=True),

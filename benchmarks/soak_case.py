@@ -174,6 +174,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
             return
     elif event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "sqlite3.connect"):
         path = arguments[1 if event in ("os.rename", "os.symlink") else 0]
+        if event in ("os.mkdir", "os.remove", "os.rmdir") and arguments[-1] != -1:
+            return  # relative to a folder that is open
     else:
         return
     case, allowed = _watching[-1]

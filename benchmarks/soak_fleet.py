@@ -98,7 +98,10 @@ def fleets(case: Case) -> None:
         with fleet.Fleet(devices, case.budget(device=size, **places), **{**options, **changes}) as made:
             for job in jobs:
                 made.add(job)
-            return made.wait(Steering(case, made, expected, jobs) if harm == "steer" else None)
+            steering = Steering(case, made, jobs)
+            results = made.wait(steering if harm == "steer" else None)
+        expected.update(expected_losses(steering.clones))  # afterwards: the plain loop shares flags with whoever traces
+        return results
 
     may_fail, hit = set[str](), case.choices.randrange(len(jobs))
     if harm == "exception":
@@ -140,9 +143,9 @@ def _schedulers() -> tuple[str, ...]:
 class Steering:
     """Pauses, resumes, stops and clones jobs while they run."""
 
-    def __init__(self, case: Case, made: fleet.Fleet, expected: dict[str, list[float]], jobs: list[fleet.Job]):
-        self.case, self.fleet, self.expected, self.jobs = case, made, expected, list(jobs)
-        self.paused, self.num_left, self.clones = set[str](), 6, 0
+    def __init__(self, case: Case, made: fleet.Fleet, jobs: list[fleet.Job]):
+        self.case, self.fleet, self.jobs = case, made, list(jobs)
+        self.paused, self.num_left, self.clones = set[str](), 6, list[fleet.Job]()
 
     def __call__(self) -> bool:
         """Whether more may come."""
@@ -156,9 +159,9 @@ class Steering:
         verb = self.case.choices.choice(("pause", "resume", "stop", "clone", "nothing"))
         self.case.figures[f"asked: {verb}"] += 1
         if verb == "clone":
-            self.clones += 1
-            clone = job.with_changes(name=f"clone {self.clones}", seed=50 + self.clones)
-            self.expected[clone.name] = train_plainly(clone)[0]
+            number = len(self.clones)
+            clone = job.with_changes(name=f"clone {number}", seed=50 + number)
+            self.clones.append(clone)
             self.fleet.clone(job.name, clone.name, seed=clone.seed)
             self.jobs.append(clone)
         elif verb != "nothing":

@@ -3,6 +3,7 @@
 Nothing in them is executed, and no pipe or device is waited for.
 """
 
+import errno
 import json
 import os
 import stat
@@ -13,9 +14,11 @@ __all__ = ["check_is_file", "parse_json", "read_json", "read_text"]
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
-    """Raises ``ValueError`` for a pipe, a socket or a device, which may never end, and what ``os.stat`` raises."""
+    """Raises ``ValueError`` for a pipe, a socket or a device, which may never end, and ``OSError`` as ``open`` does."""
     mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # what opens a folder says so itself
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
         raise ValueError(f"{path} is a pipe, a socket or a device; copy what it holds into a file, and give that")
 
 

@@ -155,12 +155,19 @@ def _unusable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
-    """Fills a module that the job's factory made with a checkpoint's parameters and buffers."""
+    """Fills a module that the job's factory made with a checkpoint's parameters and buffers.
+
+    Raises ``CheckpointError`` for files that are damaged or another job's.
+    """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.no_grad():
-        for key, tensor in _stored(path, "tensors-*.safetensors"):
-            if key in own:
-                own[key].copy_(_like(tensor, own[key], key))
+    check_whole(path)
+    try:
+        with torch.no_grad():
+            for key, tensor in _stored(path, "tensors-*.safetensors"):
+                if key in own:
+                    own[key].copy_(_like(tensor, own[key], key))
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
     return model
 
 

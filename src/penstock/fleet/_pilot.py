@@ -14,13 +14,13 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
-from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import Program
 from penstock.fleet._training import Packed, Training
 from penstock.fleet._units import Behaviour, MiniBatch
 from penstock.probe import record_memory
+from penstock.tiers import gate
 from penstock.units import format_bytes
 
 

@@ -8,7 +8,6 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
-from penstock.fleet._gate import gate
 from penstock.fleet._groups import content_key
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
@@ -17,7 +16,7 @@ from penstock.fleet._pilot import ShardMeasure, measure
 from penstock.fleet._program import Captured, Program
 from penstock.fleet._stages import Staged
 from penstock.fleet._worker import Worker
-from penstock.tiers import trim_freed_memory
+from penstock.tiers import gate, trim_freed_memory
 
 if TYPE_CHECKING:
     from penstock.fleet._engine import Engine

@@ -15,7 +15,6 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._gate import gate
 from penstock.fleet._groups import Group, group, pack, packed_layouts, span_bytes
 from penstock.fleet._job import Job
 from penstock.fleet._memory import SMALL_BYTES, Item
@@ -23,7 +22,7 @@ from penstock.fleet._optimizer import ShardedOptimizer, State
 from penstock.fleet._program import Captured, Program
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
-from penstock.tiers import ViewLayout
+from penstock.tiers import ViewLayout, gate
 
 
 @dataclass(slots=True, eq=False)

@@ -13,12 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.fleet._gate import gate
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
 from penstock.probe import record_memory
-from penstock.tiers import HeapKeeper, Waterfall
+from penstock.tiers import HeapKeeper, Waterfall, gate
 
 
 @dataclass(slots=True, kw_only=True)

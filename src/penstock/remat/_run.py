@@ -212,11 +212,13 @@ class OptimizedStep:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the step as planned; arguments of another shape are planned first."""
         key = _signature(arguments, keywords)
-        if key not in self._compiled:
+        is_known = key in self._compiled
+        if not is_known:
             fresh = _with_code_of_its_own(self._function)
             self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
         try:
-            return self._compiled[key](*arguments, **keywords)
+            with tiers.gate.computing() if is_known else tiers.gate.tracing():  # a fleet may run beside
+                return self._compiled[key](*arguments, **keywords)
         except Exception as error:
             cause = _capture.cause_of(error)
             if cause is not error and type(cause).__module__.startswith(("penstock.", "builtins")):

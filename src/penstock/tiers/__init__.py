@@ -25,6 +25,7 @@ tensor(999999)
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
+- `Gate`: tracing and computing, never at once in one process; `gate` is the process's.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -36,6 +37,8 @@ from penstock.tiers._build import waterfalls_for as waterfalls_for
 from penstock.tiers._disk import DiskTier as DiskTier
 from penstock.tiers._events import Event as Event
 from penstock.tiers._events import EventLog as EventLog
+from penstock.tiers._gate import Gate as Gate
+from penstock.tiers._gate import gate as gate
 from penstock.tiers._handle import Handle as Handle
 from penstock.tiers._handle import HandleState as HandleState
 from penstock.tiers._host import HostTier as HostTier
