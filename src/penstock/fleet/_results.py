@@ -76,7 +76,7 @@ class JobResult:
         return self.job.name
 
     def model(self) -> nn.Module:
-        """The trained model, in main memory. Raises ``ValueError`` for a job without a checkpoint, ``CheckpointError``."""
+        """The trained model, in main memory. Raises ``ValueError`` where there is none, ``CheckpointError``."""
         if self.checkpoint is None:
             raise ValueError(f"job {self.name!r} is {self.state.value} and has no checkpoint to load: {self.error}")
         with Randomness(self.job.seed).swapped_in():
