@@ -157,13 +157,15 @@ def _features(name: str, make: Callable[[Path], object], **options: Any) -> Form
         if name.endswith(".rows"):
             unified.check(path)
         whole = unified.from_file(path).as_subclass(torch.Tensor)[:100].clone()
-        with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
-            with unified.TieredFeatures(path, host_budget=4 * len(whole) + 300, in_flight=0) as features:
-                rows = features[torch.arange(min(100, len(features)))]
+        with (
+            mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0),
+            unified.TieredFeatures(path, host_budget=4 * len(whole) + 300, in_flight=0) as features,
+        ):
+            rows = features[torch.arange(min(100, len(features)))]
         if not name.endswith(".rows"):
             shared = unified.from_file(path, shared=True)
             del shared
-        return whole.tolist() if torch.equal(rows, whole) or bool((whole != whole).any()) else "rows differ"
+        return whole.tolist() if torch.equal(rows, whole) or bool(whole.isnan().any()) else "rows differ"
 
     return Format(name=f"features, {name}", make=lambda folder: make(folder / name) and None, read=read, **options)
 
@@ -180,7 +182,7 @@ def _save_safetensors(path: Path) -> None:
     save_file({"x": _table()}, path)
 
 
-def job(name: str = "job", steps: int = 4, harm: bool = False) -> fleet.Job:
+def job(name: str = "job", steps: int = 4) -> fleet.Job:
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(4, 6, generator=generator) for _ in range(3)]
     return fleet.Job(
@@ -204,7 +206,7 @@ def _train(run_dir: Path, jobs: Sequence[fleet.Job]) -> dict[str, Any]:
                 raise AssertionError(f"{name} failed of {one.error}")
             found[name] = "refused"
         else:
-            found[name] = [*one.losses, *({key: value for key, value in last.items()} for last in one.validations)]
+            found[name] = [*one.losses, *map(dict, one.validations)]
             weights = one.model().state_dict()
             found[name] += [value.tolist() for value in weights.values()]
     return found
@@ -394,7 +396,7 @@ def damaged_inside(one: Format, path: Path, choices: random.Random) -> str | Non
     if path.suffix == ".db":
         return in_database(path, choices)
     inside: Inside | None = one.inside
-    if path.name == "state.json" or path.name == "checksums.json":
+    if path.name in ("state.json", "checksums.json"):
         inside = in_json
     elif path.suffix == ".jsonl":
         inside = in_json_lines

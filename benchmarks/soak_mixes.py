@@ -56,7 +56,7 @@ def offloaded_relational_features(case: Case) -> None:
         return made
 
     expected = train_on(table, lambda _: contextlib.nullcontext())
-    with mock.patch("penstock.unified._tiered.buffer_bytes_for", lambda stride_bytes: 0):
+    with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
         rows = unified.TieredFeatures(
         table, host_budget=case.draw("host", (200_000, 30_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=4096, budget=budget, progress=False,
@@ -162,7 +162,7 @@ def fleet_and_features(case: Case) -> None:
     budget: Budget = case.budget(device="32MB", host="192MiB", disk={case.disk(): None})
     generator = torch.Generator().manual_seed(case.choices.randrange(2**30))
     table = torch.randn(2000, 24, generator=generator)
-    with mock.patch("penstock.unified._tiered.buffer_bytes_for", lambda stride_bytes: 0):
+    with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
         rows = unified.TieredFeatures(
         table, host_budget=case.draw("rows", (120_000, 40_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=0, budget=budget, progress=False,

@@ -295,7 +295,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
             _peak(case, step, model, loop, batch, problem, size, faults)
         finally:
             harm.over()
-        del step
+        step = None
     compare(case, ours, expected)
 
 
@@ -354,7 +354,7 @@ def _features(case: Case, stack: contextlib.ExitStack) -> None:
     disk = case.disk()
     host = case.draw("host", (None, "8MiB", "3MiB", 300_000, 60_000, 2_000))
     if case.draw("buffers", (True, False)):  # else all rows of small tables lie beside the buffers' bytes
-        stack.enter_context(mock.patch("penstock.unified._tiered.buffer_bytes_for", lambda stride_bytes: 0))
+        stack.enter_context(mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0))
     make = lambda size: unified.TieredFeatures(  # noqa: E731
         source, host_budget=size, disk=disk if isinstance(source, torch.Tensor) else None,
         in_flight=case.drawn.setdefault("in flight", case.choices.choice((None, 0, 4096))),

@@ -1,12 +1,15 @@
 """Damaged and hostile files: a correct read, or a documented error that names the file."""
 
+import gc
 import gzip
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,8 +21,10 @@ from penstock.errors import CheckpointError, FeatureFileError, FleetStateError, 
 from penstock.files import check_is_file, parse_json, read_json, read_text
 from penstock.fleet import FleetState, JobState
 from penstock.native import _build, compile_source, keep_source
-from penstock.probe import LaneBandwidth, _bandwidth, bandwidths
+from penstock.probe import LaneBandwidth, _bandwidth, bandwidths, ledger
 from penstock.relational import RelationalGraph, read_id_file, read_ntriples
+from penstock.remat import _swap
+from penstock.tiers import Budget, Gate, waterfall_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +48,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
     os.mkfifo(pipe)
     readers = (
         check_is_file, read_text, read_json, remat.RematProblem.load, RelationalGraph.load, read_ntriples, read_id_file,
-        unified.from_file, unified.TieredFeatures, read_sweep,
+        unified.from_file, unified.TieredFeatures, unified.check, read_sweep,
     )  # fmt: skip
     for reader in readers:
         with pytest.raises(ValueError, match="pipe is a pipe, a socket or a device"):
@@ -282,6 +287,9 @@ def test_pictures_leave_damaged_lines_out(tmp_path):
     odd = [17, [], {}, {**unit, "end_s": float("nan")}, {**unit, "start_s": "x"}, {**unit, "device": None}]
     lines = [json.dumps(one).encode() for one in odd]
     (tmp_path / "units.jsonl").write_bytes(b"\n".join([*lines, b"\xff\xfe", b"[" * 100_000]))
+    (tmp_path / "jobs" / "a").mkdir(parents=True)
+    metrics = [json.dumps(one) for one in (17, {"loss": None}, {"loss": float("inf")}, {"loss": 1.0}, {"loss": 0.5})]
+    (tmp_path / "jobs" / "a" / "metrics.jsonl").write_text("\n".join(metrics))
     with pytest.raises(PenstockError, match="no units"):
         report.draw_fleet(tmp_path)
     (tmp_path / "units.jsonl").write_bytes(b"\n".join([*lines, json.dumps(unit).encode()]))
@@ -327,3 +335,72 @@ def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
     kept = keep_source("X = 1\n", "kept.py")
     kept.write_text("X = 2\n")
     assert keep_source("X = 1\n", "kept.py").read_text() == "X = 1\n"
+
+
+def test_a_fleet_whose_folder_goes_puts_the_process_back(tmp_path):
+    before = sys.getswitchinterval(), torch.get_num_threads()
+    made = fleet.Fleet(
+        [fleet.Device(name="cpu", threads=1)], "64MB", host_budget="64MB", run_dir=tmp_path / "run", progress=None
+    )
+    with pytest.raises(FleetStateError), made:
+        torch.set_num_threads(before[1] + 1)
+        shutil.rmtree(tmp_path / "run")
+    assert (sys.getswitchinterval(), torch.get_num_threads()) == before
+
+
+def test_the_budget_that_a_refusal_names_has_room():
+    """Whole bytes: text such as 1.0 MiB is rounded."""
+    device = fleet.Device(name="cpu", threads=1)
+    refused = fleet.run([job()], [device], 100, host_budget="64MB", progress=None)["job"]
+    assert refused.state is JobState.FAILED
+    size = int(re.search(r"a budget of (\d+) has room", refused.error)[1])
+    for _ in range(3):  # a pilot run may find more than parameters take
+        found = fleet.run([job()], [device], size, host_budget="64MB", progress=None)["job"]
+        if found.state is JobState.DONE:
+            return
+        size = int(re.search(r"a budget of (\d+) has room", found.error)[1])
+    pytest.fail(found.error)
+
+
+def test_a_handle_that_outlives_its_tiers_gives_back_what_it_holds(tmp_path):
+    held = ledger.held_bytes
+    waterfall = waterfall_for("cpu", Budget(disk=tmp_path))
+    handle = waterfall.park(torch.ones(100_000)[3:].clone().untyped_storage())
+    waterfall.drain()
+    waterfall.close()
+    del handle
+    gc.collect()
+    assert ledger.held_bytes == held
+    assert waterfall.statistics().num_live_handles == 0
+
+
+def test_swaps_of_a_step_that_is_gone_end_their_lanes(tmp_path):
+    torch._dynamo.reset()
+    before, held, budget = set(threading.enumerate()), ledger.held_bytes, Budget(disk=tmp_path)
+    tiers = _swap.Tiers(torch.device("cpu"), budget)
+    ticket = _swap.park(torch.ones(200_000), tiers.number)
+    _swap.finish(ticket)
+    lanes = set(threading.enumerate()) - before
+    assert lanes
+    del tiers
+    gc.collect()
+    assert torch.equal(_swap.fetch(ticket), torch.ones(200_000))  # a ticket keeps them
+    del ticket
+    gc.collect()
+    for thread in {*lanes, *(one for one in threading.enumerate() if one.name == "penstock closes swaps")}:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert (ledger.held_bytes, budget.held_bytes(str(tmp_path))) == (held, 0)
+
+
+def test_whoever_is_inside_the_gate_goes_through_again():
+    """A planned step is traced beside a fleet, or inside of what a fleet computes."""
+    passed, one = [], Gate()
+    with one.computing(), one.tracing(), one.computing():
+        pass
+    with one.tracing(), one.tracing():
+        other = threading.Thread(target=lambda: [passed.append(1) for _ in [one.computing().__enter__()]])
+        other.start()
+        assert not passed
+    other.join(60)
+    assert passed

@@ -212,11 +212,11 @@ class Fleet:
         for waterfall in self._waterfalls:
             waterfall.close()
         trim_freed_memory()
-        self._write_state()
-        self.state.say_ended()
-        self._records.close()
         sys.setswitchinterval(self._switch_s)
         torch.set_num_threads(self._num_threads)
+        self._records.close()
+        self._write_state()  # the last, since the folder may be gone
+        self.state.say_ended()
 
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Another job. Raises ``ValueError`` if one has its name already."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from penstock.errors import FeatureFileError
-from penstock.files import parse_json
+from penstock.files import check_is_file, parse_json
 from penstock.unified._table import Table, check_shape, refuse
 from penstock.units import format_bytes
 
@@ -95,6 +95,7 @@ def read_header(path: Path, file: Any) -> Header:
 def check(path: str | os.PathLike[str]) -> None:
     """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
     path = Path(path)
+    check_is_file(path)
     with path.open("rb", buffering=0) as file:
         for _ in verified(read_header(path, file).table, file):
             pass
