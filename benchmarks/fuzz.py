@@ -203,7 +203,7 @@ class Campaign:
         kinds = Counter(one["finding"] for one in self.findings)
         rows = [Row(name="fuzz", metric="duration", value=round((time.monotonic() - self.start_s) / 3600, 4), unit="h")]
         rows.append(Row(name="fuzz", metric="cases", value=sum(self.cases.values()), unit=""))
-        for kind in (
+        known = (
             "crash",
             "hang",
             "executed",
@@ -212,8 +212,8 @@ class Campaign:
             "unclear error",
             "outside",
             "leak",
-        ):
-            rows.append(Row(name="fuzz", metric=f"findings: {kind}", value=kinds[kind], unit=""))
+        )
+        rows += [Row(name="fuzz", metric=f"findings: {kind}", value=kinds[kind], unit="") for kind in known]
         rows += [Row(name=name, metric="cases", value=count, unit="") for name, count in self.cases.items()]
         rows += [Row(name="outcomes", metric=key, value=value, unit="") for key, value in sorted(self.outcomes.items())]
         options = {"minutes": self.given.minutes, "seed": self.given.seed, "findings": self.findings}

@@ -241,7 +241,8 @@ def _make_state(folder: Path) -> None:
     state.write(
         [
             fleet.JobRow(
-                name=f"job {at}", place=at, state="running", step=3, num_steps=9, epoch=0, loss=0.5, validation={"loss": 1.0},
+                name=f"job {at}", place=at, state="running", step=3, num_steps=9, epoch=0, loss=0.5,
+                validation={"loss": 1.0},
                 device="cpu #0", seconds_per_step=0.1, error=None, tags={"lr": 1}, updated_s=1e9,
                 source={"path": "a.py:b", "parameters": {"lr": 1}},
             )
@@ -376,12 +377,15 @@ FORMATS: tuple[Format, ...] = (
     Format(name="saved graph", make=_make_graph, read=_read_graph, inside=in_safetensors),
     Format(name="N-Triples", make=_make_triples("x.nt"), read=lambda folder: len(read_ntriples(folder / "x.nt").nodes)),
     Format(
-        name="N-Triples, gzip", make=_make_triples("x.nt.gz"), read=lambda one: len(read_ntriples(one / "x.nt.gz").nodes)
+        name="N-Triples, gzip", make=_make_triples("x.nt.gz"),
+        read=lambda folder: len(read_ntriples(folder / "x.nt.gz").nodes),
     ),
     Format(name="ids", make=_ids, read=lambda folder: len(read_id_file(folder / "train2id.txt"))),
     _features("x.npy", _save_npy),
     _features("x.safetensors", _save_safetensors, inside=in_safetensors),
-    _features("x.rows", lambda path: unified.write_features(path, _table(), progress=False), inside=in_rows, is_checked=True),
+    _features(
+        "x.rows", lambda path: unified.write_features(path, _table(), progress=False), inside=in_rows, is_checked=True
+    ),
     Format(name="checkpoint", make=_make_run, read=_read_run, is_checked=True, speed=0.5, inside=None),
     Format(name="ended run", make=_make_ended, read=_read_ended, is_checked=True, speed=0.3),
     Format(name="state of a fleet", make=_make_state, read=_read_state),

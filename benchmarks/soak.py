@@ -134,10 +134,10 @@ class Campaign:
         name = "soak"
         rows = [Row(name=name, metric="duration", value=round((time.monotonic() - self.start_s) / 3600, 4), unit="h")]
         rows.append(Row(name=name, metric="cases", value=sum(self.cases.values()), unit=""))
-        for kind in (
+        kinds_of = (
             "wrong value", "leak", "hang", "crash", "undocumented error", "over budget", "budget", "outside"
-        ):  # fmt: skip
-            rows.append(Row(name=name, metric=f"findings: {kind}", value=kinds[kind], unit=""))
+        )  # fmt: skip
+        rows += [Row(name=name, metric=f"findings: {kind}", value=kinds[kind], unit="") for kind in kinds_of]
         rows += [Row(name=place, metric="cases", value=self.cases[place], unit="") for place in PLACES]
         rows += [Row(name=name, metric=key, value=value, unit="") for key, value in sorted(self.figures.items())]
         return rows

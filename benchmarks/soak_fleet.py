@@ -60,7 +60,7 @@ def draw_jobs(case: Case, least: int = 2, most: int = 4) -> tuple[list[fleet.Job
                 clip_norm=case.draw("clip", (None, 0.5)),
                 precision=precision,
                 lr_scheduler=case.draw("scheduler", (None, lambda one: torch.optim.lr_scheduler.StepLR(one, 2, 0.5))),
-            )  # fmt: skip
+            )
         )
         data.append(source)
         case.drawn[f"job {number}"] = {
@@ -78,8 +78,9 @@ def fleets(case: Case) -> None:
     jobs, data = draw_jobs(case)
     expected = expected_losses(jobs)
     harm = case.draw(
-        "harm", ("none", "none", "steer", "steer", "exception", "kill", "terminate", "small files", "tiers", "no folder")
-    )  # fmt: skip
+        "harm",
+        ("none", "none", "steer", "steer", "exception", "kill", "terminate", "small files", "tiers", "no folder"),
+    )
     options: dict[str, Any] = {
         "run_dir": case.folder / "run", "checkpoint_every": case.draw("checkpoints", (1, 2, None)), "progress": None,
         "verify": case.draw("verify", (False, False, True)), "keep": case.draw("keep", (1, 2)),

@@ -139,7 +139,8 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
     share = case.draw("budget", (None, None, 0.3, 0.7, 0.95))
     device = None if share is None else _device_budget(workload, loop, share)
     options = {
-        "min_size": case.draw("min_size", (0, 0, 4096, "1MiB")), "max_in_flight": case.draw("in flight", (4096, "1MiB")),
+        "min_size": case.draw("min_size", (0, 0, 4096, "1MiB")),
+        "max_in_flight": case.draw("in flight", (4096, "1MiB")),
         "verify": "corrupt" in faults.probability or case.draw("verify", (False, True)), "min_saving": 0.0,
         "max_stall": 1.0, "checkpoint_inputs_only": checkpoints and case.draw("inputs only", (False, True)),
     }  # fmt: skip

@@ -130,7 +130,8 @@ def test_a_problem_that_no_step_can_be(tmp_path, keys, change):
         ), "more than 1,000,000 values"),
         ("job: a.py:b\nparameters: {x: [" + "9" * 5000 + "]}", "line 2: a number of 5000 digits"),
         ("a: " + "{b: " * 3000, "nested too deeply"),
-        ("job: a.py:b\nparameters:\n" + "".join(f"  p{at}: [1, 2, 3, 4]\n" for at in range(30)), "line 2, parameters: 1,152,"),
+        ("job: a.py:b\nparameters:\n" + "".join(f"  p{at}: [1, 2, 3, 4]\n" for at in range(30)),
+         "line 2, parameters: 1,152,"),
         ("job: a.py:b\nsearch: random\nnum_jobs: 1000000000000\nparameters: {x: {low: 0, high: 1}}", "num_jobs"),
         ("job: !!python/object/apply:os.system ['false']", "python/object/apply:os.system is not read here"),
     ],
@@ -342,9 +343,11 @@ def test_a_fleet_whose_folder_goes_puts_the_process_back(tmp_path):
     made = fleet.Fleet(
         [fleet.Device(name="cpu", threads=1)], "64MB", host_budget="64MB", run_dir=tmp_path / "run", progress=None
     )
-    with pytest.raises(FleetStateError), made:
-        torch.set_num_threads(before[1] + 1)
-        shutil.rmtree(tmp_path / "run")
+    made.__enter__()
+    torch.set_num_threads(before[1] + 1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FleetStateError):
+        made.__exit__(None, None, None)
     assert (sys.getswitchinterval(), torch.get_num_threads()) == before
 
 
