@@ -83,7 +83,9 @@ def planned_beside_a_fleet(case: Case) -> None:
     def beside() -> None:
         try:
             function = lambda *one: workload.loss(model, one)  # noqa: E731
-            step = remat.optimize(function, workload.batches[0], 0.8)
+            step = remat.optimize(function, workload.batches[0], None)
+            least = remat.smallest_budget_bytes(step.plan.problem, method="recompute")
+            step = remat.optimize(function, workload.batches[0], least, profile=step.plan.problem)
             box.append(train(case, workload, loop, model, step=lambda one: step(*one)))
         except CaptureError as error:
             case.figures["raised: CaptureError"] += 1

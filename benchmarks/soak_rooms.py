@@ -359,7 +359,7 @@ def _features(case: Case, stack: contextlib.ExitStack) -> None:
     make = lambda size: unified.TieredFeatures(  # noqa: E731
         source, host_budget=size, disk=disk if isinstance(source, torch.Tensor) else None,
         in_flight=case.drawn.setdefault("in flight", case.choices.choice((None, 0, 4096))),
-        dtype=torch.float32 if dtype is not torch.float32 and case.drawn["rows"] == 50 else None,
+        dtype=torch.float32 if dtype.is_floating_point and case.drawn["rows"] == 50 else None,
         budget=case.budget(host=None, disk={disk: None}), progress=False,
         verify=case.drawn.setdefault("verify", case.choices.random() < 0.5),
     )  # fmt: skip
