@@ -64,6 +64,30 @@ def test_autocast(dtype):
     assert_equal(gradients_of(model), gradients_of(plain))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_layer_norm_in_half_with_weights_in_float(dtype):
+    """BERT's head under autocast: fake tensors have another dtype than the kernel gives."""
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32))
+
+    def step_of(model):
+        def step(x):
+            with torch.autocast("cpu", dtype=dtype):
+                return model(x).float().square().mean()
+
+        return step
+
+    plain, model, x = made(), made(), torch.randn(64, 32)
+    step = tight(step_of(model), (x,), accumulates=False)
+    expected, loss = step_of(plain)(x), step(x)
+    assert torch.equal(loss, expected)
+    expected.backward()
+    loss.backward()
+    assert_equal(gradients_of(model), gradients_of(plain))
+
+
 def test_gradient_scaling():
     plain, batch = make()
     model, _ = make()

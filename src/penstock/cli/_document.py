@@ -13,11 +13,14 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from penstock.files import read_text
 from penstock.units import parse_bytes
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _KINDS = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value", "seq", "map")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}
+_MOST_VALUES = 1_000_000
+_MOST_DIGITS = 1000
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
@@ -65,7 +68,7 @@ class Document:
         node, line, found = self.node, 1, []
         for key in keys:
             if isinstance(node, yaml.MappingNode):
-                pairs = [(name, value) for name, value in node.value if _value(name) == key]
+                pairs = [(name, value) for name, value in node.value if name.value == key]
                 if not pairs:
                     continue
                 line, node = pairs[0][0].start_mark.line + 1, pairs[0][1]
@@ -80,26 +83,28 @@ class Document:
 
 def read(path: Path) -> Document:
     """Reads a file. Raises ``OSError``, and ``ValueError`` with the line where it is no YAML."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON may be indented so, YAML not
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        return Document(path=path, data=None if node is None else _value(node), node=node)
+        return Document(path=path, data=None if node is None else _value(node, [_MOST_VALUES]), node=node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark is not None else ""
         raise ValueError(f"{path}{line}: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply to be read") from None
 
 
 def value_of(text: str) -> Any:  # numbers, text, lists: what a file may hold
     """What ``text`` would be in a file. Raises ``ValueError`` where it could not stand there."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        return None if node is None else _value(node)
-    except yaml.YAMLError:
+        return None if node is None else _value(node, [_MOST_VALUES])
+    except (yaml.YAMLError, RecursionError):
         raise ValueError(f"{text!r} is no value; quote it: '\"{text}\"'") from None
 
 
@@ -125,27 +130,34 @@ def to_bytes(given: object) -> object:
         raise ValueError(str(error)) from None
 
 
-def _value(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Any:  # whatever stands there
+def _value(node: yaml.Node, left: list[int], above: tuple[yaml.Node, ...] = ()) -> Any:  # whatever stands there
+    """``left`` counts what may still come: what is named once and used often multiplies."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise yaml.MarkedYAMLError(problem=f"there are more than {_MOST_VALUES:,} values", problem_mark=node.start_mark)
     if node.tag not in _TAGS:
         raise yaml.MarkedYAMLError(problem=f"{node.tag} is not read here", problem_mark=node.start_mark)
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node.value) if node.style is None else node.value
+        return _scalar(node) if node.style is None else node.value
     if any(one is node for one in above):
         raise yaml.MarkedYAMLError(problem="this stands inside of itself", problem_mark=node.start_mark)
     above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(one, above) for one in node.value]
+        return [_value(one, left, above) for one in node.value]
     found: dict[Any, Any] = {}
     for name, value in node.value:
-        key = _value(name) if isinstance(name, yaml.ScalarNode) else None
+        key = _value(name, left) if isinstance(name, yaml.ScalarNode) else None
         if not isinstance(key, str) or key in found:
             why = f"{key} stands there twice" if isinstance(key, str) else "a key is text"
             raise yaml.MarkedYAMLError(problem=why, problem_mark=name.start_mark)
-        found[key] = _value(value, above)
+        found[key] = _value(value, left, above)
     return found
 
 
-def _scalar(text: str) -> Any:  # None, bool, int, float or str
+def _scalar(node: yaml.ScalarNode) -> Any:  # None, bool, int, float or str
+    text = node.value
+    if len(text) > _MOST_DIGITS and (_INTEGER.fullmatch(text) or _FLOAT.fullmatch(text)):
+        raise yaml.MarkedYAMLError(problem=f"a number of {len(text)} digits", problem_mark=node.start_mark)
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text):

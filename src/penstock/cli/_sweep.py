@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,16 @@ from penstock.cli._document import Document, Strict, message_of, read, to_bytes
 from penstock.fleet import Device, SchedulerName
 
 _TRIES = 200
+_MOST_JOBS = 100_000
 Parameters = dict[str, JsonValue]
 Bytes = Annotated[int, BeforeValidator(to_bytes)]
 
 
 def _unlike(values: list[Any]) -> list[Any]:
     """Refuses to train one thing twice."""
-    texts = [json.dumps(one, sort_keys=True) for one in values]
-    for text in texts:
-        if texts.count(text) > 1:
-            raise ValueError(f"{text} stands there {texts.count(text)} times")
+    for text, count in Counter(json.dumps(one, sort_keys=True) for one in values).items():
+        if count > 1:
+            raise ValueError(f"{text} stands there {count} times")
     return values
 
 
@@ -179,7 +180,7 @@ class RandomSweep(Sweep):
     """The kind."""
     parameters: dict[str, Drawn] = Field(min_length=1)
     """How each is drawn."""
-    num_jobs: int = Field(ge=1)
+    num_jobs: int = Field(ge=1, le=_MOST_JOBS)
     """How many jobs."""
     seed: int = 0
     """Of the draws."""
@@ -235,6 +236,10 @@ def read_sweep(path: Path) -> SweepFile:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise document.error(("search",), f"a search is grid, random or list, not {kind!r}")
     sweep = document.check(_KINDS[kind])
+    if isinstance(sweep, GridSweep):
+        num_jobs = math.prod(map(len, sweep.parameters.values()))
+        if num_jobs > _MOST_JOBS:
+            raise document.error(("parameters",), f"{num_jobs:,} combinations, and a sweep has {_MOST_JOBS:,} at most")
     points = sweep.points()
     if isinstance(sweep, RandomSweep) and len(points) < sweep.num_jobs:
         raise document.error(("num_jobs",), f"only {len(points)} different jobs were found, not {sweep.num_jobs}")

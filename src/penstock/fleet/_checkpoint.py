@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -19,13 +20,21 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from penstock.errors import CheckpointError
+from penstock.files import check_is_file, read_json
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._training import Packed, Position, Training
 
 FORMAT = 1
 _STATE = "state.json"
+_CHECKSUMS = "checksums.json"
+_CHUNK_BYTES = 2**20
 Json = dict[str, Any]  # any: what JSON holds
+_FAULTS = (
+    OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError, StopIteration,
+    SafetensorError, CheckpointError,
+)  # fmt: skip
+"""What damage may raise."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -54,6 +63,7 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
             if packed is not None:
                 _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
         _write_text(draft / _STATE, json.dumps(state_of(training, wants_validation=run.wants_validation)))
+        _write_text(draft / _CHECKSUMS, json.dumps({path.name: _checksum(path) for path in sorted(draft.iterdir())}))
         _synchronize(draft)
         shutil.rmtree(target, ignore_errors=True)
         draft.rename(target)
@@ -77,9 +87,8 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
     """
     training = run.training
     try:
-        state = json.loads((path / _STATE).read_text())
-        if state.get("format") != FORMAT:
-            raise ValueError(f"its format is {state.get('format')!r}, and this version reads {FORMAT}")
+        state = read_state(path)
+        check_whole(path)
         for key, tensor in _stored(path, "tensors-*.safetensors"):
             if key in training.originals:
                 training.originals[key].copy_(_like(tensor, training.originals[key], key))
@@ -89,35 +98,96 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
             return lambda: None
         _load_state(training, state)
         run.wants_validation = bool(state.get("wants_validation", False))
-    except (OSError, ValueError, KeyError, TypeError, IndexError, SafetensorError) as error:
-        raise CheckpointError(
-            f"job {run.job.name!r}: the checkpoint {path} cannot be used: {error}. Delete that folder to begin from "
-            "the one before, or use another run_dir"
-        ) from error
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
     return lambda: _restore_states(run, path)
 
 
+def read_state(path: Path) -> Json:
+    """What a checkpoint holds beside tensors. Raises ``CheckpointError``."""
+    try:
+        state = read_json(path / _STATE)
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            found = state.get("format") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"its format is {found!r}, and this version reads {FORMAT}")
+        if not all(isinstance(state.get(key), list) for key in ("losses", "validations")):
+            raise ValueError("it has no lists of losses and validations")
+        for loss in state["losses"]:
+            float(loss)
+        for validation in state["validations"]:
+            int(validation["step"])
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
+    return state
+
+
+def check_whole(path: Path) -> None:
+    """Compares the checksums of all files of a checkpoint. Raises ``CheckpointError``; older ones have none."""
+    try:
+        if not (path / _CHECKSUMS).exists():
+            return
+        noted = read_json(path / _CHECKSUMS)
+        found = {one.name: one for one in path.iterdir() if one.name != _CHECKSUMS}
+        if not isinstance(noted, dict) or noted.keys() != found.keys():
+            raise ValueError("its files are not those that were written")
+        for name, one in found.items():
+            if _checksum(one) != noted[name]:
+                raise ValueError(f"{name} is not what was written")
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    check_is_file(path)
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            found = zlib.crc32(chunk, found)
+    return found
+
+
+def _unusable(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {path} cannot be used: {error}. Delete that folder to begin from the one before, or use "
+        "another run_dir"
+    )
+
+
 def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
-    """Fills a module that the job's factory made with a checkpoint's parameters and buffers."""
+    """Fills a module that the job's factory made with a checkpoint's parameters and buffers.
+
+    Raises ``CheckpointError`` for files that are damaged or another job's.
+    """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    with torch.no_grad():
-        for key, tensor in _stored(path, "tensors-*.safetensors"):
-            if key in own:
-                own[key].copy_(_like(tensor, own[key], key))
+    check_whole(path)
+    try:
+        with torch.no_grad():
+            for key, tensor in _stored(path, "tensors-*.safetensors"):
+                if key in own:
+                    own[key].copy_(_like(tensor, own[key], key))
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
     return model
 
 
 def forget_after(path: Path, step: int) -> None:
     """Drops a file's metrics of steps after the checkpoint: they will come again."""
-    if path.is_file():
-        lines = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-        path.write_text("".join(line + "\n" for line in lines))
+    if not path.exists() and not path.is_symlink():
+        return
+    try:
+        check_is_file(path)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        lines = [line for line in text.splitlines() if _step_of(line) <= step]
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"metrics go to {path}, which cannot be used: {error}. Move it away") from error
 
 
 def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return math.inf  # the line that a killed process did not finish
 
 
@@ -205,6 +275,7 @@ def _synchronize(folder: Path) -> None:
 
 def _stored(path: Path, pattern: str) -> Iterator[tuple[str, torch.Tensor]]:
     for file in sorted(path.glob(pattern)):
+        check_is_file(file)
         with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
             for key in opened.keys():  # noqa: SIM118  # no mapping
                 yield key, opened.get_tensor(key)

@@ -258,5 +258,5 @@ class DeviceMemory:
         held = sum(item.held_bytes() for item in self._items)
         raise BudgetError(
             f"{why} needs {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, above the budget of "
-            f"{format_bytes(self.budget_bytes)} on {self.device}; {format_bytes(held + size_bytes)} have room for it"
+            f"{format_bytes(self.budget_bytes)} on {self.device}; a budget of {held + size_bytes} has room for it"
         )

@@ -10,6 +10,7 @@ each size. Guarantee: none is exceeded as far as the estimates hold; pilot runs 
 figures replace the estimates (`_pilot.py`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,8 +64,8 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
     most, worst = max(sizes)
     raise BudgetError(
         f"{problem.atoms[worst].label} alone needs {format_bytes(most)} for parameters, gradients, optimizer state and "
-        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; {format_bytes(most)} have room, "
-        "or take smaller batches (accumulate=)"
+        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {math.ceil(most)} has "
+        "room for it, or take smaller batches (accumulate=)"
     )
 
 

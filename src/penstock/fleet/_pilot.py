@@ -179,7 +179,7 @@ class _Pilot:
             raise BudgetError(
                 f"the shard {label} takes {format_bytes(size_bytes)}, above the budget of "
                 f"{format_bytes(self._memory.budget_bytes)} on {self._memory.device}; a budget of "
-                f"{format_bytes(size_bytes)} has room for it, or take smaller batches (accumulate=)"
+                f"{size_bytes} has room for it, or take smaller batches (accumulate=)"
             )
 
     def _after_forward(

@@ -1,16 +1,15 @@
 """What came of a fleet."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from penstock.fleet._checkpoint import latest, load_model
+from penstock.fleet._checkpoint import latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
@@ -77,7 +76,7 @@ class JobResult:
         return self.job.name
 
     def model(self) -> nn.Module:
-        """The trained model, in main memory. Raises ``ValueError`` for a job without a checkpoint."""
+        """The trained model, in main memory. Raises ``ValueError`` where there is none, ``CheckpointError``."""
         if self.checkpoint is None:
             raise ValueError(f"job {self.name!r} is {self.state.value} and has no checkpoint to load: {self.error}")
         with Randomness(self.job.seed).swapped_in():
@@ -154,7 +153,7 @@ class Results(Mapping[str, JobResult]):
 def stored_result(job: Job, folder: Path, state: JobState, error: str | None, seconds_per_step: float) -> JobResult:
     """Of a job that is over, or was when the process ended, from the last checkpoint in its folder."""
     path = latest(folder)
-    known: dict[str, Any] = {} if path is None else json.loads((path / "state.json").read_text())
+    known = {} if path is None else read_state(path)
     return JobResult(
         job=job,
         state=state,

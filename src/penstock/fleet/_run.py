@@ -1,5 +1,6 @@
 """`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -225,11 +226,11 @@ class Fleet:
             waterfall.close()
         self._charges.give_back()
         trim_freed_memory()
-        self._write_state()
-        self.state.say_ended()
-        self._records.close()
         sys.setswitchinterval(self._switch_s)
         torch.set_num_threads(self._num_threads)
+        self._records.close()
+        self._write_state()  # the last, since the folder may be gone
+        self.state.say_ended()
 
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Another job. Raises ``ValueError`` if one has its name already."""
@@ -404,7 +405,8 @@ class Fleet:
         folder = self._records.folder(run.job)
         path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
         if path is None:
-            (folder / "metrics.jsonl").unlink(missing_ok=True)
+            with contextlib.suppress(IsADirectoryError):  # a line cannot be written then, and that is said
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
             origin = sorted((folder / "origin").glob("step-*"))
             return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
         resume = _checkpoint.restore(run, path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FleetStateError
+from penstock.files import parse_json
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -84,6 +85,36 @@ class Command:
     """Of a clone: ``"name"``, ``"changes"``, ``"warm"``."""
 
 
+_STATES = ("pending", "running", "paused", "done", "failed", "stopped")
+
+
+def _row_of(known: dict[str, Any]) -> JobRow:  # any: what SQLite holds
+    """Raises ``TypeError`` or ``ValueError`` for what is no row."""
+    for column in _AS_JSON:
+        known[column] = parse_json(known[column], column)
+    for column in ("name", "state", "device"):
+        _kind(known[column], str)
+    for column in ("place", "step", "num_steps", "epoch"):
+        _kind(known[column], int)
+    _kind(known["seconds_per_step"], int, float)
+    _kind(known["updated_s"], int, float)
+    _kind(known["loss"], int, float, type(None))
+    _kind(known["error"], str, type(None))
+    _kind(known["tags"], dict)
+    _kind(known["source"], dict, type(None))
+    for value in _kind(known["validation"], dict).values():
+        _kind(value, int, float)
+    if known["state"] not in _STATES:
+        raise ValueError(f"{known['state']!r} is none of {', '.join(_STATES)}")
+    return JobRow(**known)
+
+
+def _kind(value: Any, *kinds: type) -> Any:  # any: what SQLite and JSON hold
+    if not isinstance(value, kinds):
+        raise TypeError(f"{value!r} is no {' or '.join(one.__name__ for one in kinds)}")
+    return value
+
+
 class FleetState:
     """The database of one run's folder. Each method opens it anew, so that any thread or process may call."""
 
@@ -132,18 +163,20 @@ class FleetState:
         """Whether a process runs the fleet now."""
         with self._open() as database:
             found = dict(database.execute("SELECT key, value FROM fleet").fetchall())
-        if time.time() - float(found.get("alive_s", "0")) > ALIVE_S:
+        try:
+            alive_s, pid = float(found.get("alive_s", "0")), int(found.get("pid", "0"))
+        except (TypeError, ValueError):
+            return False  # nobody who runs a fleet writes so
+        if not abs(time.time() - alive_s) <= ALIVE_S:
             return False
-        return found.get("host") != socket.gethostname() or Path(f"/proc/{found.get('pid')}").exists()
+        return found.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()
 
     def write(self, rows: list[JobRow]) -> None:
         """Replaces what is known of these jobs."""
         marks = ", ".join("?" for _ in _COLUMNS)
         values = [
             tuple(
-                json.dumps(getattr(row, column), default=str)
-                if column in ("validation", "tags", "source")
-                else getattr(row, column)
+                json.dumps(getattr(row, column), default=str) if column in _AS_JSON else getattr(row, column)
                 for column in _COLUMNS
             )
             for row in rows
@@ -155,13 +188,13 @@ class FleetState:
         """All jobs, in the order in which they came."""
         with self._open() as database:
             found = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY place").fetchall()  # noqa: S608
-        rows = []
-        for values in found:
-            known = dict(zip(_COLUMNS, values, strict=True))
-            for column in ("validation", "tags", "source"):
-                known[column] = json.loads(known[column])
-            rows.append(JobRow(**known))
-        return rows
+        try:
+            return [_row_of(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+        except (TypeError, ValueError) as error:
+            raise FleetStateError(
+                f"{self.path} holds a job that cannot be read: {error}. Without that file the jobs' checkpoints are "
+                "still there: move it away, and resume"
+            ) from error
 
     def ask(self, verb: str, job: str, arguments: Mapping[str, Any] | None = None) -> int:
         """Leaves a command; returns its number."""
@@ -177,7 +210,14 @@ class FleetState:
         """Commands without an answer, in order."""
         with self._open() as database:
             found = database.execute("SELECT id, verb, job, arguments FROM commands WHERE answer IS NULL ORDER BY id")
-            return [Command(number, verb, job, json.loads(text)) for number, verb, job, text in found.fetchall()]
+            given = found.fetchall()
+        commands = []
+        for number, verb, job, text in given:
+            try:
+                commands.append(Command(number, verb, job, _kind(parse_json(text, "its arguments"), dict)))
+            except (TypeError, ValueError) as error:  # of whoever asked: the fleet goes on
+                self.answer(number, f"the command cannot be read: {error}")
+        return commands
 
     def answer(self, number: int, text: str) -> None:
         """Answers a command; an empty text means that it was carried out."""
@@ -189,9 +229,11 @@ class FleetState:
         end_s = time.monotonic() + timeout_s
         while True:
             with self._open() as database:
-                (text,) = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
-            if text is not None:
-                return str(text)
+                found = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
+            if found is None:
+                raise FleetStateError(f"{self.path} has no command {number} any more; ask again")
+            if found[0] is not None:
+                return str(found[0])
             if time.monotonic() > end_s:
                 return None
             time.sleep(0.05)

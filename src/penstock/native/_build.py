@@ -19,6 +19,9 @@ _FLAGS_WITH_THREADS = ("-march=native", "-fopenmp", "-fno-math-errno", "-Wno-unu
 """The runtime is found by its name, libgomp.so.1: PyTorch's own, which is loaded already."""
 
 
+_CHECKSUM_BYTES = 32
+
+
 def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
     """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler.
 
@@ -38,12 +41,18 @@ def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CD
 def keep_source(source: str, name: str) -> Path:
     """The source as a file of that name in the cache, for what reads its own source; ``name`` tells contents apart."""
     file = _cache() / name
-    if not file.exists():
+    if not file.is_file() or file.read_bytes() != source.encode():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / name
-            made.write_text(source)
-            made.replace(file)
+            made.write_bytes(source.encode())
+            _replace(made, file)
     return file
+
+
+def _replace(made: Path, file: Path) -> None:
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    made.replace(file)
 
 
 @functools.cache
@@ -62,9 +71,17 @@ def _loaded(source: str, name: str, openmp: bool) -> ctypes.CDLL | None:
         :24
     ]
     file = _cache() / f"{name}-{key}.so"
-    if not file.exists():
+    if not _is_whole(file):
         _compile(compiler, flags, source, name, file)
     return ctypes.CDLL(str(file))
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is what was compiled: a damaged one would be executed. Its last bytes are its own checksum."""
+    if not file.is_file():
+        return False
+    raw = file.read_bytes()
+    return hashlib.sha256(raw[:-_CHECKSUM_BYTES]).digest() == raw[-_CHECKSUM_BYTES:]
 
 
 def _compile(compiler: str, flags: list[str], source: str, name: str, file: Path) -> None:
@@ -76,7 +93,9 @@ def _compile(compiler: str, flags: list[str], source: str, name: str, file: Path
         )
         if outcome.returncode:
             raise InternalError(f"{compiler} refuses {name}.c: {outcome.stderr.strip()}")
-        made.replace(file)  # whoever compiles the same at once replaces it with the same
+        raw = made.read_bytes()
+        made.write_bytes(raw + hashlib.sha256(raw).digest())  # loaders read what the headers name, and not the end
+        _replace(made, file)  # whoever compiles the same at once replaces it with the same
 
 
 def _cache() -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.directio import DeviceFile, SpillFile
+from penstock.files import read_json
 from penstock.probe._gds import gpu_direct_storage
 
 _EXPIRY_S = 7 * 86400
@@ -22,6 +23,8 @@ _REQUEST_BYTES = 8 * 2**20
 _SAMPLE_BYTES = 256 * 2**20
 _ROUNDS = 3
 _NUM_THREADS = 4
+_MOST = 1e15
+"""Seconds since 1970 and bytes a second beyond it are damage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,12 @@ def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> t
     key = _key(Path(directory))
     cache = _load_cache()
     known = cache.get(key)
-    if known and not refresh and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known):
+    if (
+        known
+        and {one["lane"] for one in known} >= _lanes_of_disk()
+        and not refresh
+        and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
+    ):
         return tuple(LaneBandwidth(**lane) for lane in known)
     lanes = _disk_lanes(directory) + (_cuda_lanes() if torch.cuda.is_available() else ())
     if gpu_direct_storage(directory).is_supported:
@@ -58,6 +66,11 @@ def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> t
     cache[key] = [asdict(lane) for lane in lanes]
     _store_cache(cache)
     return lanes
+
+
+def _lanes_of_disk() -> set[str]:
+    near = "host" if torch.cuda.is_available() else "device"
+    return {f"{near}->disk", f"disk->{near}"}
 
 
 def _disk_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
@@ -163,13 +176,14 @@ def _cache_file() -> Path:
 
 def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody may have edited; LaneBandwidth checks
     try:
-        cache = json.loads(_cache_file().read_text())
+        cache = read_json(_cache_file())
         for lanes in cache.values():
             for lane in lanes:
                 bandwidth = LaneBandwidth(**lane)
-                if not isinstance(bandwidth.measured_s, float) or not isinstance(
-                    bandwidth.bandwidth_bytes_per_s, float
-                ):
+                if not all(
+                    isinstance(one, float) and 0 < one < _MOST
+                    for one in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
+                ) or not isinstance(bandwidth.lane, str):
                     return {}
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}

@@ -1,17 +1,23 @@
 """Graphs from files: N-Triples (RDF) and lists of ids."""
 
+import functools
 import gzip
 import re
+import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from penstock.files import check_is_file
 from penstock.relational._graph import RelationalGraph
 
 _NODE = r"<[^>]*>|_:\S+"
 _LITERAL = r'".*"(?:@[\w-]+|\^\^<[^>]*>)?'
+_MOST_CHARACTERS = 2**24
+_COUNT = re.compile(r"[0-9]{1,18}")
 _LINE = re.compile(rf"\s*({_NODE})\s+(<[^>]*>)\s+({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?$")
 
 
@@ -45,23 +51,21 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
     nodes: dict[str, int] = {}
     relations: dict[str, int] = {}
     rows: list[tuple[int, int, int]] = []
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            found = _LINE.match(line)
-            if found is None:
-                text = line.strip()[:80]
-                raise ValueError(f"{path}:{number}: {text!r} is no triple `<subject> <relation> <object> .`")
-            subject, relation, other = found.groups()
-            rows.append(
-                (
-                    nodes.setdefault(subject, len(nodes)),
-                    nodes.setdefault(other, len(nodes)),
-                    relations.setdefault(relation, len(relations)),
-                )
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = _LINE.match(line)
+        if found is None:
+            text = line.strip()[:80]
+            raise ValueError(f"{path}:{number}: {text!r} is no triple `<subject> <relation> <object> .`")
+        subject, relation, other = found.groups()
+        rows.append(
+            (
+                nodes.setdefault(subject, len(nodes)),
+                nodes.setdefault(other, len(nodes)),
+                relations.setdefault(relation, len(relations)),
             )
+        )
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
     edge_index, edge_type = table[:, :2].t().contiguous(), table[:, 2].contiguous()
     if inverses:
@@ -71,21 +75,37 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
     return Triples(edge_index=edge_index, edge_type=edge_type, nodes=nodes, relations=relations)
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """Of a text, perhaps compressed. Raises ``ValueError`` where it is none, or holds a line without end."""
+    check_is_file(path)
+    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
+    try:
+        with opened as file:
+            for line in iter(functools.partial(file.readline, _MOST_CHARACTERS), ""):
+                if len(line) == _MOST_CHARACTERS:
+                    raise ValueError(f"{path} has a line of more than {_MOST_CHARACTERS:,} characters")
+                yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged, or was not compressed by gzip: {error}") from error
+
+
 def read_id_file(path: str | Path) -> torch.Tensor:
     """``int64 [triples, 3]`` of a file with a count in its first line and then ``head tail relation`` in each.
 
     The form of OpenKE's data sets. Raises ``ValueError`` where the count or a line is wrong.
     """
     path = Path(path)
-    with path.open() as lines:
-        first = lines.readline().split()
-        if len(first) != 1 or not first[0].isdigit():
-            raise ValueError(f"{path}:1: {' '.join(first)[:80]!r} is no count of the triples that follow")
-        count = int(first[0])
-        try:
-            table = np.empty((0, 3), dtype=np.int64) if not count else np.loadtxt(lines, dtype=np.int64, ndmin=2)
-        except ValueError as error:
-            raise ValueError(f"{path}: a line is not `head tail relation` in whole numbers: {error}") from error
+    lines = _lines(path)
+    first = next(lines, "").split()
+    if len(first) != 1 or _COUNT.fullmatch(first[0]) is None:
+        raise ValueError(f"{path}:1: {' '.join(first)[:80]!r} is no count of the triples that follow")
+    count, rest = int(first[0]), list(lines) if int(first[0]) else []
+    try:
+        table = np.loadtxt(rest, dtype=np.int64, ndmin=2) if any(map(str.strip, rest)) else np.empty((0, 3), np.int64)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: a line is not `head tail relation` in whole numbers: {error}") from error
     if table.shape != (count, 3):
         raise ValueError(
             f"{path}: its first line says {count} triples; it has {len(table)} lines of {table.shape[1]} numbers"

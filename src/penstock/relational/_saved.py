@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from penstock.files import check_is_file, parse_json
 from penstock.relational._domain import ENDS, Domain
 
 if TYPE_CHECKING:
@@ -58,8 +59,9 @@ def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
 
 def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
     """The graph with its indexes; what kernels will follow is checked first."""
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path} is no file; graph.save({str(path)!r}) writes one")
+    check_is_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -69,9 +71,9 @@ def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
     if metadata.get("format") != _FORMAT:
         raise ValueError(f"{path} is of format {metadata.get('format')!r}; RelationalGraph.save writes {_FORMAT!r}")
     try:
-        graph = _made(made, json.loads(metadata["about"]), tensors)
+        graph = _made(made, parse_json(metadata["about"], "its description"), tensors)
         _take(graph, tensors)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{path} does not fit together ({error}); save the graph again") from error
     return graph
 
@@ -82,6 +84,9 @@ def _made(
     tensors: dict[str, torch.Tensor],  # any: JSON
 ) -> "RelationalGraph":
     sources, targets = about["num_nodes"]
+    for one in (sources, targets, about["num_edge_types"], about["num_node_types"]):
+        if type(one) is not int or not 0 <= one < 2**48:
+            raise ValueError(f"{one!r} is no number of nodes or types")
     types = tensors.pop("node_type 0"), tensors.pop("node_type 1")
     graph = made(
         tensors.pop("edge_index"), tensors.pop("edge_type"),

@@ -5,10 +5,13 @@ of another device.
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, Self
+
+from penstock.files import read_json
 
 _FORMAT = 1
 
@@ -117,7 +120,7 @@ class RematProblem:
     def load(cls, file: str | Path) -> Self:
         """Reads what ``save`` wrote. Raises ``ValueError`` for anything else."""
         try:
-            content: dict[str, Any] = json.loads(Path(file).read_text())
+            content: dict[str, Any] = read_json(Path(file))
             if content.pop("format") != _FORMAT:
                 raise ValueError("of another version")
             operators = tuple(
@@ -125,8 +128,57 @@ class RematProblem:
                 for one in content.pop("operators")
             )
             storages = tuple(Storage(**one) for one in content.pop("storages"))
-            return cls(operators=operators, storages=storages, **content)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            found = cls(operators=operators, storages=storages, **content)
+            _check(found)
+            return found
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(
                 f"{file} is not a saved problem ({error}); write one with problem.save({str(file)!r})"
             ) from error
+
+
+_MOST_BYTES = 2**60
+
+
+def _check(problem: RematProblem) -> None:
+    """Raises ``ValueError`` for what no step can be, so that planners, some of them in C, need not look."""
+    operators, storages = problem.operators, problem.storages
+    _check_count("num_forward", problem.num_forward, len(operators))
+    for at, storage in enumerate(storages):
+        _check_count(f"size_bytes of storage {at}", storage.size_bytes)
+        _check_count(f"producer of storage {at}", storage.producer, len(operators) - 1)
+        if not isinstance(storage.name, str) or not isinstance(storage.is_output, bool):
+            raise ValueError(
+                f"storage {at} is named {storage.name!r}, and whether it is an output {storage.is_output!r}"
+            )
+    made: list[int] = []
+    for at, one in enumerate(operators):
+        if not all(isinstance(text, str) for text in (one.name, one.target, one.must_run_once, one.module)):
+            raise ValueError(f"a name of operator {at} is no text")
+        _check_count(f"workspace_bytes of operator {at}", one.workspace_bytes)
+        _check_rate(f"duration_s of operator {at}", one.duration_s)
+        for number in (*one.inputs, *one.outputs):
+            _check_count(f"a storage of operator {at}", number, len(storages) - 1)
+        if any(storages[number].producer >= at for number in one.inputs):
+            raise ValueError(f"operator {at} reads what is not made yet")
+        if any(storages[number].producer != at for number in one.outputs):
+            raise ValueError(f"operator {at} makes what another makes")
+        made += one.outputs
+    if sorted(made) != list(range(len(storages))):
+        raise ValueError("not every storage is made once")
+    for name in ("static_bytes", "swap_page_bytes"):
+        _check_count(name, getattr(problem, name))
+    for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
+        _check_rate(name, getattr(problem, name))
+    if sum(storage.size_bytes for storage in storages) > _MOST_BYTES:
+        raise ValueError("the storages have more bytes than any machine")
+
+
+def _check_count(name: str, value: object, most: int = _MOST_BYTES) -> None:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{name} is {value!r}, which is no whole number from 0 to {most}")
+
+
+def _check_rate(name: str, value: object) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}, which is no number from 0 on")

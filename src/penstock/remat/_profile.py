@@ -5,6 +5,7 @@ made for it: the median of a few warm runs, and the bytes it takes beside its re
 """
 
 import functools
+import operator
 import time
 from collections.abc import Callable
 from statistics import median
@@ -104,10 +105,25 @@ def _real(argument: Any) -> Any:
     value = argument.meta["val"]
     if isinstance(value, torch.Tensor):
         length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        made = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
+        made = torch.empty(max(0, length) if value.numel() else 0, dtype=_dtype_of(argument), device=value.device)
         made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.zero_()
         return made.as_strided(value.shape, value.stride())
     return value
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype:
+    """Of the tensor that the operator really gives.
+
+    For mean and deviation of a layer norm of bfloat16 or float16 with float32 weights, PyTorch's fake tensors have the
+    dtype of the input, and its CPU kernels give float32.
+    """
+    dtype: torch.dtype = node.meta["val"].dtype
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source.target is not torch.ops.aten.native_layer_norm.default:
+        return dtype
+    weight = source.args[2]
+    is_statistic = node.args[1] != 0 and node.meta["val"].device.type == "cpu"
+    return weight.meta["val"].dtype if is_statistic and isinstance(weight, fx.Node) else dtype
 
 
 def _key(call: fx.Node) -> Any:

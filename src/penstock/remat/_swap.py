@@ -5,6 +5,7 @@ A swapped storage travels through autograd as a ticket (`_ticket.py`), with whos
 
 import functools
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ _numbers = itertools.count(1)
 class _Parked(NamedTuple):
     handle: Handle
     layout: ViewLayout
+    tiers: "Tiers"
+    """Kept as long as something is in them."""
 
 
 class Tiers:
@@ -44,18 +47,28 @@ class Tiers:
     @functools.cached_property
     def waterfall(self) -> Waterfall:
         """Made when something is swapped: a step that is only planned opens no file and starts no lane."""
-        return waterfall_for(self._device, self._budget.named("remat"))
+        made = waterfall_for(self._device, self._budget.named("remat"))
+        self._closer = weakref.finalize(self, _close_beside, made)
+        self._closer.atexit = False
+        return made
 
     def close(self) -> None:
         """Ends the lanes, if any were begun."""
         if "waterfall" in self.__dict__:
+            self._closer.detach()
             self.waterfall.close()
+
+
+def _close_beside(waterfall: Waterfall) -> None:
+    """Whoever collects garbage may be one of the threads that end, or hold a lock of theirs."""
+    threading.Thread(target=waterfall.close, name="penstock closes swaps").start()
 
 
 def park(value: torch.Tensor, tiers: int) -> torch.Tensor:
     """Begins to copy the storage of ``value`` out to the tiers of that number; returns its ticket."""
-    handle = _tiers[tiers].waterfall.park(value.untyped_storage(), label=f"swap {next(_numbers)}")
-    return _ticket.issue(_Parked(handle, ViewLayout.of(value)))
+    place = _tiers[tiers]
+    handle = place.waterfall.park(value.untyped_storage(), label=f"swap {next(_numbers)}")
+    return _ticket.issue(_Parked(handle, ViewLayout.of(value), place))
 
 
 def finish(ticket: torch.Tensor) -> None:

@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.report._pictures import curves, gantt
 from penstock.tiers import Event, write_trace
+
+_MOST = 1e15
+"""Seconds and losses beyond it are damage."""
 
 
 def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s: float = 60.0) -> list[Path]:
@@ -21,7 +25,7 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
         raise PenstockError(f"the picture of units shows the last {last_s} s, which is nothing; give last_s=60")
     run_dir = Path(run_dir)
     folder = run_dir if folder is None else Path(folder)
-    units = list(_lines(run_dir / "units.jsonl"))
+    units = [one for one in _lines(run_dir / "units.jsonl") if _is_unit(one)]
     if not units:
         raise PenstockError(
             f"{run_dir} holds no units of a fleet; give the run_dir of one that has trained: draw_fleet('runs/1')"
@@ -30,7 +34,7 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
     files = [folder / name for name in ("units.png", "losses.png", "units.trace.json")]
     _draw_units(files[0], units, last_s)
     losses = {
-        path.parent.name: [float(one["loss"]) for one in _lines(path) if "loss" in one]
+        path.parent.name: [float(one["loss"]) for one in _lines(path) if _is_number(one.get("loss"))]
         for path in sorted((run_dir / "jobs").glob("*/metrics.jsonl"))
     }
     curves(files[1], {name: values for name, values in losses.items() if values}, title="Losses")
@@ -60,12 +64,22 @@ def _events(units: list[dict[str, Any]]) -> Iterator[Event]:  # any: JSON
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
     """Of a file that may end in the middle of one."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
+    if not path.is_file():
         return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                yield found
+
+
+def _is_unit(one: dict[str, Any]) -> bool:  # any: JSON
+    """Whether a line has what pictures show; one that was damaged is left out."""
+    numbers = [one.get(key) for key in ("start_s", "end_s", "stall_s")]
+    return all(_is_number(value) for value in numbers) and all(
+        isinstance(one.get(key), kind) for key, kind in (("job", str), ("kind", str), ("device", int), ("shard", int))
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _MOST

@@ -102,14 +102,14 @@ class Waterfall:
         self.tiers = tuple(tiers)
         self.events = events
         self._mover = mover
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may release a handle of a closed waterfall
         self._abandoned: deque[Handle] = deque()
         self._leftovers: deque[tuple[Handle | None, list[torch.UntypedStorage]]] = deque()
         self.device_changes: list[tuple[float, int]] | None = None
         """Set to a list to collect ``(seconds of time.time(), change in bytes)`` of what handles hold on the device."""
         self._troubles: deque[str] = deque()
         self._has_warned = False
-        self._is_forked_copy = self._is_closed = False
+        self._is_forked_copy = self._is_closed = self._is_gone = False
         self._counts = {
             "parked_bytes": 0,
             "fetched_bytes": 0,
@@ -224,6 +224,8 @@ class Waterfall:
         self.reap()
         for tier in self.tiers:
             tier.close()
+        self._is_gone = True
+        self.reap()
 
     def _reserve(self, handle: Handle) -> tuple[Tier, Extent]:
         while True:
@@ -310,7 +312,9 @@ class Waterfall:
 
     def _abandon(self, handle: Handle) -> None:
         """Notes a handle to be released: finalisers run anywhere, even while this thread holds the lock."""
-        if not self._is_forked_copy:
+        if self._is_gone:
+            self._release(handle)  # nobody comes to reap it, and its edges are still in memory
+        elif not self._is_forked_copy:
             self._abandoned.append(handle)
 
     def _on_device(self, handle: Handle) -> torch.UntypedStorage | None:
@@ -447,7 +451,7 @@ _waterfalls: "weakref.WeakSet[Waterfall]" = weakref.WeakSet()
 def _orphan_in_child() -> None:
     for waterfall in list(_waterfalls):
         waterfall._is_forked_copy = True
-        waterfall._lock = threading.Lock()
+        waterfall._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_orphan_in_child)

@@ -6,7 +6,6 @@ are powers of two, larger ones multiples of it. The file is written under anothe
 the disk, so a file of the right name is whole. Opening checks header, checksums and length; ``check`` checks the rows.
 """
 
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from penstock.errors import FeatureFileError
+from penstock.files import check_is_file, parse_json
 from penstock.unified._table import Table, check_shape, refuse
 from penstock.units import format_bytes
 
@@ -64,7 +64,7 @@ def read_header(path: Path, file: Any) -> Header:
     if page[:8] != MAGIC or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
         refuse(path, "its header is not what was written")
     try:
-        found = json.loads(text)
+        found = parse_json(text, "the header")
         if found["version"] != VERSION:
             raise FeatureFileError(
                 f"{path} is of version {found['version']}, this Penstock reads {VERSION}. Write it once more with it"
@@ -74,7 +74,9 @@ def read_header(path: Path, file: Any) -> Header:
             stride_bytes=found["stride_bytes"], is_aligned=True,
         )  # fmt: skip
         check_shape(path, table.shape)
-        chunk_rows, at = int(found["chunk_rows"]), int(found["checksums_byte"])
+        chunk_rows, at = found["chunk_rows"], found["checksums_byte"]
+        if any(type(one) is not int or one < 0 for one in (chunk_rows, at, found["stride_bytes"])):
+            refuse(path, "a number of its header is none")
         num_chunks = -(-table.shape[0] // chunk_rows)
         if size != at + 4 * num_chunks or table.stride_bytes != stride_for(table.row_bytes) or at < table.end_byte:
             refuse(path, f"it has {format_bytes(size)}, and its header says otherwise")
@@ -93,6 +95,7 @@ def read_header(path: Path, file: Any) -> Header:
 def check(path: str | os.PathLike[str]) -> None:
     """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
     path = Path(path)
+    check_is_file(path)
     with path.open("rb", buffering=0) as file:
         for _ in verified(read_header(path, file).table, file):
             pass

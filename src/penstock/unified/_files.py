@@ -1,7 +1,6 @@
 """Where a table lies in a file: .npy, .safetensors, raw numbers, and our own aligned rows."""
 
 import ast
-import json
 import math
 import os
 import struct
@@ -11,12 +10,15 @@ from typing import Any
 import torch
 
 from penstock.errors import FeatureFileError
+from penstock.files import check_is_file, parse_json
 from penstock.unified._aligned import MAGIC, read_header
 from penstock.unified._table import Table, check_shape, refuse
 from penstock.units import format_bytes
 
 _NPY = b"\x93NUMPY"
 _MOST_HEADER_BYTES = 100 * 2**20
+_MOST_NPY_BYTES = 2**16
+"""A literal of Python is read from it, which takes memory and depth."""
 _NPY_TYPES = {
     "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "i1": torch.int8, "i2": torch.int16,
     "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "b1": torch.bool, "c8": torch.complex64,
@@ -42,6 +44,7 @@ def find_table(
     that do not go with it, and what ``open`` raises.
     """
     path = Path(path)
+    check_is_file(path)
     with path.open("rb") as file:
         begin, size = file.read(8), os.fstat(file.fileno()).st_size
         if dtype is not None or shape is not None:
@@ -73,11 +76,15 @@ def find_table(
     return found
 
 
+class _KeyMissing(ValueError):
+    """Of a file that is whole."""
+
+
 def _npy(path: Path, file: Any, begin: bytes) -> Table:
     try:
         long = begin[6] > 1
         (length,) = struct.unpack("<I" if long else "<H", file.read(4 if long else 2))
-        if length > _MOST_HEADER_BYTES:
+        if length > _MOST_NPY_BYTES:
             refuse(path, f"its header claims {format_bytes(length)}")
         header = ast.literal_eval(file.read(length).decode("latin1"))
         order, name, shape = header["fortran_order"], header["descr"], tuple(header["shape"])
@@ -107,12 +114,12 @@ def _safetensors(path: Path, file: Any, begin: bytes, key: str | None, size: int
     if len(begin) < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
         refuse(path, f"its header claims {format_bytes(length)} of a file of {format_bytes(size)}")
     try:
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length), "the header")
         names = [name for name in header if name != "__metadata__"]
         if key is None and len(names) == 1:
             key = names[0]
         if key not in names:
-            raise ValueError(
+            raise _KeyMissing(
                 f"{path} holds the tensors {', '.join(sorted(names)[:20])}; name one: from_file(path, key=...)"
             )
         entry = header[key]
@@ -121,7 +128,9 @@ def _safetensors(path: Path, file: Any, begin: bytes, key: str | None, size: int
         check_shape(path, shape)
         if not (isinstance(begins, int) and isinstance(ends, int) and 0 <= begins <= ends):
             refuse(path, f"its offsets are {begins!r} and {ends!r}")
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (FeatureFileError, _KeyMissing):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         refuse(path, f"its header cannot be read ({error})")
     if dtype is None:
         raise ValueError(f"{path} holds {key!r} as {entry['dtype']}, which rows are not read of")

@@ -48,7 +48,7 @@ def check_shape(path: Path, shape: tuple[Any, ...]) -> None:
     """Raises ``FeatureFileError`` for what is no shape."""
     if not shape or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in shape):
         refuse(path, f"its shape is {shape!r}")
-    if math.prod(shape) > 2**60:
+    if math.prod(max(1, one) for one in shape) > 2**60:
         refuse(path, f"its shape {shape!r} has more numbers than there are bytes in the world's disks")
 
 

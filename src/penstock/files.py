@@ -1,0 +1,44 @@
+"""Small files that a crash, a disk or a person may have changed: read whole, or refused by name.
+
+Nothing in them is executed, and no pipe or device is waited for.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+__all__ = ["check_is_file", "parse_json", "read_json", "read_text"]
+
+
+def check_is_file(path: str | os.PathLike[str]) -> None:
+    """Raises ``ValueError`` for a pipe, a socket or a device, which may never end, and ``OSError`` as ``open`` does."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is a pipe, a socket or a device; copy what it holds into a file, and give that")
+
+
+def read_text(path: Path) -> str:
+    """All of a file. Raises ``ValueError`` that names it where it is no UTF-8 or no file, and ``OSError``."""
+    check_is_file(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
+
+
+def read_json(path: Path) -> Any:  # any: what JSON holds
+    """What a file holds. Raises ``ValueError`` that names it where it is no JSON, and ``OSError``."""
+    return parse_json(read_text(path), path)
+
+
+def parse_json(text: str | bytes, source: object) -> Any:  # any: what JSON holds
+    """What ``text`` says. Raises ``ValueError`` that names ``source`` where it is no JSON, or nested without end."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{source} holds no JSON that can be read: {error}") from None
