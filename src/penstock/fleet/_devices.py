@@ -1,0 +1,57 @@
+"""What a fleet runs on: its devices, and the account below them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from penstock.fleet._job import Device
+from penstock.tiers import Budget, DiskSpec, Size
+
+
+def devices_of(given: Sequence[str | torch.device | Device] | None) -> list[Device]:
+    """What was given, or every CUDA device there is, else one CPU device; CPU devices share PyTorch's threads."""
+    if isinstance(given, str | torch.device | Device):
+        raise TypeError(f"devices is a list: devices=[{str(given)!r}]")
+    if given is None:
+        given = [f"cuda:{at}" for at in range(torch.cuda.device_count())] or ["cpu"]
+    if not given:
+        raise ValueError("a fleet needs a device: devices=['cuda:0'] or devices=['cpu', 'cpu']")
+    devices = [one if isinstance(one, Device) else Device(name=str(one)) for one in given]
+    share = max(1, torch.get_num_threads() // len(devices))
+    return [
+        one if torch.device(one.name).type != "cpu" or one.threads else replace(one, threads=share) for one in devices
+    ]
+
+
+def account_of(devices: list[Device], budget: Size | Budget | None, host: Size | None, disk: DiskSpec) -> Budget:
+    """The account below the devices; fills in the devices' own budgets."""
+    if isinstance(budget, Budget):
+        if host is not None or disk is not None:
+            raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host_budget and disk")
+        account, budget = budget.named("fleet"), budget.room_bytes("device")
+    else:
+        account = Budget(host=host, disk=disk)
+    for at, one in enumerate(devices):
+        if one.budget is None:
+            devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
+    on_cuda = torch.device(devices[0].name).type == "cuda"
+    if account.host_bytes is None and (not account.disk_bytes or on_cuda):
+        account = account.named("fleet")  # whose limit is the fleet's alone
+        account.host_bytes = int(0.6 * _free_main_memory())
+    return account
+
+
+def _free_bytes(device: Device, num_devices: int) -> int:
+    if torch.device(device.name).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(torch.device(device.name))
+        return int(0.9 * free)
+    return int(0.3 * _free_main_memory() / num_devices)
+
+
+def _free_main_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 8 * 2**30
