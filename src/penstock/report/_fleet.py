@@ -1,13 +1,27 @@
 """Pictures of a run, from the files in its folder: while it goes on or afterwards, from any process."""
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import PenstockError
 from penstock.report._pictures import curves, gantt
 from penstock.tiers import Event, write_trace
+
+
+class Unit(NamedTuple):
+    """A line of ``units.jsonl``, as ``fleet.UnitRecord`` has it."""
+
+    job: str
+    kind: str
+    shard: int
+    device: int
+    start_s: float
+    end_s: float
+    stall_s: float
+    recompute_s: float
 
 
 def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s: float = 60.0) -> list[Path]:
@@ -21,7 +35,7 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
         raise PenstockError(f"the picture of units shows the last {last_s} s, which is nothing; give last_s=60")
     run_dir = Path(run_dir)
     folder = run_dir if folder is None else Path(folder)
-    units = list(_lines(run_dir / "units.jsonl"))
+    units = read_units(run_dir)
     if not units:
         raise PenstockError(
             f"{run_dir} holds no units of a fleet; give the run_dir of one that has trained: draw_fleet('runs/1')"
@@ -29,43 +43,63 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / name for name in ("units.png", "losses.png", "units.trace.json")]
     _draw_units(files[0], units, last_s)
-    losses = {
-        path.parent.name: [float(one["loss"]) for one in _lines(path) if "loss" in one]
-        for path in sorted((run_dir / "jobs").glob("*/metrics.jsonl"))
-    }
+    losses = read_losses(run_dir)
     curves(files[1], {name: values for name, values in losses.items() if values}, title="Losses")
-    write_trace(files[2], _events(units), name=f"penstock fleet {run_dir.name}")
+    write_trace(files[2], events_of(units), name=f"penstock fleet {run_dir.name}")
     return files
 
 
-def _draw_units(path: Path, units: list[dict[str, Any]], last_s: float) -> None:  # any: JSON
-    end_s = max(one["end_s"] for one in units)
-    shown = [one for one in units if one["end_s"] > end_s - last_s]
-    begin_s = min(one["start_s"] for one in shown)
-    rows: dict[str, list[tuple[float, float, str]]] = {}
-    for one in sorted(shown, key=lambda one: (one["device"], one["start_s"])):
-        computes_s = one["start_s"] + one["stall_s"] - begin_s
-        rows.setdefault(f"device {one['device']}", []).append((computes_s, one["end_s"] - begin_s, one["job"]))
-    gantt(path, rows, title="Which job is on which device")
+def read_units(run_dir: Path) -> list[Unit]:
+    """All units that ran, in the order in which they were written down."""
+    units = []
+    for one in _lines(run_dir / "units.jsonl"):
+        try:
+            units.append(Unit(**{name: one[name] for name in Unit._fields}))
+        except KeyError:
+            continue
+    return [one for one in units if all(isinstance(value, int | float) and math.isfinite(value) for value in one[2:])]
 
 
-def _events(units: list[dict[str, Any]]) -> Iterator[Event]:  # any: JSON
+def read_losses(run_dir: Path) -> dict[str, list[float]]:
+    """Losses of every job, by step."""
+    return {
+        path.parent.name: [float(one["loss"]) for one in _lines(path) if "loss" in one]
+        for path in sorted((run_dir / "jobs").glob("*/metrics.jsonl"))
+    }
+
+
+def events_of(units: Iterable[Unit]) -> Iterator[Event]:
+    """Units and their stalls, for a trace."""
     for one in units:
-        lane, computes_s = f"device {one['device']}", one["start_s"] + one["stall_s"]
-        what = f"shard {one['shard']} of {one['job']}"
-        if one["stall_s"] > 0:
-            yield Event(lane=lane, kind="stall", label=what, size_bytes=0, start_s=one["start_s"], end_s=computes_s)
-        yield Event(lane=lane, kind=one["kind"], label=what, size_bytes=0, start_s=computes_s, end_s=one["end_s"])
+        lane, computes_s = f"device {one.device}", one.start_s + one.stall_s
+        what = f"shard {one.shard} of {one.job}"
+        if one.stall_s > 0:
+            yield Event(lane=lane, kind="stall", label=what, size_bytes=0, start_s=one.start_s, end_s=computes_s)
+        yield Event(lane=lane, kind=one.kind, label=what, size_bytes=0, start_s=computes_s, end_s=one.end_s)
+
+
+def _draw_units(path: Path, units: Sequence[Unit], last_s: float) -> None:
+    end_s = max(one.end_s for one in units)
+    shown = [one for one in units if one.end_s > end_s - last_s]
+    begin_s = min(one.start_s for one in shown)
+    rows: dict[str, list[tuple[float, float, str]]] = {}
+    for one in sorted(shown, key=lambda one: (one.device, one.start_s)):
+        computes_s = one.start_s + one.stall_s - begin_s
+        rows.setdefault(f"device {one.device}", []).append((computes_s, one.end_s - begin_s, one.job))
+    gantt(path, rows, title="Which job is on which device")
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
     """Of a file that may end in the middle of one."""
     try:
-        text = path.read_text()
+        file = path.open(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue
+    with file:
+        for line in file:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found
