@@ -70,6 +70,7 @@ def test_offloader(tmp_path, offloader):
     summary = page.table("What ran").line("offload, step 3")
     assert summary[4:6] == [format_bytes(last.parked_bytes), format_bytes(last.fetched_bytes)]
     assert page.says("Its rating is not known")
+    assert page_of(tmp_path, offloader, rated_bytes="600TB").says("a drive rated for 600 TB of writes")
     assert trace.name == "run.offload.trace.json"
     kinds = {row.get("cat") for row in json.loads(trace.read_text())["traceEvents"]}
     assert {"park", "fetch"} <= kinds

@@ -35,7 +35,7 @@ def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has 
                         "refused" if one.is_refused else "best" if one is best else "works",
                         "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
                         "-" if one.ratio is None else f"{one.ratio:.2f}",
-                        "measured" if getattr(one, "is_measured", False) else "predicted",
+                        _how_known(one),
                         one.reason or "",
                     )
                     for one in options
@@ -57,3 +57,9 @@ def _best_of(advice: Any) -> Any:  # any: an Option
         return advice.best
     except ValueError:  # nothing keeps the budget
         return None
+
+
+def _how_known(option: Any) -> str:  # any: an Option
+    if option.peak_bytes is None and option.ratio is None:
+        return "-"
+    return "measured" if getattr(option, "is_measured", False) else "predicted"

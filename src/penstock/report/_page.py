@@ -100,7 +100,7 @@ def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
     ]
     worn = [one.wear for one in headlines if one.wear is not None and one.wear.written_bytes]
     if worn and rated_bytes is not None:
-        notes.append(f"SSD life: how long a drive rated for {format_bytes(rated_bytes)} of writes lasts at this rate.")
+        notes.append(f"SSD life: how long a drive rated for {rated_bytes / 1e12:,.4g} TB of writes lasts at this rate.")
     elif worn:
         notes.append(
             "SSD life: how long the drive lasts at this rate of writing. Its rating is not known; 600 bytes written "
