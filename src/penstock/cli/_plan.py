@@ -12,7 +12,7 @@ from rich.table import Table
 
 from penstock import remat
 from penstock.cli._target import function_of
-from penstock.report import memory_timeline, pareto_curve
+from penstock.report import memory_timeline, pareto_curve, plan_marks, plan_timeline
 from penstock.units import format_bytes, format_duration, parse_bytes
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
@@ -98,10 +98,13 @@ def write(found: PlanTable, out: Path) -> list[Path]:
     assert free is not None
     memory_timeline(
         files[2],
-        {"without a plan": _timeline(found.problem, free), "the tightest plan": _timeline(found.problem, tightest)},
+        {
+            "without a plan": plan_timeline(found.problem, free),
+            "the tightest plan": plan_timeline(found.problem, tightest),
+        },
         limit_bytes=tightest.peak_bytes,
         limit_label="its peak",
-        marks=_marks(found.problem, tightest),
+        marks=plan_marks(found.problem, tightest),
         title="Memory held over the operators of one step",
     )
     return files
@@ -129,27 +132,6 @@ def as_json(found: PlanTable) -> str:
 
 def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
     return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
-
-
-def _marks(problem: remat.RematProblem, plan: remat.RematPlan) -> dict[str, list[float]]:
-    """When operators run again, and when swapped storages leave and come back, in seconds."""
-    times_s = [time_s for time_s, _ in _timeline(problem, plan)]
-    again = [slot for slot, index in enumerate(plan.slots) if slot >= problem.num_forward > index]
-    marks = {
-        "recomputed": again,
-        "swapped out": sorted(plan.gone_slots.values()),
-        "called back": sorted(plan.fetch_slots.values()),
-    }
-    return {name: [times_s[slot] for slot in slots] for name, slots in marks.items() if slots}
-
-
-def _timeline(problem: remat.RematProblem, plan: remat.RematPlan) -> list[tuple[float, int]]:
-    """Seconds of operators, and bytes held."""
-    now_s, timeline = 0.0, []
-    for index, held in zip(plan.slots, remat.live_bytes(problem, plan), strict=True):
-        timeline.append((now_s, held + problem.static_bytes))
-        now_s += problem.operators[index].duration_s
-    return timeline
 
 
 def _takes_a_batch(factory: Callable[..., Any]) -> bool:

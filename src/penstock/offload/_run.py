@@ -192,6 +192,11 @@ class Offloader:
             )
         return self._last
 
+    @property
+    def budget(self) -> Budget:
+        """The account that it charges: limits of the device, of host memory and of disks."""
+        return self._account
+
     def tier_statistics(self) -> TierStatistics:
         """Sums over the tiers since the offloader was made, for its first device."""
         return next(iter(self._waterfalls.values())).statistics()

@@ -1,0 +1,65 @@
+"""Advice on which room fits: told by its shape, since `advisor` and `report` do not import each other."""
+
+from typing import Any
+
+from penstock.report._model import MOST_TEXT, Code, Headline, Section, clipped
+from penstock.report._part import Part, table
+from penstock.units import format_bytes
+
+_MOST_CODES = 12
+
+
+def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has `options` and `best`
+    """What was considered, and the code for each that works."""
+    options, best = list(advice.options), _best_of(advice)
+    works = [one for one in options if not one.is_refused]
+    found = f"the best is {clipped(best.name)}" if best is not None else "none of them is to be recommended"
+    text = f"{len(works)} of {len(options)} options work; {found}." if works else "None works; the table says why."
+    section = Section(
+        kind="advice",
+        title="Which room fits",
+        text=clipped(" ".join([text, *getattr(advice, "notes", ())]), MOST_TEXT),
+        headline=Headline(
+            what=clipped(f"advice: {'none' if best is None else best.name}", 80),
+            peak_bytes=None if best is None else best.peak_bytes,
+            is_peak_predicted=not getattr(best, "is_measured", False),
+            budget_bytes=getattr(advice, "budget_bytes", None),
+        ),
+        tables=(
+            table(
+                "Options",
+                ("option", "verdict", "peak", "step over plain's", "how known", "why"),
+                [
+                    (
+                        one.name,
+                        "refused" if one.is_refused else "best" if one is best else "works",
+                        "-" if one.peak_bytes is None else format_bytes(one.peak_bytes),
+                        "-" if one.ratio is None else f"{one.ratio:.2f}",
+                        _how_known(one),
+                        one.reason or "",
+                    )
+                    for one in options
+                ],
+                note="A step of 1.10 takes a tenth longer than plain training's.",
+            ),
+        ),
+        codes=tuple(
+            Code(title=clipped(one.name), text=clipped(one.code, 10 * MOST_TEXT))
+            for one in sorted(works, key=lambda one: one is not best)[:_MOST_CODES]  # which keeps the others' order
+            if one.code
+        ),
+    )
+    return Part(section=section)
+
+
+def _best_of(advice: Any) -> Any:  # any: an Option
+    try:
+        return advice.best
+    except ValueError:  # nothing keeps the budget
+        return None
+
+
+def _how_known(option: Any) -> str:  # any: an Option
+    if option.peak_bytes is None and option.ratio is None:
+        return "-"
+    return "measured" if getattr(option, "is_measured", False) else "predicted"

@@ -1,0 +1,279 @@
+"""A fleet, from its folder and, where they are at hand, its results: who was where, losses, jobs, devices."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from penstock.fleet import DeviceStatistics, FleetState, JobRow, Results
+from penstock.report._fleet import Unit, events_of, read_losses, read_units
+from penstock.report._model import (
+    MOST_GROUPS,
+    MOST_ROWS,
+    Bars,
+    Colour,
+    Curves,
+    Group,
+    Headline,
+    Section,
+    Series,
+    Table,
+    Wear,
+    clipped,
+    hue,
+)
+from penstock.report._part import MOST_EVENTS, Part, share, table
+from penstock.report._thin import thin, thin_bars
+from penstock.units import format_bytes, format_duration
+
+_MOST_CURVES = 20
+_CLOSE_S = 60.0
+"""A run longer than three times this is shown whole, and its end once more."""
+
+
+class _Job(NamedTuple):
+    name: str
+    state: str
+    num_steps: int
+    loss: float | None
+    validation: str
+    seconds_per_step: float
+    error: str | None
+
+
+def is_run_dir(folder: Path) -> bool:
+    """Whether a fleet was run there."""
+    return (folder / "units.jsonl").is_file() or (folder / "fleet.db").is_file()
+
+
+def part_of_run_dir(run_dir: Path) -> Part:
+    """Of a fleet that is running, or was, in any process. Traffic of tiers is not in the folder."""
+    state = FleetState(run_dir)
+    jobs = [_job_of_row(row) for row in state.jobs()] if state.exists else []
+    losses = read_losses(run_dir)
+    alive = " It is running now." if state.exists and state.is_alive else ""
+    return _part(jobs, losses, read_units(run_dir), (), run_dir.name + alive)
+
+
+def part_of_results(results: Results) -> Part:
+    """Of a fleet whose results are at hand: devices are shown as well."""
+    jobs = []
+    for one in results.values():
+        last: Mapping[str, float] = one.validations[-1] if one.validations else {}
+        jobs.append(
+            _Job(
+                one.name,
+                one.state.value,
+                len(one.losses),
+                one.losses[-1] if one.losses else None,
+                _said(last),
+                one.seconds_per_step,
+                one.error,
+            )
+        )
+    losses = {one.name: list(one.losses) for one in results.values()}
+    return _part(jobs, losses, read_units(results.run_dir), results.devices, results.run_dir.name)
+
+
+def _job_of_row(row: JobRow) -> _Job:
+    return _Job(row.name, row.state, row.step, row.loss, _said(row.validation), row.seconds_per_step, row.error)
+
+
+def _said(validation: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:.4g}" for key, value in validation.items() if key != "step")
+
+
+def _part(
+    jobs: Sequence[_Job],
+    losses: dict[str, list[float]],
+    units: Sequence[Unit],
+    devices: Sequence[DeviceStatistics],
+    name: str,
+) -> Part:
+    names = list(dict.fromkeys([*(one.name for one in jobs), *losses, *(one.job for one in units)]))
+    colours = {one: hue(at) for at, one in enumerate(names)}
+    charts: list[Bars | Curves] = []
+    if units:
+        charts += _schedules(units, colours)
+    if any(losses.values()):
+        charts.append(_losses(losses, colours))
+    section = Section(
+        kind="fleet",
+        title=clipped(f"Fleet {name}"),
+        text=_text(jobs, units),
+        headline=_headline(jobs, units, devices, name),
+        charts=tuple(charts),
+        tables=tuple(one for one in (_jobs(jobs), _devices(units, devices), _tiers(devices)) if one.lines),
+    )
+    return Part(section=section, events=tuple(events_of(units[-MOST_EVENTS:])))
+
+
+def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
+    if not jobs and not units:
+        return "No job has come and no unit has run yet."
+    counts: dict[str, int] = defaultdict(int)
+    for one in jobs:
+        counts[one.state] += 1
+    told = ", ".join(f"{count:,} {state}" for state, count in counts.items()) or "none known"
+    if not units:
+        return f"Jobs: {told}. No unit has run yet."
+    wall_s = max(one.end_s for one in units) - min(one.start_s for one in units)
+    stall_s = sum(one.stall_s for one in units)
+    num_devices = len({one.device for one in units})
+    again_s = sum(one.recompute_s for one in units)
+    return (
+        f"Jobs: {told}. {len(units):,} unit{'s' * (len(units) != 1)} ran on {num_devices} "
+        f"device{'s' * (num_devices > 1)} within "
+        f"{format_duration(wall_s)}; devices waited {share(stall_s, num_devices * wall_s) or '0%'} of that for "
+        f"bytes, and ran forward again for {share(again_s, num_devices * wall_s) or '0%'}."
+    )
+
+
+def _headline(jobs: Sequence[_Job], units: Sequence[Unit], devices: Sequence[DeviceStatistics], name: str) -> Headline:
+    what = clipped(f"fleet {name.partition(' ')[0]}: {len(jobs):,} jobs", 80)
+    busy_s = sum(one.end_s - one.start_s for one in units)
+    stall_s = sum(one.stall_s for one in units)
+    known = Headline(what=what, stall_s=stall_s, stall_share=stall_s / busy_s if busy_s else None)
+    if not devices:
+        return known
+    fullest = max(devices, key=lambda one: one.peak_bytes / max(1, one.budget_bytes))
+    written_bytes = sum(one.written_to_disk_bytes for one in devices)
+    return Headline(
+        what=what,
+        stall_s=known.stall_s,
+        stall_share=known.stall_share,
+        peak_bytes=fullest.peak_bytes,
+        budget_bytes=fullest.budget_bytes,
+        out_bytes=sum(one.parked_bytes for one in devices),
+        in_bytes=sum(one.fetched_bytes for one in devices),
+        wear=Wear(written_bytes=written_bytes, duration_s=max(one.wall_s for one in devices), capacity_bytes=None)
+        if written_bytes
+        else None,
+    )
+
+
+def _schedules(units: Sequence[Unit], colours: dict[str, Colour]) -> list[Bars]:
+    end_s = max(one.end_s for one in units)
+    charts = [_schedule(units, colours, "Which job was on which device.")]
+    if end_s - min(one.start_s for one in units) > 3 * _CLOSE_S:
+        last = [one for one in units if one.end_s > end_s - _CLOSE_S]
+        charts.append(_schedule(last, colours, f"The same, the last {_CLOSE_S:.0f} s."))
+    return charts
+
+
+def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> Bars:
+    begin_s = min(one.start_s for one in units)
+    jobs = {name: at for at, name in enumerate(dict.fromkeys(one.job for one in units))}
+    groups = [Group(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
+    others, stall = len(groups), len(groups) + 1
+    groups.append(Group(name="further jobs", colour="muted"))
+    groups.append(Group(name="waits for bytes", colour="stall"))
+    rows: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+    for one in units:
+        computes_s = one.start_s + one.stall_s
+        if one.stall_s > 0:
+            rows[one.device].append((one.start_s - begin_s, computes_s - begin_s, stall))
+        rows[one.device].append((computes_s - begin_s, one.end_s - begin_s, min(jobs[one.job], others)))
+    devices = sorted(rows)
+    more = f" {len(devices) - MOST_ROWS} further devices are not shown." if len(devices) > MOST_ROWS else ""
+    return Bars(
+        title=title,
+        reading="A row is a device, a bar the job whose unit ran there. Red is time in which it waited for bytes, gaps "
+        f"are time without a unit: checkpoints, pilots, or no job that was free.{more}",
+        x_label="time",
+        groups=tuple(groups),
+        rows=thin_bars([(f"device {one}", rows[one]) for one in devices]),
+    )
+
+
+def _losses(losses: dict[str, list[float]], colours: dict[str, Colour]) -> Curves:
+    known = {name: values for name, values in losses.items() if values}
+    order = sorted(known, key=lambda name: (known[name][-1] != known[name][-1], known[name][-1]))
+    shown = order[:_MOST_CURVES]
+    more = f" The {len(shown)} lowest of {len(order)} jobs are drawn." if len(order) > len(shown) else ""
+    return Curves(
+        title="Losses.",
+        reading=f"One curve for each job, the lowest last loss first.{more}",
+        x_label="step",
+        y_label="loss",
+        from_zero=False,
+        series=tuple(
+            Series(
+                name=f"{clipped(name, 80)}: {known[name][-1]:.4g}",
+                points=thin(list(enumerate(known[name], start=1)), most=max(100, 1500 // len(shown))),
+                colour=colours[name],
+            )
+            for name in shown
+        ),
+    )
+
+
+def _jobs(jobs: Iterable[_Job]) -> Table:
+    return table(
+        "Jobs",
+        ("job", "state", "steps", "loss", "validation", "a step", "error"),
+        (
+            (
+                one.name,
+                one.state,
+                f"{one.num_steps:,}",
+                "" if one.loss is None else f"{one.loss:.4g}",
+                one.validation,
+                format_duration(one.seconds_per_step) if one.seconds_per_step else "",
+                one.error or "",
+            )
+            for one in jobs
+        ),
+        note="Losses and validations are the last ones; the time is a step's on one device.",
+    )
+
+
+def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Table:
+    if devices:
+        return table(
+            "Devices",
+            ("device", "units", "computed", "of it again", "waited", "useful", "peak", "budget"),
+            (
+                (
+                    f"{one.name} #{at}",
+                    f"{one.num_units:,}",
+                    format_duration(one.compute_s),
+                    format_duration(one.recompute_s),
+                    format_duration(one.stall_s),
+                    f"{one.useful_share:.1%}",
+                    format_bytes(one.peak_bytes),
+                    format_bytes(one.budget_bytes),
+                )
+                for at, one in enumerate(devices)
+            ),
+            note="Useful: time that trained, of the time in which there was something to run.",
+        )
+    sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for one in units:
+        for at, value in enumerate((1, one.end_s - one.start_s - one.stall_s, one.recompute_s, one.stall_s)):
+            sums[one.device][at] += value
+    return table(
+        "Devices",
+        ("device", "units", "computed", "of it again", "waited"),
+        (
+            (f"device {device}", f"{int(count):,}", *(format_duration(one) for one in times))
+            for device, (count, *times) in sorted(sums.items())
+        ),
+        note="From the units in the folder; peaks and traffic are in the results that fleet.run returns.",
+    )
+
+
+def _tiers(devices: Sequence[DeviceStatistics]) -> Table:
+    return table(
+        "Tier traffic",
+        ("device", "moved out", "moved in", "written to disk"),
+        (
+            (
+                f"{one.name} #{at}",
+                format_bytes(one.parked_bytes),
+                format_bytes(one.fetched_bytes),
+                format_bytes(one.written_to_disk_bytes),
+            )
+            for at, one in enumerate(devices)
+        ),
+    )

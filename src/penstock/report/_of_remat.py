@@ -1,0 +1,140 @@
+"""A planned step: memory over its operators, what the budget buys, and what becomes of the largest storages."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock import remat
+from penstock.report._model import Curves, Headline, Mark, Section, Series, Table, hue
+from penstock.report._part import Part, table
+from penstock.report._plans import plan_marks, plan_timeline
+from penstock.report._thin import thin, thin_positions
+from penstock.units import format_bytes, format_duration
+
+_SHARES = (0.95, 0.8, 0.65, 0.5, 0.35, 0.2)
+"""Of the peak without a plan: budgets on the curve."""
+
+
+def parts_of_step(step: remat.OptimizedStep) -> list[Part]:
+    """Of every shape of arguments that was planned for; the last four."""
+    return [part_of_planned(one) for one in step.plans[-4:]]
+
+
+def part_of_problem(file: Path) -> Part:
+    """Of a problem as ``penstock plan --out`` leaves it: the tightest plan there is."""
+    problem = remat.RematProblem.load(file)
+    smallest_bytes = remat.smallest_budget_bytes(problem)
+    plan = remat.plan(problem, smallest_bytes)
+    return part_of_planned(
+        remat.Planned(problem=problem, plan=plan, budget_bytes=smallest_bytes), what="the tightest plan"
+    )
+
+
+def part_of_planned(planned: remat.Planned, what: str = "the plan") -> Part:
+    """A plan, and what other budgets would have cost."""
+    problem, plan = planned.problem, planned.plan
+    swapped_bytes = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
+    budget_bytes = planned.budget_bytes if planned.budget_bytes < 2**62 else None
+    num_again = len(plan.slots) - len(problem.operators)
+    done = [f"runs {num_again:,} operators again"] if num_again else []
+    if plan.gone_slots:
+        done.append(f"swaps {len(plan.gone_slots):,} storages ({format_bytes(swapped_bytes)})")
+    text = (
+        f"{what.capitalize()} takes the predicted peak of the step from {format_bytes(plan.keep_all_peak_bytes)} to "
+        f"{format_bytes(plan.peak_bytes)}, {format_bytes(problem.static_bytes)} of which are held all along. It "
+        f"{' and '.join(done) or 'keeps everything'}, for {plan.extra_s / max(plan.step_s, 1e-12):.1%} more time "
+        f"than the operators of the plain step take ({format_duration(plan.extra_s)} on {format_duration(plan.step_s)}"
+        + (f", of which {format_duration(plan.stall_s)} are waits)." if plan.stall_s else ").")
+    )
+    section = Section(
+        kind="remat",
+        title="A step planned for a budget",
+        text=text,
+        headline=Headline(
+            what=f"remat, {what}",
+            peak_bytes=plan.peak_bytes,
+            is_peak_predicted=True,
+            budget_bytes=budget_bytes,
+            stall_s=plan.stall_s,
+            stall_share=plan.stall_s / plan.step_s if plan.step_s else None,
+            out_bytes=swapped_bytes,
+            in_bytes=swapped_bytes,
+        ),
+        charts=(_memory(planned, budget_bytes), _pareto(planned, what)),
+        tables=(_storages(planned),),
+    )
+    return Part(section=section)
+
+
+def _memory(planned: remat.Planned, budget_bytes: int | None) -> Curves:
+    problem, plan = planned.problem, planned.plan
+    free = remat.plan(problem, 2**62)
+    series = [
+        Series(
+            name=f"{name}: peak {format_bytes(one.peak_bytes)}",
+            points=_steps(problem, one),
+            style="step",
+            colour=hue(at),
+        )
+        for name, one, at in (("as planned", plan, 0), ("without a plan", free, 1))
+    ]
+    colours = {"recomputed": hue(2), "swapped out": hue(0), "called back": hue(3)}
+    return Curves(
+        title="Memory held over the operators of one step.",
+        reading="Forward rises, backward falls. Below, ticks show where the plan runs operators again, and where "
+        "storages leave the device and begin to come back. The peak must stay under the dashed line.",
+        x_label="time of operators",
+        x_unit="s",
+        y_label="held on the device",
+        y_unit="bytes",
+        series=tuple(reversed(series)),
+        limit=budget_bytes,
+        limit_label="budget",
+        marks=tuple(
+            Mark(name=name, positions=thin_positions(times_s), num_events=len(times_s), colour=colours[name])
+            for name, times_s in plan_marks(problem, plan).items()
+        ),
+    )
+
+
+def _steps(problem: remat.RematProblem, plan: remat.RematPlan) -> tuple[tuple[float, float], ...]:
+    return thin(plan_timeline(problem, plan))
+
+
+def _pareto(planned: remat.Planned, what: str) -> Curves:
+    problem, plan = planned.problem, planned.plan
+    budgets = [int(share * plan.keep_all_peak_bytes) for share in _SHARES]
+    found = [one for one in remat.pareto(problem, budgets) if one is not None]
+    points = sorted({(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in found})
+    points.append((plan.keep_all_peak_bytes, 0.0))
+    chosen = ((float(plan.peak_bytes), plan.extra_s / max(plan.step_s, 1e-12)),)
+    return Curves(
+        title="What bytes cost.",
+        reading="Each point of the curve is a plan for another budget: further left is less memory, further up is more "
+        "time. Left of its first point none of the budgets tried can be met.",
+        x_label="predicted peak",
+        x_unit="bytes",
+        y_label="extra time over the plain step",
+        y_unit="share",
+        series=(
+            Series(name="plans for other budgets", points=thin(points), style="both", colour=hue(1)),
+            Series(name=what, points=thin(chosen), style="points", colour=hue(0)),
+        ),
+    )
+
+
+def _storages(planned: remat.Planned) -> Table:
+    problem = planned.problem
+    lines: list[Sequence[str]] = []
+    for index, reason in planned.reasons():
+        storage = problem.storages[index]
+        decision, _, why = reason.partition(": ")
+        size = format_bytes(storage.size_bytes)
+        why = why.removeprefix(size).removeprefix(", ").strip()
+        lines.append((storage.name, size, decision, why, problem.operators[storage.producer].module))
+    return table(
+        "The largest storages that backward needs",
+        ("storage", "bytes", "decision", "why", "module"),
+        lines,
+        note="Largest first.",
+        most=40,
+    )

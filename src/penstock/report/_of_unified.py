@@ -1,0 +1,80 @@
+"""Tiered features: which rows lie where, and who served the accesses, planned and counted."""
+
+from penstock.report._model import Bars, Group, Headline, Row, Section, hue
+from penstock.report._part import Part, share, table
+from penstock.unified import TieredFeatures
+from penstock.units import format_bytes, format_duration
+
+_TIERS = ("device", "host memory", "disk")
+
+
+def part_of_features(features: TieredFeatures) -> Part:
+    """The plan, and what reading has cost so far."""
+    plan, counted = features.plan, features.statistics()
+    rows = (len(plan.device_rows), len(plan.host_rows), plan.num_disk_rows)
+    planned = (plan.device_share, plan.host_share, plan.disk_share)
+    served = (counted.device_rows, counted.host_rows, counted.disk_rows)
+    total = sum(served)
+    bars = [("rows", [one / max(1, sum(rows)) for one in rows]), ("accesses, planned", list(planned))]
+    if total:
+        bars.append(("accesses, counted", [one / total for one in served]))
+        text = (
+            f"{counted.hit_rate:.1%} of {total:,} rows came from memory, where the plan expected "
+            f"{plan.hit_rate:.1%}. The disk was read {counted.read_amplification:.2f} bytes for each byte of a row, in "
+            f"{counted.disk_requests:,} requests."
+        )
+    else:
+        text = f"No row has been read yet. The plan expects {plan.hit_rate:.1%} of accesses to be served from memory."
+    lines = [
+        (
+            name,
+            f"{rows[at]:,}",
+            format_bytes(rows[at] * plan.row_bytes),
+            f"{planned[at]:.1%}",
+            share(served[at], total),
+            f"{served[at]:,}",
+        )
+        for at, name in enumerate(_TIERS)
+    ]
+    disk = [
+        ("requests", f"{counted.disk_requests:,}"),
+        ("read, in whole sectors", format_bytes(counted.disk_read_bytes)),
+        ("of them rows", format_bytes(counted.disk_row_bytes)),
+        ("read amplification", f"{counted.read_amplification:.3g}"),
+        ("time in reads, of all threads", format_duration(counted.disk_s)),
+    ]
+    section = Section(
+        kind="unified",
+        title="Features in tiers",
+        text=f"A table of {' x '.join(f'{one:,}' for one in features.shape)}. {text}",
+        headline=Headline(
+            what=f"features, {sum(rows):,} rows",
+            in_bytes=total * features.row_bytes,
+        ),
+        charts=(
+            Bars(
+                title="Where rows are, and who serves the accesses.",
+                reading="Few rows near the device should serve most accesses. Where the counted share of the disk is "
+                "larger than the planned one, the scores do not match what the sampler reads.",
+                x_label="share",
+                x_unit="share",
+                groups=tuple(Group(name=name, colour=hue(at)) for name, at in zip(_TIERS, (0, 2, 1), strict=True)),
+                rows=tuple(Row(name=name, bars=_stacked(shares)) for name, shares in bars),
+                end=1.0,
+            ),
+        ),
+        tables=(
+            table("Tiers", ("tier", "rows", "bytes", "accesses, planned", "counted", "rows served"), lines),
+            table("The disk", ("figure", "so far"), disk if counted.disk_requests else ()),
+        ),
+    )
+    return Part(section=section)
+
+
+def _stacked(shares: list[float]) -> tuple[tuple[float, float, int], ...]:
+    bars, begin = [], 0.0
+    for at, one in enumerate(shares):
+        if one > 0:
+            bars.append((begin, min(1.0, begin + one), at))
+            begin += one
+    return tuple(bars)

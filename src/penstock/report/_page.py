@@ -1,0 +1,138 @@
+"""From sections to one HTML file that needs nothing beside it."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+
+from penstock._version import __version__
+from penstock.report._draw import Drawing, draw
+from penstock.report._model import Code, Headline, Section, Table, Wear
+from penstock.tiers import ssd_life_s
+from penstock.units import format_bytes, format_duration
+
+_NUMBER = re.compile(r"[-+<~]?\d[\d.,e+-]*%?( [A-Za-zµ/]+)?( \d+ min)?( \([^()]{0,40}\))?|-|")
+_YEAR_S = 365 * 86400.0
+
+
+class _Lines(NamedTuple):
+    title: str
+    note: str
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    is_number: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    title: str
+    text: str
+    drawings: list[Drawing]
+    tables: list[_Lines]
+    codes: Sequence[Code]
+    trace: str | None
+
+
+def page(
+    title: str, sections: Sequence[Section], traces: Sequence[str | None], *, rated_bytes: int | None, now: datetime
+) -> str:
+    """The page. ``traces`` names the file beside it that holds each section's events."""
+    files = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=files, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template("page.html").render(
+        title=title,
+        version=__version__,
+        written=now.strftime("%d %B %Y, %H:%M"),
+        summary=_lines(_summary([one.headline for one in sections], rated_bytes)),
+        notes=_notes([one.headline for one in sections], rated_bytes),
+        sections=[_shown(one, trace) for one, trace in zip(sections, traces, strict=True)],
+    )
+
+
+def _shown(section: Section, trace: str | None) -> _Shown:
+    return _Shown(
+        section.title,
+        section.text,
+        [draw(one) for one in section.charts],
+        [_lines(one) for one in section.tables],
+        section.codes,
+        trace,
+    )
+
+
+def _lines(table: Table) -> _Lines:
+    """Columns of numbers are told by what stands in them."""
+    columns = list(zip(*table.lines, strict=True)) or [()] * len(table.columns)
+    is_number = [any(column) and all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
+    return _Lines(table.title, table.note, table.columns, table.lines, is_number)
+
+
+def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> Table:
+    return Table(
+        title="What ran",
+        columns=("run", "device peak", "budget", "stalls", "moved out", "moved in", "SSD life"),
+        lines=tuple(
+            (
+                one.what,
+                _size(one.peak_bytes) + (" (plan)" if one.is_peak_predicted and one.peak_bytes is not None else ""),
+                _size(one.budget_bytes),
+                _stalls(one),
+                _size(one.out_bytes),
+                _size(one.in_bytes),
+                _life(one.wear, rated_bytes),
+            )
+            for one in headlines
+        ),
+    )
+
+
+def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
+    """Sentences below the summary: budgets that were not kept, and what is assumed of disks."""
+    notes = [
+        f"{one.what}: the peak of {format_bytes(one.peak_bytes)} is above its budget, {format_bytes(one.budget_bytes)}."
+        for one in headlines
+        if one.peak_bytes is not None and one.budget_bytes is not None and one.peak_bytes > one.budget_bytes
+    ]
+    worn = [one.wear for one in headlines if one.wear is not None and one.wear.written_bytes]
+    if worn and rated_bytes is not None:
+        notes.append(f"SSD life: how long a drive rated for {rated_bytes / 1e12:,.4g} TB of writes lasts at this rate.")
+    elif worn:
+        notes.append(
+            "SSD life: how long the drive lasts at this rate of writing. Its rating is not known; 600 bytes written "
+            "for each byte of the disk are assumed, as of common consumer drives. Give yours, as its data sheet has "
+            "it: rated_bytes='600TB'."
+        )
+    return notes
+
+
+def _size(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _stalls(headline: Headline) -> str:
+    if headline.stall_s is None:
+        return "-"
+    share = "" if headline.stall_share is None else f" ({headline.stall_share:.1%})"
+    return format_duration(headline.stall_s) + share
+
+
+def _life(wear: Wear | None, rated_bytes: int | None) -> str:
+    """How long the disks last if this goes on without a pause."""
+    if wear is None:
+        return "-"
+    if not wear.written_bytes:
+        return "nothing written"
+    if not wear.duration_s or (rated_bytes is None and wear.capacity_bytes is None):
+        return f"unknown ({format_bytes(wear.written_bytes)} written)"
+    if rated_bytes is not None:
+        life_s = rated_bytes * wear.duration_s / wear.written_bytes
+    else:
+        life_s = ssd_life_s(
+            capacity_bytes=wear.capacity_bytes or 0, written_bytes=wear.written_bytes, duration_s=wear.duration_s
+        )
+    return "over 100 years" if not math.isfinite(life_s) or life_s > 100 * _YEAR_S else format_duration(life_s)

@@ -1,0 +1,31 @@
+"""A plan of remat over time. The room itself loads when there is a plan to show, since it brings the compiler."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.remat import RematPlan, RematProblem
+
+
+def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[float, int]]:
+    """Memory over the operators of a step: seconds since its beginning, and bytes held on the device.
+
+    Times are those of the operators alone, as the plan counts them; waits for copies are not among them.
+    """
+    from penstock.remat import live_bytes
+
+    now_s, timeline = 0.0, []
+    for index, held in zip(plan.slots, live_bytes(problem, plan), strict=True):
+        timeline.append((now_s, held + problem.static_bytes))
+        now_s += problem.operators[index].duration_s
+    return timeline
+
+
+def plan_marks(problem: "RematProblem", plan: "RematPlan") -> dict[str, list[float]]:
+    """When operators run again, and when swapped storages leave and come back, in seconds of ``plan_timeline``."""
+    times_s = [time_s for time_s, _ in plan_timeline(problem, plan)]
+    marks = {
+        "recomputed": [slot for slot, index in enumerate(plan.slots) if slot >= problem.num_forward > index],
+        "swapped out": sorted(plan.gone_slots.values()),
+        "called back": sorted(plan.fetch_slots.values()),
+    }
+    return {name: [times_s[slot] for slot in slots] for name, slots in marks.items() if slots}

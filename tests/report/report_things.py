@@ -1,0 +1,187 @@
+"""Things to report on, made of numbers alone, and a reader of pages."""
+
+import json
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from html.parser import HTMLParser
+
+from penstock.advisor import Advice, Option
+from penstock.fleet import FleetState, JobRow
+from penstock.probe import PeakReport
+from penstock.remat import Operator, Planned, RematProblem, Storage, plan
+from penstock.tiers import Budget, Holder, PlaceUse
+
+EVIL = "<script>alert('1')</script>"
+MIB = 2**20
+
+
+def problem(num_layers=6, size_bytes=MIB):
+    """A chain of operators, forward and backward, each of 1 ms."""
+    operators, storages = [], []
+    for at in range(num_layers):
+        storages.append(Storage(name=f"{EVIL}{at}", size_bytes=size_bytes, producer=at))
+        operators.append(
+            Operator(
+                name=f"f{at}", target="aten.mm.default", inputs=(at - 1,) if at else (), outputs=(at,), duration_s=1e-3
+            )
+        )
+    for at in reversed(range(num_layers)):
+        storages.append(Storage(name=f"g{at}", size_bytes=size_bytes, producer=len(operators)))
+        inputs = (at,) if at == num_layers - 1 else (at, len(storages) - 2)
+        operators.append(
+            Operator(
+                name=f"b{at}", target="aten.mm.default", inputs=inputs, outputs=(len(storages) - 1,), duration_s=1e-3
+            )
+        )
+    return RematProblem(
+        operators=tuple(operators), num_forward=num_layers, storages=tuple(storages), static_bytes=3 * MIB
+    )
+
+
+def planned(budget_bytes=7 * MIB, **options):
+    made = problem(**options)
+    return Planned(problem=made, plan=plan(made, budget_bytes), budget_bytes=budget_bytes)
+
+
+def peak_report(timeline=((100.0, 5 * MIB), (101.0, 9 * MIB), (102.0, 6 * MIB))):
+    return PeakReport(
+        peak_bytes=9 * MIB, start_bytes=5 * MIB, activation_bytes=4 * MIB, released_bytes=0, rss_bytes=50 * MIB,
+        reserved_bytes=9 * MIB, timeline=tuple(timeline), result=None,
+    )  # fmt: skip
+
+
+class Account(Budget):
+    """With bytes that others share, and a name to escape."""
+
+    def uses(self):
+        def holder(name, held, peak):
+            return Holder(name=name, held_bytes=held, peak_bytes=peak)
+
+        return (
+            PlaceUse(
+                place="device", limit_bytes=100 * MIB, held_bytes=30 * MIB, peak_bytes=80 * MIB,
+                holders=(holder("offload", 40 * MIB, 60 * MIB), holder(EVIL, 20 * MIB, 20 * MIB)),
+            ),
+            PlaceUse(
+                place="/nvme", limit_bytes=None, held_bytes=0, peak_bytes=2 * MIB,
+                holders=(holder("unified", 0, 2 * MIB),),
+            ),
+        )  # fmt: skip
+
+
+def advice(best="offload"):
+    def option(name, *, is_refused=False, reason="", ratio=None, code="", is_measured=False):
+        return Option(
+            name=name, rooms=(name,), is_refused=is_refused, reason=reason, peak_bytes=5 * MIB, ratio=ratio, code=code,
+            is_measured=is_measured,
+        )  # fmt: skip
+
+    options = (
+        option("plain", is_refused=True, reason=f"needs 9 MiB {EVIL}"),
+        option("remat", code="remat.optimize(...)", ratio=1.3),
+        option("offload", code="with activations(model): ...  # <b>", ratio=1.1, is_measured=True),
+    )
+    return Advice(
+        options=options if best else options[:1], budget_bytes=8 * MIB, plain_peak_bytes=9 * MIB,
+        plain_is_measured=True, smallest_bytes=4 * MIB, notes=("The loss is the model's own.",), best_name=best,
+    )  # fmt: skip
+
+
+def write_run(folder, units=(), jobs=(), losses=None):
+    """A fleet's folder, as a run leaves it. ``units``: job, device, begin, end, stall."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [
+        json.dumps({
+            "job": job, "kind": "forward", "shard": 0, "device": device, "start_s": start_s, "end_s": end_s,
+            "stall_s": stall_s, "recompute_s": 0.0,
+        })
+        for job, device, start_s, end_s, stall_s in units
+    ]  # fmt: skip
+    (folder / "units.jsonl").write_text("\n".join(lines) + '\n{"job": "cut')
+    for name, values in (losses or {}).items():
+        (folder / "jobs" / name).mkdir(parents=True)
+        text = "".join(json.dumps({"step": at, "loss": one}) + "\n" for at, one in enumerate(values, start=1))
+        (folder / "jobs" / name / "metrics.jsonl").write_text(text)
+    state = FleetState(folder)
+    state.create()
+    state.write([
+        JobRow(
+            name=name, place=at, state=kind, step=4, num_steps=8, epoch=0, loss=0.5,
+            validation={"step": 4, "loss": 0.25}, device="cpu", seconds_per_step=0.5,
+            error=error, tags={}, source=None, updated_s=0.0,
+        )
+        for at, (name, kind, error) in enumerate(jobs)
+    ])  # fmt: skip
+    state.say_ended()
+    return folder
+
+
+@dataclass
+class Table:
+    caption: str
+    header: list
+    lines: list
+
+    def column(self, name):
+        return [line[self.header.index(name)] for line in self.lines]
+
+    def line(self, name):
+        return next(line for line in self.lines if line[0] == name)
+
+
+class Page(HTMLParser):
+    """What a page says: its text, tables, pictures and attributes, and whether every tag is closed."""
+
+    _VOID = {"meta", "br", "img", "link", "input"}
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = path.read_text()
+        self.text, self.tables, self.attributes, self.tags, self.titles = [], [], [], [], []
+        self._open, self._cell = [], None
+        self.feed(self.source)
+        assert self._open == []
+        self.svgs = [ET.fromstring(f"<svg{part.split('</svg>')[0]}</svg>") for part in self.source.split("<svg")[1:]]
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in self._VOID:
+            self._open.append(tag)
+        if tag == "table":
+            self.tables.append(Table("", [], []))
+        elif tag == "tr":
+            self.tables[-1].lines.append([])
+        elif tag in ("th", "td", "caption"):
+            self._cell = []
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+        if tag in ("th", "td"):
+            self.tables[-1].lines[-1].append("".join(self._cell))
+        elif tag == "caption":
+            self.tables[-1].caption = "".join(self._cell)
+        elif tag == "thead":
+            self.tables[-1].header = self.tables[-1].lines.pop()
+        if tag in ("th", "td", "caption"):
+            self._cell = None
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] == "style":
+            return
+        self.text.append(data)
+        if self._cell is not None:
+            self._cell.append(data)
+
+    def says(self, words):
+        return words in " ".join("".join(self.text).split())
+
+    def table(self, caption):
+        return next(one for one in self.tables if one.caption.startswith(caption))
+
+    def values_of(self, name):
+        return [value for key, value in self.attributes if key == name]

@@ -1,0 +1,420 @@
+"""Pages say what happened, load nothing, and keep what users named as text."""
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import pictures
+from report_things import EVIL, MIB, Account, Page, advice, peak_report, planned, problem, write_run
+
+from penstock import fleet, offload, remat, report, tiers, unified
+from penstock.errors import PenstockError
+from penstock.offload import OffloadStatistics
+from penstock.report import _of_offload, _of_tiers, _page
+from penstock.report._part import Part
+from penstock.tiers import Event, TierStatistics
+from penstock.units import format_bytes
+
+UNITS = [("a", 0, 10.0, 11.0, 0.0), (EVIL, 1, 10.5, 12.5, 0.5), ("a", 0, 11.0, 14.0, 1.0)]
+JOBS = [("a", "done", None), (EVIL, "failed", f"it broke: {EVIL}")]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    folder = tmp_path / "spill"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def offloader(disk):
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    with_less = offload.activations(model, disk=disk, min_size=0, min_saving=0, max_stall=1)
+    for _ in range(3):
+        with with_less:
+            model(torch.ones(512, 256)).sum().backward()
+    yield with_less
+    with_less.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return write_run(tmp_path / "runs", UNITS, JOBS, {"a": [3.0, 2.0, 1.0], "gone wrong": [1.0, float("nan")]})
+
+
+def page_of(tmp_path, *things, **options):
+    return Page(report.write_html(tmp_path / "run.html", *things, **options)[0])
+
+
+def assert_stands_alone(page):
+    for word in ("http", "src=", "@import", "url(", "<script", "<link", "javascript:"):
+        assert word not in page.source.lower().replace("&lt;script", ""), word
+    assert not set(page.tags) & {"script", "img", "iframe", "object", "embed", "link", "base"}
+    assert not any(key.startswith("on") for key, _ in page.attributes)
+    for target in page.values_of("href"):
+        assert target.startswith("#s") or target.endswith(".trace.json")
+
+
+def test_offloader(tmp_path, offloader):
+    path, trace = report.write_html(tmp_path / "run.html", offloader, title=f"A run {EVIL}")
+    page, last = Page(path), offloader.statistics()
+    assert_stands_alone(page)
+    assert page.says(f"A run {EVIL}")
+    decisions = page.table("What became of what was saved")
+    sizes = dict(zip(decisions.column("decision"), decisions.column("bytes"), strict=True))
+    assert sizes["parked"] == format_bytes(last.parked_bytes)
+    assert page.table("By module").column("module")
+    summary = page.table("What ran").line("offload, step 3")
+    assert summary[4:6] == [format_bytes(last.parked_bytes), format_bytes(last.fetched_bytes)]
+    assert page.says("Its rating is not known")
+    assert page_of(tmp_path, offloader, rated_bytes="600TB").says("a drive rated for 600 TB of writes")
+    assert trace.name == "run.offload.trace.json"
+    kinds = {row.get("cat") for row in json.loads(trace.read_text())["traceEvents"]}
+    assert {"park", "fetch"} <= kinds
+    assert trace.name in page.values_of("href")
+
+
+def test_the_drives_rating_decides_on_its_life(tmp_path):
+    last = OffloadStatistics(
+        num_steps=1, saved_bytes=10, parked_bytes=10, fetched_bytes=10, forwarded_bytes=0, step_s=2.0,
+        written_to_disk_bytes=10**9, stall_s=0.5,
+    )  # fmt: skip
+    sums = TierStatistics(
+        parked_bytes=0, fetched_bytes=0, forwarded_bytes=0, kept_bytes=0, bounced_bytes=0, written_to_disk_bytes=0,
+        stall_s=0.0, num_live_handles=0, num_failed_writes=0, in_flight_peak_bytes=0,
+    )  # fmt: skip
+    section = _of_offload.section_of(last, sums, (), disks=[tmp_path])
+    assert section.headline.stall_share == 0.25
+    assert section.headline.wear.capacity_bytes == shutil.disk_usage(tmp_path).total
+    rated = 86400 * 365 * 10 * 10**9 // 2  # ten years at half a gigabyte a second
+    assert _page._life(section.headline.wear, rated) == "10.0 years"
+    assert _page._life(_of_offload.section_of(last, sums, (), disks=[Path("/nowhere")]).headline.wear, None) == (
+        "unknown (953.7 MiB written)"
+    )
+
+
+def test_an_offloader_that_has_not_run(tmp_path, disk):
+    with_less = offload.activations(torch.nn.Linear(2, 2), disk=disk)
+    page = page_of(tmp_path, with_less)
+    assert page.says("No step has ended yet")
+    assert page.svgs == []
+    with_less.close()
+
+
+def test_planned(tmp_path):
+    one = planned()
+    page = page_of(tmp_path, one)
+    assert_stands_alone(page)
+    storages = page.table("The largest storages")
+    assert storages.column("storage") == [one.problem.storages[at].name for at, _ in one.reasons()]
+    assert set(storages.column("decision")) == {"kept", "recomputed"}
+    assert set(storages.column("bytes")) == {"1.0 MiB"}
+    summary = page.table("What ran").line("remat, the plan")
+    assert summary[1:3] == [f"{format_bytes(one.plan.peak_bytes)} (plan)", "7.0 MiB"]
+    keys = [title.text for svg in page.svgs for title in svg.iter("title")]
+    num_again = len(one.plan.slots) - len(one.problem.operators)
+    assert num_again > 0
+    assert f"recomputed: {num_again}" in keys
+    assert "budget: 7.0 MiB" in page.source
+
+
+def test_optimized_step_of_two_shapes(tmp_path):
+    layer = torch.nn.Linear(64, 64)
+    step = remat.optimize(lambda x: layer(x).square().mean(), [torch.ones(32, 64)], None)
+    step(torch.ones(16, 64))
+    page = page_of(tmp_path, step)
+    assert len(page.table("What ran").lines) == 2
+    assert page.table("What ran").lines[0][2] == "-"  # no budget
+
+
+def test_run_dir(tmp_path, run_dir):
+    path, trace = report.write_html(tmp_path / "run.html", str(run_dir))
+    page = Page(path)
+    assert_stands_alone(page)
+    jobs = page.table("Jobs")
+    assert jobs.line(EVIL)[1] == "failed"
+    assert jobs.line(EVIL)[-1] == f"it broke: {EVIL}"
+    assert jobs.column("steps") == ["4", "4"]
+    assert page.table("Devices").line("device 0")[1:] == ["2", "3.0 s", "0.0 ms", "1.0 s"]
+    titles = [title.text for svg in page.svgs for title in svg.iter("title")]
+    assert "a: 3.0 s" in titles
+    assert f"{EVIL}: 1.5 s" in titles
+    assert "waits for bytes: 1.0 s" in titles
+    assert "a: 1" in titles  # its last loss
+    assert page.says("1 done, 1 failed")
+    assert page.says("3 units ran on 2 devices within 4.0 s")
+    assert sum("cat" in row for row in json.loads(trace.read_text())["traceEvents"]) == 5
+
+
+def test_an_empty_run_dir(tmp_path):
+    page = page_of(tmp_path, write_run(tmp_path / "runs"))
+    assert page.says("No job has come and no unit has run yet.")
+    (tmp_path / "runs" / "units.jsonl").unlink()
+    assert page_of(tmp_path, tmp_path / "runs").says("No job has come")
+
+
+def test_results(tmp_path):
+    job = fleet.Job(
+        name="a line",
+        model=lambda: torch.nn.Linear(4, 1),
+        data=lambda: [(torch.ones(8, 4), torch.ones(8, 1))],
+        loss=lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        steps=5,
+    )
+    results = fleet.run([job], devices=["cpu"], budget="64MiB", host_budget="64MiB", progress=None)
+    page = page_of(tmp_path, results)
+    assert page.table("Jobs").line("a line")[1:3] == ["done", "5"]
+    assert page.says(f"{results.devices[0].num_units} units ran on 1 device")
+    devices = page.table("Devices").line("cpu #0")
+    assert devices[-2:] == [format_bytes(results.devices[0].peak_bytes), "64.0 MiB"]
+    assert page.table("What ran").lines[0][1:3] == devices[-2:]
+    assert page.table("Tier traffic").line("cpu #0")[1] == format_bytes(results.devices[0].parked_bytes)
+
+
+def test_features(tmp_path, disk):
+    table = torch.arange(4000 * 256, dtype=torch.float32).view(4000, 256)
+    scores = torch.arange(4000, 0, -1)
+    with unified.TieredFeatures(table, host_budget="3500KiB", disk=disk, scores=scores, progress=False) as features:
+        assert page_of(tmp_path, features).says("No row has been read yet")
+        features[torch.arange(0, 4000, 40)]
+        page, counted = page_of(tmp_path, features), features.statistics()
+    tiers_table = page.table("Tiers")
+    assert tiers_table.column("rows") == ["0", f"{len(features.plan.host_rows):,}", f"{features.plan.num_disk_rows:,}"]
+    assert tiers_table.column("rows served") == ["0", str(counted.host_rows), str(counted.disk_rows)]
+    assert page.says(f"{counted.hit_rate:.1%} of 100 rows came from memory")
+    assert page.says(f"read {counted.read_amplification:.2f} bytes for each byte of a row")
+
+
+def test_account(tmp_path):
+    page = page_of(tmp_path, Account())
+    assert_stands_alone(page)
+    lines = page.table("Places and holders").lines
+    assert lines[0] == ["device", "all", "30.0 MiB", "80.0 MiB", "100.0 MiB", "80.0%"]
+    assert lines[2] == ["device", EVIL, "20.0 MiB", "20.0 MiB", "", ""]
+    assert lines[3][:5] == ["/nvme", "all", "0 B", "2.0 MiB", "-"]
+    titles = [title.text for title in page.svgs[0].iter("title")]
+    assert titles == ["offload: 20.0%", f"{EVIL}: 10.0%", "held before, at the peak: 50.0%"]
+
+
+def test_advice(tmp_path):
+    page = page_of(tmp_path, advice())
+    assert_stands_alone(page)
+    options = page.table("Options")
+    assert options.line("plain") == ["plain", "refused", "5.0 MiB", "-", "predicted", f"needs 9 MiB {EVIL}"]
+    assert options.line("offload")[1:5] == ["best", "5.0 MiB", "1.10", "measured"]
+    assert page.table("What ran").line("advice: offload")[1:3] == ["5.0 MiB", "8.0 MiB"]
+    assert page.source.index("# &lt;b&gt;") < page.source.index("remat.optimize(...)")  # the best comes first
+    assert page.says("The loss is the model's own.")
+
+
+def test_advice_that_knows_no_way(tmp_path):
+    page = page_of(tmp_path, advice(best=None))
+    assert page.says("None works; the table says why.")
+    assert page.table("What ran").line("advice: none")[1:3] == ["-", "8.0 MiB"]
+
+
+def test_peak_and_what_moved_meanwhile(tmp_path):
+    page = page_of(tmp_path, peak_report())
+    assert page.says("held 5.0 MiB when it began and 9.0 MiB at its peak, 4.0 MiB more")
+    assert "held: peak 9.0 MiB" in [title.text for title in page.svgs[0].iter("title")]
+    assert page_of(tmp_path, peak_report(timeline=())).says("keeps no history")
+
+
+def test_peak_with_an_offloader_shows_its_copies(tmp_path, offloader):
+    events = offloader.trace()
+    around = [(min(one.start_s for one in events) - 1, MIB), (max(one.end_s for one in events) + 1, 2 * MIB)]
+    page = page_of(tmp_path, peak_report(timeline=around), offloader)
+    num_parked = sum(one.kind == "park" for one in events)
+    assert f"parked: {num_parked}" in page.values_of("title")
+    outside = peak_report(timeline=[(1.0, MIB), (2.0, MIB)])
+    assert not any(title.startswith("parked") for title in page_of(tmp_path, outside, offloader).values_of("title"))
+
+
+def test_everything_at_once_now_and_later(tmp_path, offloader, run_dir):
+    things = [offloader, planned(), run_dir, Account(), advice(), peak_report(), offloader]
+    files = report.write_html(tmp_path / "now.html", *things)
+    assert [one.name for one in files] == [
+        "now.html", "now.offload.trace.json", "now.fleet.trace.json", "now.offload-2.trace.json",
+    ]  # fmt: skip
+    assert report.save(tmp_path / "kept", *things) == tmp_path / "kept" / "report.json"
+    again = report.write_html(tmp_path / "later.html", tmp_path / "kept")
+    assert [one.name.replace("later", "now") for one in again] == [one.name for one in files]
+    assert all(one.read_text() == two.read_text() for one, two in zip(files[1:], again[1:], strict=True))
+    pages = [one.read_text().replace("later.", "now.") for one in (files[0], again[0])]
+    assert pages[0].partition("<main>")[2] == pages[1].partition("<main>")[2]
+    assert_stands_alone(Page(files[0]))
+
+
+def test_a_page_in_the_folder_that_it_shows(tmp_path, offloader):
+    report.save(tmp_path, offloader)
+    files = report.write_html(tmp_path / "run.html", tmp_path)
+    assert json.loads(files[1].read_text())["traceEvents"]
+
+
+def test_a_million_events_make_a_small_page(tmp_path):
+    events = [
+        Event(lane="device->disk", kind="park", label=f"layer {at % 997}", size_bytes=2**20, start_s=at, end_s=at + 0.5)
+        for at in range(50_000)
+    ] + [
+        Event(lane="disk->device", kind="fetch", label="x" * 5000, size_bytes=1, start_s=at, end_s=at + 0.2)
+        for at in range(50_000)
+    ]  # fmt: skip
+    events *= 10
+    last = OffloadStatistics(num_steps=1, saved_bytes=1, parked_bytes=1, fetched_bytes=1, forwarded_bytes=0)
+    sums = TierStatistics(
+        parked_bytes=0, fetched_bytes=0, forwarded_bytes=0, kept_bytes=0, bounced_bytes=0, written_to_disk_bytes=0,
+        stall_s=0.0, num_live_handles=0, num_failed_writes=0, in_flight_peak_bytes=0,
+    )  # fmt: skip
+    section = _of_offload.section_of(last, sums, events)
+    timeline = [(float(at), (at * 7919) % 1000 + (10_000 if at == 123_456 else 0)) for at in range(200_000)]
+    parts = [Part(section=section), _of_tiers.part_of_peak(peak_report(timeline=timeline))]
+    text = _page.page("Long", [one.section for one in parts], [None, None], rated_bytes=None, now=datetime.now())
+    assert len(text) < 600_000
+    (curve,) = parts[1].section.charts[0].series
+    assert max(curve.points, key=lambda point: point[1])[1] == 10_000 + (123_456 * 7919) % 1000  # the peak is there
+
+
+def test_a_fleet_of_many_units_and_jobs_makes_a_small_page(tmp_path):
+    units = [(f"job {at % 900}", at % 80, at * 1e-3, at * 1e-3 + 0.07, 0.001) for at in range(60_000)]
+    jobs = [(f"job {at}", "done", "y" * 100_000) for at in range(900)]
+    folder = write_run(tmp_path / "runs", units, jobs, {f"job {at}": [1.0] * 50 for at in range(900)})
+    path = report.write_html(tmp_path / "run.html", folder)[0]
+    assert path.stat().st_size < 2_000_000
+    page = Page(path)
+    assert page.says("16 further devices are not shown")
+    assert len(page.table("Jobs").lines) == 200
+    assert page.table("Jobs").caption.endswith("700 more are left out.")
+
+
+def test_more_jobs_than_a_chart_has_groups(tmp_path):
+    units = [(f"job {at}", 0, at, at + 1.0, 0.0) for at in range(4500)]
+    report.save(tmp_path / "kept", write_run(tmp_path / "runs", units))
+    page = page_of(tmp_path, tmp_path / "kept")
+    titles = [title.text for svg in page.svgs for title in svg.iter("title")]
+    assert "job 3997: 1.0 s" in titles
+    assert "further jobs: 8 min" in titles
+
+
+def test_units_that_are_none_are_passed_over(tmp_path):
+    folder = write_run(tmp_path / "runs", UNITS[:1])
+    good = json.loads((folder / "units.jsonl").read_text().splitlines()[0])
+    bad = [{**good, "end_s": float("nan")}, {**good, "start_s": "now"}, {"job": "a"}, [1, 2], None]
+    (folder / "units.jsonl").write_text("".join(json.dumps(one) + "\n" for one in [good, *bad]))
+    assert page_of(tmp_path, folder).says("1 unit ran on 1 device within 1.0 s")
+
+
+def test_what_plan_left(tmp_path):
+    problem().save(tmp_path / "problem.json")
+    page = page_of(tmp_path, tmp_path)
+    smallest = format_bytes(remat.smallest_budget_bytes(problem()))
+    assert page.table("What ran").lines[0][:3] == ["remat, the tightest plan", f"{smallest} (plan)", smallest]
+    (tmp_path / "problem.json").write_text("{}")
+    with pytest.raises(PenstockError, match="not a saved problem"):
+        page_of(tmp_path, tmp_path)
+
+
+def test_what_cannot_be_shown(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing to report on: write_html\('run.html', offloader\)"):
+        report.write_html(tmp_path / "run.html")
+    with pytest.raises(TypeError, match="PeakReport.*not dict"):
+        report.write_html(tmp_path / "run.html", {})
+    with pytest.raises(PenstockError, match="no folder"):
+        report.write_html(tmp_path / "run.html", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PenstockError, match="holds nothing to report on"):
+        report.write_html(tmp_path / "run.html", tmp_path / "empty")
+    assert not (tmp_path / "run.html").exists()
+
+
+def damaged_by(change):
+    def damage(path):
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return damage
+
+
+DAMAGES = {
+    "cut short": lambda path: path.write_text(path.read_text()[:-50]),
+    "not text": lambda path: path.write_bytes(b"\xff\x00" * 40),
+    "empty": lambda path: path.write_text(""),
+    "another format": damaged_by(lambda content: content.update(format=2)),
+    "a part missing": damaged_by(lambda content: content["parts"][0].pop("section")),
+    "a trace elsewhere": damaged_by(lambda content: content["parts"][0].update(trace="../../etc/passwd")),
+    "a kind that leads elsewhere": damaged_by(
+        lambda content: content["parts"][0]["section"].update(kind="../../elsewhere")
+    ),
+    "a colour of its own": damaged_by(
+        lambda content: content["parts"][0]["section"]["charts"][0]["series"][0].update(colour='c0" onload="x')
+    ),
+    "too many points": damaged_by(
+        lambda content: content["parts"][0]["section"]["charts"][0]["series"][0].update(points=[[0, 0]] * 2000)
+    ),
+    "a short line": damaged_by(lambda content: content["parts"][0]["section"]["tables"][0]["lines"].append(["x"])),
+    "a group that is not there": damaged_by(
+        lambda content: content["parts"][1]["section"]["charts"][0]["rows"][0].update(bars=[[0, 1, 99]])
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_file_is_one_clear_error(tmp_path, damage):
+    path = report.save(tmp_path / "kept", planned(), Account())
+    damage(path)
+    with pytest.raises(PenstockError, match=r"report\.json cannot be read as a saved report: .*report\.save") as raised:
+        report.write_html(tmp_path / "run.html", tmp_path / "kept")
+    assert len(str(raised.value)) < 700
+    assert not (tmp_path / "run.html").exists()
+
+
+def test_a_saved_file_that_is_too_large_is_not_read(tmp_path):
+    path = report.save(tmp_path, planned())
+    with path.open("r+b") as file:
+        file.truncate(2**31)
+    with pytest.raises(PenstockError, match="2,147,483,648 bytes"):
+        report.write_html(tmp_path / "run.html", tmp_path)
+
+
+def test_a_real_budget(tmp_path):
+    account = tiers.Budget(device="8MiB")
+    account.named("offload").charge("device", 2 * MIB)
+    lines = page_of(tmp_path, account).table("Places and holders").lines
+    assert lines[0] == ["device", "all", "2.0 MiB", "2.0 MiB", "8.0 MiB", "25.0%"]
+    assert lines[1][1:4] == ["offload", "2.0 MiB", "2.0 MiB"]
+
+
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+
+
+@needs_chromium
+def test_the_pictures_of_the_docs_are_made_anew(tmp_path):
+    (picture,) = pictures.main(["--only", "report-unified", "--out", str(tmp_path / "pictures")])
+    assert 0 < picture.stat().st_size < pictures.MOST_BYTES
+
+
+@needs_chromium
+def test_in_a_browser(tmp_path, run_dir):
+    from PIL import Image
+
+    path = report.write_html(tmp_path / "run.html", planned(), run_dir, Account(), advice(), peak_report())[0]
+    lightness = {}
+    for width in (1280, 390):
+        for is_dark in (False, True):
+            png = tmp_path / "shot.png"
+            shown_width, height = pictures.screenshot(path, png, pictures.Shot(name="", width=width, is_dark=is_dark))
+            assert shown_width == width  # wide tables scroll inside of their boxes
+            assert height > 2000
+            with Image.open(png) as image:
+                grey = image.convert("L")
+                lightness[width, is_dark] = grey.getpixel((2, 2))
+                assert grey.size == (width, 1500)
+                shades = grey.getextrema()
+                assert shades[1] - shades[0] > 180  # text is readable on it
+    assert {size: value < 40 for size, value in lightness.items()} == {
+        (1280, False): False, (1280, True): True, (390, False): False, (390, True): True,
+    }  # fmt: skip
