@@ -80,7 +80,10 @@ class Document:
 
 def read(path: Path) -> Document:
     """Reads a file. Raises ``OSError``, and ``ValueError`` with the line where it is no YAML."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: byte {error.start} is not UTF-8") from None
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON may be indented so, YAML not
     try:
