@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from penstock.cli import _bench, _bench_names, app
@@ -104,6 +105,7 @@ def test_without_the_tree_it_is_said(monkeypatch, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_step_on_a_gpu(tmp_path):
     document = json.loads(bench("--quick", "--device", "cuda", "--disk", tmp_path, "--json").stdout)
     rows = rows_of(document["benchmarks"]["step"])
