@@ -81,13 +81,13 @@ def _recorder() -> Console:
     return Console(record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True)
 
 
-def _ran(console: Console) -> Answer:
+def _ran(_: Console | None = None) -> Answer:
     return _fleet.run(Path("sweep.yaml"), {"run_dir": "runs/1"}, Path("runs/1").exists(), Steps())
 
 
-def _looked(console: Console) -> Answer:
+def _looked(_: Console) -> Answer:
     if not Path("runs/1").exists():
-        _ran(console)
+        _ran()
     return _fleet.jobs_of(Path("runs/1"))
 
 
@@ -95,7 +95,7 @@ COMMANDS: dict[str, Callable[[Console], Answer]] = {
     "probe": lambda _: _probe.probe(Path("."), False, Steps()),
     "plan": lambda _: _plan.answer("train.py:make_step", [], Path("."), "hybrid", None, Steps()),
     "bench": lambda _: _bench.answer(["step"], True, "cpu", Path("."), None, {"rounds": 9}, Steps()),
-    "bench --list": lambda _: _bench.listed(),
+    "bench list": lambda _: _bench.listed(),
     "fleet run": _ran,
     "fleet ps": _looked,
     "fleet simulate": lambda _: _simulate.answer(Path("problem.yaml"), "sharded-lrtf", None, Steps()),

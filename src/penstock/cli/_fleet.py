@@ -185,8 +185,10 @@ def changes_of(pairs: list[str]) -> Parameters:
 
 def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
     table = jobs_table(rows)
-    table.columns[0].overflow = "fold"
-    table.columns[0].min_width = max([0, *(len(row.name) for row in rows)])  # the other commands want it whole
+    names = table.columns[0]
+    names.overflow = "fold"  # the other commands want a name whole
+    names.min_width = min(max([0, *(len(row.name) for row in rows)]), console.width // 3)
+    table.columns = [one for one in table.columns if one is names or any(map(str, one.cells))]
     console.print(table)
     said = "A process runs this fleet." if is_running else "No process runs this fleet now."
     console.print(said, highlight=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock import remat
 from penstock.cli._answer import Answer, ExitCode
@@ -91,7 +91,9 @@ def make(target: str, budgets: list[int], disk: Path | None, method: remat.Metho
 
 def show(found: PlanTable, console: Console) -> None:
     """Prints the table."""
-    table = Table("budget", "peak", "extra time", "share", "swapped", "again", "batch")
+    table = Table(
+        Column("budget", no_wrap=True), Column("peak", no_wrap=True), "extra time", "share", "swapped", "again", "batch"
+    )
     for budget, plan in zip(found.budgets_bytes, found.plans, strict=True):
         batch = str(found.max_batches.get(budget, ""))
         if plan is None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock import fleet
 from penstock.cli._answer import Answer
@@ -127,7 +127,9 @@ class Comparison:
 
     def table(self) -> Table:
         """For ``rich``."""
-        table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
+        table = Table(
+            Column("scheduler", no_wrap=True), "ends after", "over the bound", "devices compute", "stall", "copied in"
+        )
         for name, one in self.schedules.items():
             total_s = max(one.makespan_s * len(one.devices), 1e-12)
             table.add_row(
