@@ -20,7 +20,7 @@ from penstock.cli._answer import Answer
 from penstock.cli._progress import Steps
 
 _WIDTH = 96
-_FONT_FACE = re.compile(r"@font-face\s*\{.*?\}\s*", re.DOTALL)
+_ADDRESSES = re.compile(r"@font-face\s*\{.*?\}\s*|\s*<!--.*?-->", re.DOTALL)
 _TRAIN = """
 import torch
 from penstock.testing import GPT
@@ -73,7 +73,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> list[Path]:
 
 def _drawn(console: Console, title: str) -> str:
     """Rich's picture, without the fonts that it would fetch."""
-    text = _FONT_FACE.sub("", console.export_svg(title=title)).replace("Fira Code", "monospace")
+    text = _ADDRESSES.sub("", console.export_svg(title=title)).replace("Fira Code", "monospace")
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
