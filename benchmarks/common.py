@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.probe import environment, in_rounds
+from penstock.probe import in_rounds, provenance
 from penstock.probe import paired_ratio as paired_ratio  # noqa: PLC0414  # the benchmarks find it here
 from penstock.remat import RematProblem
 
@@ -71,7 +71,7 @@ def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Ro
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": environment(), "configuration": dict(configuration), "rows": [asdict(row) for row in rows]}
+    content = {"machine": provenance(), "configuration": dict(configuration), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
 

@@ -1,5 +1,6 @@
 """`penstock advise`: which room fits a model into a budget best."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-import penstock
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
@@ -42,7 +42,7 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, steps:
     subject = subject_of(target, called(target, factory))
     steps.phase(f"measuring what fits {format_bytes(budget)}")
     limits = budget if host is None and disk is None else Budget(device=budget, host=host, disk=disk)
-    advise: Any = penstock.advise  # any: the package loads its names on first use
+    advise = importlib.import_module("penstock").advise
     advice = advise(subject.model, subject.batch, limits, loss=subject.loss, optimizer=subject.optimizer)
     fits = any(not one.is_refused for one in advice.options)
     return Answer(

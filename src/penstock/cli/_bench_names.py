@@ -5,10 +5,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import penstock
-
 STEP = "step"
-_TREE = Path(penstock.__file__).parents[2]
+_TREE = Path(__file__).parents[3]
 _TAKES_OPTIONS = re.compile(r"^from benchmarks\.common import .*\bparser\b", re.MULTILINE)
 
 

@@ -46,7 +46,7 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
         for one in trainers.values():
             one.close()
     configuration = {**asdict(size), "rounds": rounds, "device": device}
-    return {"machine": probe.environment(), "configuration": configuration, "rows": rows}
+    return {"machine": probe.provenance(), "configuration": configuration, "rows": rows}
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from penstock.cli._answer import Answer
 from penstock.cli._progress import Steps
-from penstock.probe import MachineReport, environment, machine
+from penstock.probe import MachineReport, machine, provenance
 from penstock.units import format_bytes, format_rate
 
 
@@ -16,7 +16,7 @@ def probe(disk: Path, refresh: bool, steps: Steps) -> Answer:
     """Looks at the machine, with ``disk`` as the place to spill."""
     steps.phase(f"measuring bandwidths of {disk}")
     report = machine(disk, refresh=refresh, progress=steps.advance)
-    software = environment()
+    software = provenance()
     return Answer(
         data={**asdict(report), "environment": software},
         show=lambda console: _show(report, software, console),

@@ -62,7 +62,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(median(ratios), medians[249], medians[9749])
 
 
-def environment() -> dict[str, Any]:  # any: text and numbers, for JSON
+def provenance() -> dict[str, Any]:  # any: text and numbers, for JSON
     """With what and where something was measured or went wrong: device, cores, memory, system, versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
