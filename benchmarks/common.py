@@ -2,20 +2,15 @@
 
 import argparse
 import json
-import os
-import platform
-import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from penstock import __version__
+from penstock.probe import in_rounds, provenance
+from penstock.probe import paired_ratio as paired_ratio  # noqa: PLC0414  # the benchmarks find it here
 from penstock.remat import RematProblem
 
 
@@ -44,38 +39,19 @@ def parser(description: str) -> argparse.ArgumentParser:
 def interleaved(
     steps: Mapping[str, Callable[[], Any]], *, rounds: int, device: str, after_round: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of every step in every round: all of them in turn, in another order each round."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order = list(steps)
-    shuffle = random.Random(0).shuffle
-    for number in range(rounds):
-        shuffle(order)
-        for name in order:
-            synchronize(device)
-            start_s = time.perf_counter()
-            steps[name]()
-            synchronize(device)
-            seconds[name].append(time.perf_counter() - start_s)
+    """`penstock.probe.in_rounds`, telling what it does."""
+
+    def told(number: int) -> None:
         if after_round is not None:
             after_round()
-        print(
-            f"round {number + 1} of {rounds}: " + ", ".join(f"{one} {seconds[one][-1]:.2f} s" for one in steps),
-            flush=True,
-        )
-    return seconds
+        print(f"round {number} of {rounds}", flush=True)
+
+    return in_rounds(steps, rounds=rounds, device=device, after_round=told)
 
 
 def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median of the paired ratios and its 95% interval (bootstrap over pairs, 10,000 resamples)."""
-    ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
-    choices = random.Random(0)
-    medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(10_000))
-    return median(ratios), medians[249], medians[9749]
 
 
 def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[str]:
@@ -90,27 +66,12 @@ def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[s
     return found
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what the numbers were measured."""
-    return {
-        "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
-        "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "penstock": __version__,
-    }
-
-
 def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Writes machine, configuration and rows as JSON."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "configuration": dict(configuration), "rows": [asdict(row) for row in rows]}
+    content = {"machine": provenance(), "configuration": dict(configuration), "rows": [asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
 
@@ -122,10 +83,3 @@ def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> N
     for line in (header, ["-" * width for width in widths], *lines):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     print(flush=True)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

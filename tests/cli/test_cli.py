@@ -1,11 +1,13 @@
 """The command line, as a user calls it."""
 
 import json
+from typing import get_args
 
 from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
+from penstock.cli._choices import PlanMethod
 
 
 def run(*arguments):
@@ -19,7 +21,8 @@ def test_version():
 def test_probe_prints_json(tmp_path):
     result = run("probe", "--disk", tmp_path, "--json")
     assert result.exit_code == 0
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
+    assert report["environment"]["penstock"] == penstock.__version__
     assert {place["name"] for place in report["places"]} >= {"device", "disk"}
     assert all(lane["bandwidth_bytes_per_s"] > 0 for lane in report["lanes"])
     assert all(feature["reason"] for feature in report["features"])
@@ -50,6 +53,9 @@ def make_step(batch=64):
 
 def make_fixed():
     return make_step()
+
+def make_model():
+    return nn.Linear(2, 2), torch.ones(2, 2)
 """
 
 
@@ -67,7 +73,7 @@ def test_plan_prints_budgets_and_draws_them(tmp_path):
 def test_plan_prints_json_with_the_largest_batch(tmp_path):
     (tmp_path / "train.py").write_text(STEP)
     result = run("plan", f"{tmp_path}/train.py:make_step", "--budget", "400KiB", "--json", "--method", "recompute")
-    report = json.loads(result.output)
+    report = json.loads(result.stdout)
     rows = {row["budget_bytes"]: row for row in report["plans"]}
     asked = rows[400 * 1024]
     assert asked["peak_bytes"] <= 400 * 1024
@@ -80,16 +86,18 @@ def test_plan_prints_json_with_the_largest_batch(tmp_path):
 
 def test_plan_says_what_is_wrong_with_a_target(tmp_path):
     (tmp_path / "train.py").write_text(STEP)
-    for target, words in [
-        ("train", "does not say which function"),
-        (f"{tmp_path}/none.py:make", "there is no file"),
-        ("no_such_module:make", "there is no module"),
-        (f"{tmp_path}/train.py:other", "has no function other"),
+    for target, words, exit_code in [
+        ("train", "does not say which function", 2),
+        (f"{tmp_path}/none.py:make", "there is no file", 1),
+        ("no_such_module:make", "there is no module", 1),
+        (f"{tmp_path}/train.py:other", "has no function other", 1),
+        (f"{tmp_path}/train.py:make_model", "returns a tuple of 2 (Linear, Tensor), not (step, example_inputs)", 1),
     ]:
         result = run("plan", target)
-        assert result.exit_code == 1
+        assert result.exit_code == exit_code
         assert words in " ".join(result.output.split())
         assert "Traceback" not in result.output
     result = run("plan", f"{tmp_path}/train.py:make_fixed", "--method", "magic")
-    assert result.exit_code == 1
-    assert "hybrid, recompute or swap" in result.output
+    assert result.exit_code == 2
+    assert "'recompute'" in result.output
+    assert [one.value for one in PlanMethod] == list(get_args(penstock.remat.Method))

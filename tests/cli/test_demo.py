@@ -1,18 +1,23 @@
 """The demo, with few steps and a small model, on the machine that runs the tests."""
 
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from penstock.cli import _demo, _demo_child
+from penstock.cli._answer import as_json
+from penstock.cli._progress import Steps
 
 
 @pytest.mark.timeout(300)
-def test_demo_shows_what_it_promises(tmp_path, monkeypatch):
+def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
-    _demo.run(tmp_path / "out", tmp_path, 3, console)
+    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [Path(one).name for one in answer.data["files"]] == ["summary.json", "memory.png", "trace.json"]
+    assert {**summary, "files": answer.data["files"]} == json.loads(as_json(answer.data))
     assert "can't allocate memory" in summary["plain_failure"]
     assert set(summary["methods"]) == {"checkpoint", "offload", "remat"}
     for name in ("offload", "remat"):

@@ -19,9 +19,9 @@ def measured(monkeypatch):
     measured = []
     real = _bandwidth._disk_lanes
 
-    def counted(directory):
+    def counted(directory, tick):
         measured.append(directory)
-        return real(directory)
+        return real(directory, tick)
 
     monkeypatch.setattr(_bandwidth, "_disk_lanes", counted)
     return measured
@@ -30,6 +30,14 @@ def measured(monkeypatch):
 @pytest.fixture
 def cache_file():
     return Path(os.environ["XDG_CACHE_HOME"]) / "penstock" / "bandwidths.json"
+
+
+def test_every_transfer_is_told(tmp_path, measured):
+    told = []
+    bandwidths(tmp_path, progress=lambda done, total: told.append((done, total)))
+    assert told == [(number, 8) for number in range(1, 9)]
+    bandwidths(tmp_path, progress=told.append)  # remembered: nothing to tell
+    assert len(told) == 8
 
 
 def test_both_directions_are_measured(tmp_path):

@@ -1,23 +1,33 @@
-"""The commands and their options; each does its work in a file of its own."""
+"""The commands and their options; each does its work in a file of its own, which loads when it is called."""
 
-import json
-import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from penstock._version import __version__
-from penstock.cli._fail import fail
+from penstock.cli._answer import Answer
+from penstock.cli._bench_names import benchmark_names
+from penstock.cli._choices import Device, PlanMethod
+from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
-from penstock.errors import PenstockError
+from penstock.cli._progress import Steps
+
+_EXIT_CODES = (
+    "Exit codes: 0 good; 1 the run failed, or one of its jobs; 2 misuse; 3 a budget that cannot be met; 130 "
+    "interrupted. Every command takes --json, which prints one JSON document on standard output and nothing else."
+)
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, help="Train what does not fit."
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Train what does not fit.",
+    epilog=_EXIT_CODES,
 )
 app.add_typer(fleet_app, name="fleet")
+
+_Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False)]
 
 
 def _show_version(wanted: bool) -> None:
@@ -28,88 +38,153 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
+    ctx: typer.Context,
     version: Annotated[  # noqa: ARG001  # its callback does the work
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train what does not fit."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which measures peaks, chats on standard error
+    """Train what does not fit: models, many models, and graph models beyond the memory of the device."""
+    ctx.meta[DEBUG] = debug
 
 
-@app.command()
+@command(app)
 def probe(
+    steps: Steps,
     disk: Annotated[Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment.")] = Path("."),
-    refresh: Annotated[bool, typer.Option(help="Measure anew, rather than use results of the last week.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew, not use results of the last week.")] = False,
+) -> Answer:
     """Show devices, tiers, capacities, bandwidths, and what is supported here or why not.
 
-    Example: penstock probe --disk /nvme --json
+    Example: penstock probe --disk /tmp --json
     """
-    from penstock.cli._probe import show
-    from penstock.probe import machine
+    from penstock.cli import _probe
 
-    try:
-        report = machine(disk, refresh=refresh)
-    except (PenstockError, OSError) as error:
-        fail(error)
-    if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
-    else:
-        show(report, Console())
+    return _probe.probe(disk, refresh, steps)
 
 
-@app.command()
+@command(app)
 def demo(
+    steps: Steps,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("penstock-demo"),
     disk: Annotated[
         Path | None, typer.Option(help="Directory in which to spill; by default the results folder.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=3, help="Training steps to compare.")] = 6,
-) -> None:
+    num_steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps to compare.")] = 6,
+) -> Answer:
     """Train a transformer under a hard memory cap that kills the same script without Penstock.
 
-    Example: penstock demo --disk /nvme
+    Example: penstock demo --disk /tmp
     """
-    from penstock.cli._demo import run
+    from penstock.cli import _demo
 
-    try:
-        run(out, out if disk is None else disk, steps, Console())
-    except (PenstockError, OSError) as error:
-        fail(error)
+    return _demo.run(out, out if disk is None else disk, num_steps, steps)
 
 
-@app.command()
+@command(app)
 def plan(
-    target: Annotated[
-        str, typer.Argument(help="FILE.py:FACTORY or MODULE:FACTORY; it returns (step, example_inputs).")
-    ],
-    budget: Annotated[list[str] | None, typer.Option(help="Also this budget, such as 6GiB; may be repeated.")] = None,
-    disk: Annotated[
-        Path | None, typer.Option(help="Directory on an SSD to swap to; without it, recompute only.")
+    steps: Steps,
+    target: Annotated[str, typer.Argument(help="FACTORY() returns (step, example_inputs).", metavar="FILE.py:FACTORY")],
+    budget: Annotated[
+        list[int] | None,
+        typer.Option(parser=size, metavar="SIZE", help="Also this budget, such as 6GiB; may be repeated."),
     ] = None,
-    method: Annotated[str, typer.Option(help="hybrid, recompute or swap.")] = "hybrid",
-    out: Annotated[Path | None, typer.Option(help="Folder for problem.json, pareto.png and memory.png.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-) -> None:
-    """Show what byte budgets cost a training step, before it is trained.
+    disk: _Disk = None,
+    method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for problem.json, pareto.png and memory.png.", show_default=False)
+    ] = None,
+) -> Answer:
+    """Show what byte budgets cost a training step, before it is trained. Exit code 3 if a given budget is refused.
 
-    Example: penstock plan train.py:make_step --budget 6GiB --disk /nvme --out plans. A factory with a parameter
-    `batch` is also asked for the largest batch that each given budget takes.
+    A factory with a parameter `batch` is also asked for the largest batch that each given budget takes. MODULE:FACTORY
+    works too.
+
+    Example: penstock plan train.py:make_step --budget 6GiB --disk /tmp --out plans
     """
     from penstock.cli import _plan
 
-    if method not in ("hybrid", "recompute", "swap"):
-        fail(ValueError(f"the method is hybrid, recompute or swap, not {method!r}"))
-    try:
-        found = _plan.make(target, budget or [], disk, method)  # type: ignore[arg-type]
-        files = _plan.write(found, out) if out is not None else []
-    except (PenstockError, OSError, ValueError) as error:
-        fail(error)
-    if as_json:
-        typer.echo(_plan.as_json(found))
-        return
-    console = Console()
-    _plan.show(found, console)
-    for file in files:
-        console.print(f"  {file}", highlight=False)
+    return _plan.answer(target, budget or [], disk, method.value, out, steps)
+
+
+@command(app)
+def advise(
+    steps: Steps,
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FACTORY() returns (model, batch), or a mapping that may have loss and optimizer too.",
+            metavar="FILE.py:FACTORY",
+        ),
+    ],
+    budget: Annotated[
+        int, typer.Option(parser=size, metavar="SIZE", help="Bytes of the device at the true peak, such as 6GiB.")
+    ],
+    host: Annotated[
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
+    ] = None,
+    disk: _Disk = None,
+) -> Answer:
+    """Say which room, or which mix, fits a model into a budget best, with the code to paste. Exit code 3 if none does.
+
+    A batch is what the model is called with: a tensor, a tuple, or a mapping of keywords. `loss` takes (model, batch)
+    and returns a scalar; without it the model returns its own. MODULE:FACTORY works too.
+
+    Example: penstock advise train.py:make --budget 6GiB --disk /tmp
+    """
+    from penstock.cli import _advise
+
+    return _advise.answer(target, budget, host, disk, steps)
+
+
+@command(app)
+def bench(
+    steps: Steps,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Benchmarks; by default `step`.", autocompletion=benchmark_names),
+    ] = None,
+    is_list: Annotated[bool, typer.Option("--list", help="Show the benchmarks there are.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: shows that it runs.")] = False,
+    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
+    disk: Annotated[Path, typer.Option(help="Directory in which to spill.")] = Path("."),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for one JSON file per benchmark.", show_default=False)
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the GPT of `step`.")] = None,
+    width: Annotated[int | None, typer.Option(min=8, help="Of the GPT of `step`: a multiple of its 8 heads.")] = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sample of `step`.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a batch of `step`.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, help="Rounds of `step`.")] = None,
+) -> Answer:
+    """Measure plain, checkpointed, offloaded and planned training on this machine, in turn.
+
+    `step` comes with the package. The others, one per claim, lie in the source tree, and run where it is.
+
+    Example: penstock bench --quick --disk /tmp
+    """
+    from penstock.cli import _bench
+
+    given = {"num_layers": layers, "width": width, "length": length, "batch": batch, "rounds": rounds}
+    sizes = {key: value for key, value in given.items() if value is not None}
+    if is_list:
+        return _bench.listed()
+    return _bench.answer(names or ["step"], quick, device.value, disk, out, sizes, steps)
+
+
+@command(app)
+def report(
+    steps: Steps,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER...", help="Runs: of a fleet, a demo, plans, traces or benchmarks.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("run.html"),
+    title: Annotated[str | None, typer.Option(help="Its title.", show_default=False)] = None,
+) -> Answer:
+    """Write one HTML page of what happened in runs: one file, which needs no network.
+
+    Example: penstock report penstock-demo --out run.html
+    """
+    from penstock.cli import _report
+
+    return _report.answer(folders, out, title, steps)

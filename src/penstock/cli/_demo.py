@@ -13,10 +13,11 @@ from statistics import median
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from penstock.errors import PenstockError
+from penstock.cli._answer import Answer, as_json
+from penstock.cli._progress import Steps
+from penstock.errors import InternalError, PenstockError
 from penstock.probe import machine
 from penstock.report import memory_timeline
 from penstock.tiers import ssd_life_s
@@ -72,8 +73,9 @@ class _Outcome:
         return min(self.methods, key=self.step_time_ratio)
 
 
-def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
-    """Runs the demo and writes its files into ``out``."""
+def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | None = None) -> Answer:
+    """Runs the demo, telling what it does, and writes its files into ``out``."""
+    console = console or Console(quiet=not steps.is_wanted)
     out.mkdir(parents=True, exist_ok=True)
     outcome = _Outcome()
     with ExitStack() as stack:
@@ -83,8 +85,8 @@ def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
             f"A GPT of {hello['num_parameters'] / 1e6:.1f}M parameters (8 layers, width 256) trains on Python's own "
             "standard library, 16 x 512 bytes a step, with AdamW."
         )
-        with console.status("measuring the plain run"):
-            outcome.plain = plain.ask("measure")
+        steps.phase("measuring the plain run")
+        outcome.plain = plain.ask("measure")
         outcome.cap_bytes = int(_CAP_SHARE * outcome.plain["activation_bytes"])
         console.print(
             f"Plain, a step holds {format_bytes(outcome.plain['start_bytes'])} before it begins and "
@@ -92,21 +94,24 @@ def run(out: Path, disk: Path, num_steps: int, console: Console) -> None:
             f"take {format_bytes(outcome.cap_bytes)} beyond what it holds when training begins "
             f"({_CAP_SHARE:.0%} of the activations, RLIMIT_DATA)."
         )
+        steps.phase("running plainly under the cap")
         outcome.failure = _fail_plainly(outcome.cap_bytes)
         console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{outcome.failure}[/]", highlight=False)
         outcome.budget_bytes = outcome.plain["start_bytes"] + int(_BUDGET_SHARE * outcome.cap_bytes)
         capped = {}
         for name, label in _CAPPED.items():
-            with console.status(f"starting {label}"):
-                limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
-                files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
-                capped[name] = stack.enter_context(_child("--method", name, *limits, *files))
-                capped[name].ask("measure")  # takes the batch that the plain run took
-        _train_in_turn(plain, capped, num_steps, outcome, console)
+            steps.phase(f"starting {label}")
+            limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
+            files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
+            capped[name] = stack.enter_context(_child("--method", name, *limits, *files))
+            capped[name].ask("measure")  # takes the batch that the plain run took
+        _train_in_turn(plain, capped, num_steps, outcome, steps)
+        steps.phase("measuring the peaks of the capped runs")
         for name, child in capped.items():
             outcome.methods[name].peak = child.ask("measure")
             outcome.methods[name].last = child.ask("finish")
-    _report(outcome, out, disk, console)
+    steps.end()
+    return _report(outcome, out, disk, console)
 
 
 def _fail_plainly(cap_bytes: int) -> str:
@@ -119,26 +124,20 @@ def _fail_plainly(cap_bytes: int) -> str:
 
 
 def _train_in_turn(
-    plain: "_Child", capped: "dict[str, _Child]", num_steps: int, outcome: _Outcome, console: Console
+    plain: "_Child", capped: "dict[str, _Child]", num_steps: int, outcome: _Outcome, steps: Steps
 ) -> None:
     """One step of each, so that whatever else the machine does meets all of them."""
-    columns = (
-        TextColumn("training in turn, plain and under the cap"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=num_steps)
-        for _ in range(num_steps):
-            outcome.plain_steps.append(plain.ask("step"))
-            for name, child in capped.items():
-                outcome.methods[name].steps.append(child.ask("step"))
-            progress.advance(task)
+    steps.phase("training in turn, plain and under the cap", num_steps)
+    for number in range(1, num_steps + 1):
+        outcome.plain_steps.append(plain.ask("step"))
+        for name, child in capped.items():
+            outcome.methods[name].steps.append(child.ask("step"))
+        steps.advance(number, num_steps)
 
 
-def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> None:
+def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answer:
     picture, summary = out / "memory.png", out / "summary.json"
+    found = _summary(outcome, disk)
     timelines = {"plain, no cap": outcome.plain["timeline"]}
     timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
     memory_timeline(
@@ -148,7 +147,7 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> None:
         limit_label="cap",
         title="One training step, memory held",
     )
-    summary.write_text(json.dumps(_summary(outcome, disk), indent=2))
+    summary.write_text(as_json(found))
     table = Table("", "under the cap", "activations", "step time", "moved out", "loss off by", title_justify="left")
     table.add_row("plain", "[red]fails[/]", format_bytes(outcome.plain["activation_bytes"]), "1", "", "")
     for name, label in _CAPPED.items():
@@ -169,10 +168,16 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> None:
         f"waited {format_duration(outcome.methods['offload'].steps[-1]['offload']['stall_s'])} a step for copies.",
         highlight=False,
     )
-    for path in (summary, picture, out / "trace.json"):
-        console.print(f"  {path}", highlight=False)
+    files = [summary, picture, out / "trace.json"]
+    for path in files:
+        console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     if any(outcome.largest_loss_difference(name) for name in ("offload", "remat")):
-        raise PenstockError("the losses differ: this is a bug in Penstock, please report it with summary.json")
+        raise InternalError(f"the losses differ from plain training's; add {summary} to the report")
+    return Answer(data={**found, "files": [str(path) for path in files]}, show=_was_told)
+
+
+def _was_told(_: Console) -> None:
+    """The demo tells its story while it runs."""
 
 
 def _moved_bytes(method: _Method) -> int:

@@ -6,36 +6,27 @@ answers each with a line of JSON. With a cap the process may not hold more than 
 """
 
 import argparse
-import contextlib
 import json
 import resource
 import sys
-import sysconfig
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from penstock.offload import activations
-from penstock.probe import peak_bytes
-from penstock.remat import OptimizedStep, optimize
-from penstock.testing import GPT
+from penstock.cli._trainer import METHODS, Size, Trainer, standard_library
 from penstock.tiers import write_trace
 
-BATCH, LENGTH, WIDTH, NUM_LAYERS = 16, 512, 256, 8
-
-
-METHODS = ("plain", "checkpoint", "offload", "remat")
+SIZE = Size(num_layers=8, width=256, length=512, batch=16)
 
 
 def main() -> None:
     """Trains as told."""
     arguments = _arguments()
-    trainer = _Trainer(arguments.method, arguments.disk, arguments.budget)
+    trainer = Trainer(arguments.method, SIZE, disk=arguments.disk, budget=arguments.budget)
     trainer.run_tiny_step()  # optimizer state, worker threads and library buffers exist from here on
-    trainer.plan()
+    if trainer.method == "remat":
+        trainer.plan(arguments.budget, disk=arguments.disk, reserve=standard_library().nbytes)
     static_bytes = _data_bytes()
     if arguments.cap is not None:
         limit = static_bytes + arguments.cap
@@ -56,64 +47,7 @@ def main() -> None:
             raise SystemExit(1) from error
 
 
-class _Trainer:
-    """A GPT on the sources of Python's standard library, as bytes."""
-
-    def __init__(self, method: str, disk: Path | None, budget: int | None):
-        torch.manual_seed(0)
-        self.model = GPT(
-            num_layers=NUM_LAYERS, width=WIDTH, num_heads=8, context=LENGTH, checkpointed=method == "checkpoint"
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
-        self.method, self.disk, self.budget = method, disk, budget
-        self.offloader = activations(self.model, disk=disk, budget=budget) if method == "offload" else None
-        self.planned: OptimizedStep | None = None
-        self._text = _standard_library()
-        self._generator = torch.Generator().manual_seed(0)
-
-    def plan(self) -> None:
-        """Plans the whole step, where that is the method."""
-        if self.method == "remat":
-            state = self._generator.get_state()
-            self.planned = optimize(
-                self.model,
-                self.batch(),
-                self.budget,
-                optimizer=self.optimizer,
-                disk=self.disk,
-                reserve=self._text.nbytes,
-            )
-            self._generator.set_state(state)
-
-    def batch(self, size: int = BATCH, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.randint(len(self._text) - length - 1, (size,), generator=self._generator).tolist()
-        rows = torch.stack([self._text[start : start + length + 1] for start in starts]).long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def train(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.forward_and_backward(batch)
-        self.optimizer.step()
-        return loss
-
-    def forward_and_backward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
-        step = self.model if self.planned is None else self.planned
-        with self.offloader or contextlib.nullcontext():
-            loss: torch.Tensor = step(*batch)
-            loss.backward()
-        return float(loss.detach())
-
-    def run_tiny_step(self) -> None:
-        """Allocates gradients and optimizer state without training: the learning rate is 0 for it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.model(*self.batch(1, 8)).backward()
-        self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] = 3e-4
-
-
-def _step(trainer: _Trainer) -> dict[str, Any]:  # any: JSON
+def _step(trainer: Trainer) -> dict[str, Any]:  # any: JSON
     batch = trainer.batch()
     start_s = time.perf_counter()
     loss = trainer.train(batch)
@@ -123,10 +57,8 @@ def _step(trainer: _Trainer) -> dict[str, Any]:  # any: JSON
     return answer
 
 
-def _measure(trainer: _Trainer) -> dict[str, Any]:
-    batch = trainer.batch()
-    trainer.optimizer.zero_grad(set_to_none=False)
-    report = peak_bytes(lambda: trainer.forward_and_backward(batch), device="cpu")
+def _measure(trainer: Trainer) -> dict[str, Any]:
+    report = trainer.peak(trainer.batch())
     every = max(1, len(report.timeline) // 4000)
     return {
         "peak_bytes": report.peak_bytes,
@@ -137,7 +69,7 @@ def _measure(trainer: _Trainer) -> dict[str, Any]:
     }
 
 
-def _finish(trainer: _Trainer, trace: Path | None) -> dict[str, Any]:
+def _finish(trainer: Trainer, trace: Path | None) -> dict[str, Any]:
     if trainer.planned is not None:
         plan, problem = trainer.planned.plan.plan, trainer.planned.plan.problem
         swapped = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
@@ -147,19 +79,13 @@ def _finish(trainer: _Trainer, trace: Path | None) -> dict[str, Any]:
     if trace is not None:
         write_trace(trace, trainer.offloader.trace(), name="penstock demo")
     answer = {"tiers": asdict(trainer.offloader.tier_statistics())}
-    trainer.offloader.close()
+    trainer.close()
     return answer
 
 
 def _thinned(timeline: tuple[tuple[float, int], ...], every: int) -> list[tuple[float, int]]:
     """The highest point of every few: the peak stays in the picture."""
     return [max(timeline[at : at + every], key=lambda point: point[1]) for at in range(0, len(timeline), every)]
-
-
-def _standard_library() -> torch.Tensor:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
-    return torch.frombuffer(bytearray(sources), dtype=torch.uint8)
 
 
 def _data_bytes() -> int:

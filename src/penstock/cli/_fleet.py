@@ -1,7 +1,6 @@
 """`penstock fleet run` trains a sweep; `ps`, `pause`, `resume`, `stop` and `clone` speak to one that runs elsewhere."""
 
 import json
-import math
 import signal
 import tempfile
 import warnings
@@ -13,11 +12,16 @@ from typing import Any
 
 from rich.console import Console
 
+from penstock.cli._answer import Answer, ExitCode
+from penstock.cli._command import Interrupted
 from penstock.cli._document import value_of
-from penstock.cli._sweep import FleetSettings, Parameters, SweepFile
+from penstock.cli._fault import Misuse
+from penstock.cli._progress import Steps
+from penstock.cli._sweep import FleetSettings, Parameters, SweepFile, read_sweep
 from penstock.cli._sweep_jobs import JobMaker, make_jobs, maker_of
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import Fleet, FleetState, Job, JobRow, JobSource, JobState, Results, jobs_table
+from penstock.report import draw_fleet
 
 ANSWER_S = 60.0
 _POLL_S = 1.0
@@ -40,13 +44,32 @@ class Trained:
         return any(one.state is JobState.FAILED for one in self.results.values())
 
 
+def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, steps: Steps) -> Answer:
+    """`penstock fleet run`: reads a sweep, trains it, and says how to go on where it is interrupted."""
+    kept = given.get("run_dir")
+    try:
+        file = read_sweep(sweep)
+        settings = file.sweep.fleet.overridden(**given)
+        kept = settings.run_dir
+        with terminated_as_interrupted():
+            trained = train(file, settings, resume=resume, progress="auto" if steps.is_wanted else None)
+    except KeyboardInterrupt:
+        how = "; the same command with --resume goes on from the checkpoints"
+        raise Interrupted(f"penstock fleet run: interrupted{how if kept else ', and nothing was kept'}.") from None
+    return Answer(
+        data=trained_as_data(trained),
+        show=lambda console: show_trained(trained, console),
+        exit_code=ExitCode.FAILED if trained.has_failed else ExitCode.GOOD,
+    )
+
+
 def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, progress: str | None = "auto") -> Trained:
     """Makes the jobs of a sweep and trains them. ``resume`` goes on with those of the run's folder, clones included.
 
-    Raises ``ValueError`` for a sweep that cannot work, and what a `Fleet` raises.
+    Raises ``ValueError`` or `Misuse` for a sweep that cannot work, and what a `Fleet` raises.
     """
     if resume and settings.run_dir is None:
-        raise ValueError("--resume goes on with the fleet of a folder; say which: --run-dir runs/1")
+        raise Misuse("--resume goes on with the fleet of a folder; say which: --run-dir runs/1")
     state = None if settings.run_dir is None else FleetState(Path(settings.run_dir))
     if state is not None and state.exists and not resume:
         raise ValueError(
@@ -85,8 +108,8 @@ def show_trained(trained: Trained, console: Console) -> None:
         console.print(f"Checkpoints and metrics are in {trained.run_dir}.", highlight=False, markup=False)
 
 
-def trained_as_json(trained: Trained) -> str:
-    """The table as JSON."""
+def trained_as_data(trained: Trained) -> dict[str, object]:
+    """The table for JSON."""
     jobs = [
         {
             "name": one.name,
@@ -102,30 +125,29 @@ def trained_as_json(trained: Trained) -> str:
         for one in trained.results.values()
     ]
     devices = [{**asdict(one), "useful_share": one.useful_share} for one in trained.results.devices]
-    return _json({"run_dir": trained.run_dir, "jobs": jobs, "devices": devices})
+    return {"run_dir": trained.run_dir, "jobs": jobs, "devices": devices}
 
 
-def look(run_dir: Path) -> tuple[bool, list[JobRow]]:
-    """Whether a process runs the fleet, and its jobs. Raises ``PenstockError`` where no fleet ever ran."""
+def jobs_of(run_dir: Path) -> Answer:
+    """`penstock fleet ps`. Raises ``PenstockError`` where no fleet ever ran."""
     state = _state(run_dir)
-    return state.is_alive, state.jobs()
+    is_running, rows = state.is_alive, state.jobs()
+    return Answer(
+        data={"is_running": is_running, "jobs": [asdict(row) for row in rows]},
+        show=lambda console: _show_jobs(is_running, rows, console),
+    )
 
 
-def show_jobs(run_dir: Path, console: Console) -> None:
-    """Prints what `look` finds."""
-    is_running, rows = look(run_dir)
-    table = jobs_table(rows)
-    table.columns[0].overflow = "fold"
-    table.columns[0].min_width = max([0, *(len(row.name) for row in rows)])  # the other commands want it whole
-    console.print(table)
-    said = "A process runs this fleet." if is_running else "No process runs this fleet now."
-    console.print(said, highlight=False)
+def draw(run_dir: Path, folder: Path | None, last_s: float, steps: Steps) -> Answer:
+    """`penstock fleet draw`."""
+    steps.phase(f"drawing {run_dir}")
+    files = draw_fleet(run_dir, folder, last_s=last_s)
 
+    def show(console: Console) -> None:
+        for file in files:
+            console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
-def jobs_as_json(run_dir: Path) -> str:
-    """The same as JSON."""
-    is_running, rows = look(run_dir)
-    return _json({"is_running": is_running, "jobs": [asdict(row) for row in rows]})
+    return Answer(data={"files": [str(file) for file in files]}, show=show)
 
 
 def ask(
@@ -151,14 +173,25 @@ def ask(
 
 
 def changes_of(pairs: list[str]) -> Parameters:
-    """``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises ``ValueError`` for what is no pair."""
+    """``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises `Misuse` for what is no pair."""
     found: Parameters = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise ValueError(f"--set {pair}: give a parameter and its value, as in --set lr=1e-3")
+            raise Misuse(f"--set {pair}: give a parameter and its value, as in --set lr=1e-3")
         found[name] = value_of(text)
     return found
+
+
+def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
+    table = jobs_table(rows)
+    names = table.columns[0]
+    names.overflow = "fold"  # the other commands want a name whole
+    names.min_width = min(max([0, *(len(row.name) for row in rows)]), console.width // 3)
+    table.columns = [one for one in table.columns if one is names or any(map(str, one.cells))]
+    console.print(table)
+    said = "A process runs this fleet." if is_running else "No process runs this fleet now."
+    console.print(said, highlight=False)
 
 
 def _others(state: FleetState, jobs: list[tuple[Job, JobSource]], maker: JobMaker) -> list[tuple[Job, JobSource]]:
@@ -195,16 +228,3 @@ def _nobody(run_dir: Path) -> str:
         f"no process runs the fleet in {run_dir}; `penstock fleet run SWEEP.yaml --run-dir {run_dir} --resume` goes on "
         "with it"
     )
-
-
-def _json(value: object) -> str:
-    return json.dumps(_finite(value), indent=2, default=str)
-
-
-def _finite(value: object) -> object:
-    """JSON knows no NaN."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,19 +1,21 @@
 """`penstock plan`: what budgets cost a step, before it is trained."""
 
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock import remat
-from penstock.cli._target import function_of
+from penstock.cli._answer import Answer, ExitCode
+from penstock.cli._progress import Steps
+from penstock.cli._target import called, function_of, shown_kind
+from penstock.errors import PenstockError
 from penstock.report import memory_timeline, pareto_curve, plan_marks, plan_timeline
-from penstock.units import format_bytes, format_duration, parse_bytes
+from penstock.units import format_bytes, format_duration
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 
@@ -36,23 +38,51 @@ class PlanTable:
     """The largest batch per budget that was asked for, where the factory takes a batch."""
 
 
-def make(target: str, budgets: list[str], disk: Path | None, method: remat.Method) -> PlanTable:
+def answer(
+    target: str, budgets: list[int], disk: Path | None, method: remat.Method, out: Path | None, steps: Steps
+) -> Answer:
+    """`penstock plan`; a budget that was asked for and is refused is exit code 3."""
+    found = make(target, budgets, disk, method, steps)
+    files = []
+    if out is not None:
+        steps.phase(f"drawing into {out}")
+        files = write(found, out)
+
+    def shown(console: Console) -> None:
+        show(found, console)
+        for file in files:
+            console.print(f"  {file}", highlight=False, markup=False, soft_wrap=True)
+
+    is_refused = any(one < found.smallest_bytes for one in budgets)
+    return Answer(
+        data={**as_data(found), "files": [str(file) for file in files]},
+        show=shown,
+        exit_code=ExitCode.NO_BUDGET if is_refused else ExitCode.GOOD,
+    )
+
+
+def make(target: str, budgets: list[int], disk: Path | None, method: remat.Method, steps: Steps) -> PlanTable:
     """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
     factory = function_of(target, "makes the step", "() returns (step, example_inputs)")
-    step, inputs = factory()
+    step, inputs = _step_of(target, factory)
     options: dict[str, Any] = {"disk": disk, "method": method}
+    steps.phase("capturing the step and measuring its operators")
     problem = remat.optimize(step, inputs, None, **options).plan.problem
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
-    asked = [parse_bytes(one) for one in budgets]
+    steps.phase("planning")
     smallest_bytes = remat.smallest_budget_bytes(problem, method=method)
-    every = sorted({int(share * keep_all_bytes) for share in _SHARES} | {smallest_bytes} | set(asked))
+    every = sorted({int(share * keep_all_bytes) for share in _SHARES} | {smallest_bytes} | set(budgets))
+    plans = tuple(remat.pareto(problem, every, method=method))
     max_batches = {}
-    if _takes_a_batch(factory):
-        max_batches = {one: remat.max_batch(factory, one, **options) for one in asked}
+    if budgets and _takes_a_batch(factory):
+        steps.phase("looking for the largest batch", len(budgets))
+        for number, one in enumerate(budgets, 1):
+            max_batches[one] = remat.max_batch(lambda batch: _step_of(target, factory, batch=batch), one, **options)
+            steps.advance(number, len(budgets))
     return PlanTable(
         problem=problem,
         budgets_bytes=tuple(every),
-        plans=tuple(remat.pareto(problem, every, method=method)),
+        plans=plans,
         smallest_bytes=smallest_bytes,
         method=method,
         max_batches=max_batches,
@@ -61,7 +91,9 @@ def make(target: str, budgets: list[str], disk: Path | None, method: remat.Metho
 
 def show(found: PlanTable, console: Console) -> None:
     """Prints the table."""
-    table = Table("budget", "peak", "extra time", "share", "swapped", "again", "batch")
+    table = Table(
+        Column("budget", no_wrap=True), Column("peak", no_wrap=True), "extra time", "share", "swapped", "again", "batch"
+    )
     for budget, plan in zip(found.budgets_bytes, found.plans, strict=True):
         batch = str(found.max_batches.get(budget, ""))
         if plan is None:
@@ -110,8 +142,8 @@ def write(found: PlanTable, out: Path) -> list[Path]:
     return files
 
 
-def as_json(found: PlanTable) -> str:
-    """The table as JSON."""
+def as_data(found: PlanTable) -> dict[str, object]:
+    """The table for JSON."""
     rows = [
         {"budget_bytes": budget, "is_refused": True}
         if plan is None
@@ -127,11 +159,22 @@ def as_json(found: PlanTable) -> str:
         }
         for budget, plan in zip(found.budgets_bytes, found.plans, strict=True)
     ]
-    return json.dumps({"smallest_bytes": found.smallest_bytes, "plans": rows}, indent=2)
+    return {"smallest_bytes": found.smallest_bytes, "plans": rows}
 
 
 def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
     return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
+
+
+def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any]]:
+    """What the factory makes. Raises ``PenstockError`` where it is no step with its inputs."""
+    made = called(target, factory, **parameters)
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], list | tuple):
+        return made
+    raise PenstockError(
+        f"{target} returns {shown_kind(made)}, not (step, example_inputs): `return model, [tokens, targets]`, or "
+        "`return (lambda x: model(x).square().mean()), [x]`"
+    )
 
 
 def _takes_a_batch(factory: Callable[..., Any]) -> bool:

@@ -1,14 +1,29 @@
-"""The tables of `penstock probe`."""
+"""`penstock probe`: what this machine has and can do."""
+
+from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from penstock.probe import MachineReport
+from penstock.cli._answer import Answer
+from penstock.cli._progress import Steps
+from penstock.probe import MachineReport, machine, provenance
 from penstock.units import format_bytes, format_rate
 
 
-def show(report: MachineReport, console: Console) -> None:
-    """Prints what the probe found."""
+def probe(disk: Path, refresh: bool, steps: Steps) -> Answer:
+    """Looks at the machine, with ``disk`` as the place to spill."""
+    steps.phase(f"measuring bandwidths of {disk}")
+    report = machine(disk, refresh=refresh, progress=steps.advance)
+    software = provenance()
+    return Answer(
+        data={**asdict(report), "environment": software},
+        show=lambda console: _show(report, software, console),
+    )
+
+
+def _show(report: MachineReport, software: dict[str, object], console: Console) -> None:
     places = Table("place", "what", "capacity", "free", title="Devices and tiers", title_justify="left")
     for place in report.places:
         places.add_row(
@@ -22,3 +37,8 @@ def show(report: MachineReport, console: Console) -> None:
         features.add_row(feature.name, "yes" if feature.is_supported else "no", feature.reason)
     for table in (places, lanes, features):
         console.print(table)
+    console.print(
+        f"penstock {software['penstock']}, torch {software['torch']}, Python {software['python']}, "
+        f"{software['system']}",
+        highlight=False,
+    )

@@ -1,6 +1,5 @@
 """`penstock fleet simulate`: how long jobs of known costs would take on devices that need not exist."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,10 +7,12 @@ from typing import Annotated, Any, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from penstock import fleet
+from penstock.cli._answer import Answer
 from penstock.cli._document import Strict, read, to_bytes
+from penstock.cli._progress import Steps
 from penstock.report import gantt
 from penstock.units import format_bytes, format_duration
 
@@ -105,7 +106,7 @@ class ProblemSettings(Strict):
         return self
 
     def problem(self) -> fleet.FleetProblem:
-        """To simulate. Raises ``ValueError`` where no device takes a job."""
+        """To simulate. Raises ``BudgetError`` where no device takes a job."""
         jobs = [job for one in self.jobs for job in _jobs_of(one)]
         devices = [device for one in self.devices for device in _devices_of(one)]
         return fleet.FleetProblem(jobs=tuple(jobs), devices=tuple(devices))
@@ -126,7 +127,9 @@ class Comparison:
 
     def table(self) -> Table:
         """For ``rich``."""
-        table = Table("scheduler", "ends after", "over the bound", "devices compute", "stall", "copied in")
+        table = Table(
+            Column("scheduler", no_wrap=True), "ends after", "over the bound", "devices compute", "stall", "copied in"
+        )
         for name, one in self.schedules.items():
             total_s = max(one.makespan_s * len(one.devices), 1e-12)
             table.add_row(
@@ -142,8 +145,8 @@ class Comparison:
             table.add_row(label, format_duration(end_s), self._over(end_s), "", "", "")
         return table
 
-    def as_json(self) -> str:
-        """The table as JSON."""
+    def as_data(self) -> dict[str, object]:
+        """The table for JSON."""
         schedules = {
             name: {
                 "makespan_s": one.makespan_s,
@@ -157,7 +160,7 @@ class Comparison:
             for name, one in self.schedules.items()
         }
         bounds = {"lower_bound_s": self.lower_bound_s, "model_parallel_s": self.model_parallel_s}
-        return json.dumps({"schedulers": schedules, **bounds}, indent=2)
+        return {"schedulers": schedules, **bounds}
 
     def draw(self, path: Path, scheduler: fleet.SchedulerName) -> None:
         """Which job was on which device when."""
@@ -171,7 +174,16 @@ class Comparison:
         return f"{end_s / self.lower_bound_s:.2f}" if self.lower_bound_s else ""
 
 
-def compare(path: Path, recorded: fleet.SchedulerName | None = None) -> Comparison:
+def answer(path: Path, scheduler: fleet.SchedulerName, picture: Path | None, steps: Steps) -> Answer:
+    """`penstock fleet simulate`; ``scheduler`` is the one that ``picture`` shows."""
+    found = compare(path, None if picture is None else scheduler, steps)
+    if picture is not None:
+        steps.phase(f"drawing {picture}")
+        found.draw(picture, scheduler)
+    return Answer(data=found.as_data(), show=lambda console: show(found, console))
+
+
+def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> Comparison:
     """Simulates the problem in a file under every scheduler; ``recorded``: the one whose units are kept to be drawn.
 
     Raises ``OSError``, and ``ValueError`` with file, line and key of what is wrong.
@@ -181,10 +193,15 @@ def compare(path: Path, recorded: fleet.SchedulerName | None = None) -> Comparis
     try:
         problem = settings.problem()
     except ValueError as error:
-        raise document.error(("jobs",), str(error)) from None
+        raise type(error)(document.error(("jobs",), str(error))) from None  # a budget stays one
+    steps.phase("simulating schedulers", len(SCHEDULERS))
+    schedules = {}
+    for number, name in enumerate(SCHEDULERS, 1):
+        schedules[name] = fleet.simulate(problem, name, records=name == recorded)
+        steps.advance(number, len(SCHEDULERS))
     return Comparison(
         problem=problem,
-        schedules={name: fleet.simulate(problem, name, records=name == recorded) for name in SCHEDULERS},
+        schedules=schedules,
         lower_bound_s=fleet.lower_bound_s(problem),
         model_parallel_s=fleet.model_parallel_s(problem),
     )

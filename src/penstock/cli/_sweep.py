@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
 from penstock.cli._document import Document, Strict, message_of, read, to_bytes
+from penstock.cli._fault import Misuse
 from penstock.fleet import Device, SchedulerName
 
 _TRIES = 200
@@ -92,14 +93,14 @@ class FleetSettings(Strict):
         return {"devices": devices, **given}
 
     def overridden(self, **given: str | list[str] | None) -> "FleetSettings":
-        """With what the command line gave. Raises ``ValueError`` that names the option."""
+        """With what the command line gave. Raises `Misuse` that names the option."""
         changes = {key: value for key, value in given.items() if value is not None}
         try:
             checked = FleetSettings.model_validate(changes)
         except ValidationError as error:
             faults = error.errors(include_url=False)
             lines = [f"--{str(one['loc'][0]).replace('_', '-')}: {message_of(one, FleetSettings)}" for one in faults]
-            raise ValueError("\n".join(lines)) from None
+            raise Misuse("\n".join(lines)) from None
         update = {key: getattr(checked, key) for key in changes}
         if "budget" in changes and "devices" not in changes and self.devices is not None:
             update["devices"] = [one.model_copy(update={"budget": None}) for one in self.devices]

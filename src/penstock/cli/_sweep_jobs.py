@@ -2,14 +2,13 @@
 
 import inspect
 import re
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.cli._sweep import Parameters, SweepFile
-from penstock.cli._target import function_of
+from penstock.cli._target import called, function_of
 from penstock.errors import PenstockError
 from penstock.fleet import Job, JobSource
 
@@ -27,15 +26,9 @@ class JobMaker:
 
     def __call__(self, **parameters: Any) -> Job:  # any: JSON
         """A job. Raises ``PenstockError`` where the function raises or returns something else."""
-        shown = f"{self.path}({', '.join(f'{key}={value!r}' for key, value in parameters.items())})"
-        try:
-            job = self.function(**parameters)
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{last.filename}, line {last.lineno}"
-            raise PenstockError(f"{shown} failed in {where}: {type(error).__name__}: {error}") from error
+        job = called(self.path, self.function, **parameters)
         if not isinstance(job, Job):
-            raise PenstockError(f"{shown} returns a penstock.fleet.Job, not {type(job).__name__}")
+            raise PenstockError(f"{self.path} returns a penstock.fleet.Job, not {type(job).__name__} {job!r}")
         return job
 
     def source(self, parameters: Parameters) -> JobSource:

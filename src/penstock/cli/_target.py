@@ -3,11 +3,13 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from penstock.cli._fault import Misuse, named
 from penstock.errors import PenstockError
 
 _NOWHERE = Path()
@@ -21,7 +23,7 @@ def function_of(target: str, what: str, returns: str, folder: Path = _NOWHERE) -
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
-        raise PenstockError(
+        raise Misuse(
             f"{target!r} does not say which function {what}: give FILE.py:FACTORY or MODULE:FACTORY, where "
             f"FACTORY{returns}"
         )
@@ -32,6 +34,34 @@ def function_of(target: str, what: str, returns: str, folder: Path = _NOWHERE) -
     return function  # type: ignore[no-any-return]
 
 
+def called(target: str, function: Callable[..., Any], **parameters: Any) -> Any:  # any: a user's function
+    """What ``function`` returns. What it raises becomes a ``PenstockError`` that says where; ours stay."""
+    shown = f"{target}({', '.join(f'{key}={value!r}' for key, value in parameters.items())})"
+    with _guarded(f"{shown} failed"):
+        return function(**parameters)
+
+
+def shown_kind(value: object) -> str:
+    """``"a tuple of 3 (Linear, Tensor, int)"``, for what a function returns instead of what it should."""
+    if isinstance(value, tuple | list):
+        kinds = ", ".join(type(one).__name__ for one in value[:4]) + (", ..." if len(value) > 4 else "")
+        return f"a {type(value).__name__} of {len(value)} ({kinds})"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+@contextmanager
+def _guarded(said: str) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError:
+        raise
+    except SystemExit as error:
+        why = "; what only runs as a script belongs under `if __name__ == '__main__':`"
+        raise PenstockError(f"{said}: it ended the process with {error.code!r}{why}") from error
+    except Exception as error:
+        raise PenstockError(f"{said}: {named(error)}") from error
+
+
 def _module_in(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.exists():
@@ -39,16 +69,20 @@ def _module_in(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     _find_beside(file.resolve().parent)
-    spec.loader.exec_module(module)
+    with _guarded(f"{file} cannot be loaded"):
+        spec.loader.exec_module(module)
     return module
 
 
 def _module_named(name: str) -> ModuleType:
     _find_beside(Path.cwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise PenstockError(f"there is no module {name} ({error})") from error
+    with _guarded(f"{name} cannot be loaded"):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+                raise PenstockError(f"there is no module {name} ({error})") from error
+            raise
 
 
 def _find_beside(folder: Path) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from penstock.errors import BudgetError
+
 
 class UnitKind(Enum):
     """What one shard does on one mini-batch without leaving the device."""
@@ -209,7 +211,7 @@ class FleetProblem:
         for job in self.jobs:
             most = max(unit.resident_bytes for unit in job.step_units)
             if not any(one.budget_bytes is None or most <= one.budget_bytes for one in self.devices):
-                raise ValueError(
+                raise BudgetError(
                     f"no device takes job {job.name!r}: one of its units needs {most} bytes, and the largest budget is "
                     f"{max(one.budget_bytes or 0 for one in self.devices)}. Cut it into smaller shards"
                 )

@@ -5,6 +5,7 @@
 - `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week.
 - `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
   `gpu_direct_storage` for one directory.
+- `in_rounds`, `paired_ratio`, `Ratio`: ways to do the same thing, timed in turn; `provenance`: with what, and where.
 - `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by those who hold them.
 """
 
@@ -22,3 +23,7 @@ from penstock.probe._peak import PeakReport as PeakReport
 from penstock.probe._peak import can_record as can_record
 from penstock.probe._peak import peak_bytes as peak_bytes
 from penstock.probe._peak import record_memory as record_memory
+from penstock.probe._rounds import Ratio as Ratio
+from penstock.probe._rounds import in_rounds as in_rounds
+from penstock.probe._rounds import paired_ratio as paired_ratio
+from penstock.probe._rounds import provenance as provenance

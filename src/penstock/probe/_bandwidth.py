@@ -1,5 +1,6 @@
 """Bandwidth of each link in each direction, by real transfers, remembered per machine for a week."""
 
+import itertools
 import json
 import mmap
 import os
@@ -41,13 +42,16 @@ class LaneBandwidth:
     """When, in seconds of ``time.time()``."""
 
 
-def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> tuple[LaneBandwidth, ...]:
+def bandwidths(
+    directory: str | os.PathLike[str], *, refresh: bool = False, progress: Callable[[int, int], None] | None = None
+) -> tuple[LaneBandwidth, ...]:
     """Bandwidths between the device, host memory and a disk, in bytes per second.
 
     ``directory`` is where the disk tier would spill; 256 MiB of free space are needed there for a moment. Results are
     kept per machine, device and file system for a week; ``refresh`` measures anew. On a CPU-only machine the lanes are
     ``device->disk`` and ``disk->device``; with CUDA ``host->disk``, ``disk->host``, ``device->host``, ``host->device``,
-    and the two between device and disk where GPUDirect Storage works.
+    and the two between device and disk where GPUDirect Storage works. ``progress`` is told after each transfer how many
+    are done, and of how many.
     Raises what opening a file in ``directory`` raises.
     """
     key = _key(Path(directory))
@@ -60,9 +64,16 @@ def bandwidths(directory: str | os.PathLike[str], *, refresh: bool = False) -> t
         and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
     ):
         return tuple(LaneBandwidth(**lane) for lane in known)
-    lanes = _disk_lanes(directory) + (_cuda_lanes() if torch.cuda.is_available() else ())
-    if gpu_direct_storage(directory).is_supported:
-        lanes += _direct_lanes(directory)
+    has_cuda, has_direct = torch.cuda.is_available(), gpu_direct_storage(directory).is_supported
+    num_transfers, count = 2 * (1 + _ROUNDS) * (1 + has_cuda + has_direct), itertools.count(1)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(count), num_transfers)
+
+    lanes = _disk_lanes(directory, tick) + (_cuda_lanes(tick) if has_cuda else ())
+    if has_direct:
+        lanes += _direct_lanes(directory, tick)
     cache[key] = [asdict(lane) for lane in lanes]
     _store_cache(cache)
     return lanes
@@ -73,7 +84,7 @@ def _lanes_of_disk() -> set[str]:
     return {f"{near}->disk", f"disk->{near}"}
 
 
-def _disk_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
+def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
     near = "host" if torch.cuda.is_available() else "device"
     spill = SpillFile(directory)
     try:
@@ -81,8 +92,8 @@ def _disk_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
         memory = mmap.mmap(-1, _SAMPLE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = memoryview(memory)
         view[:] = os.urandom(2**20) * (_SAMPLE_BYTES // 2**20)  # a disk that compresses gains nothing
-        write_s = _timed(lambda: _in_requests(spill.write, view))
-        read_s = _timed(lambda: _in_requests(spill.read, view))
+        write_s = _timed(lambda: _in_requests(spill.write, view), tick)
+        read_s = _timed(lambda: _in_requests(spill.read, view), tick)
     finally:
         spill.close()
     return (
@@ -91,7 +102,7 @@ def _disk_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
     )
 
 
-def _cuda_lanes() -> tuple[LaneBandwidth, ...]:
+def _cuda_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
     device = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
     host = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
 
@@ -100,19 +111,19 @@ def _cuda_lanes() -> tuple[LaneBandwidth, ...]:
         torch.cuda.synchronize()
 
     return (
-        _lane("device->host", _SAMPLE_BYTES / _timed(lambda: copy(host, device)), True),
-        _lane("host->device", _SAMPLE_BYTES / _timed(lambda: copy(device, host)), True),
+        _lane("device->host", _SAMPLE_BYTES / _timed(lambda: copy(host, device), tick), True),
+        _lane("host->device", _SAMPLE_BYTES / _timed(lambda: copy(device, host), tick), True),
     )
 
 
-def _direct_lanes(directory: str | os.PathLike[str]) -> tuple[LaneBandwidth, ...]:
+def _direct_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
     memory = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda").untyped_storage()
     spill = SpillFile(directory)
     spill.grow(_SAMPLE_BYTES)
     file = DeviceFile(spill)
     try:
-        write_s = _timed(lambda: _in_requests(file.write, memory))
-        read_s = _timed(lambda: _in_requests(file.read, memory))
+        write_s = _timed(lambda: _in_requests(file.write, memory), tick)
+        read_s = _timed(lambda: _in_requests(file.read, memory), tick)
     finally:
         file.close()
         spill.close()
@@ -148,13 +159,15 @@ def _in_requests(transfer: Callable[[Any, int], object], memory: memoryview | to
         raise errors[0]
 
 
-def _timed(transfer: Callable[[], None]) -> float:
+def _timed(transfer: Callable[[], None], tick: Callable[[], None]) -> float:
     transfer()
+    tick()
     durations_s = []
     for _ in range(_ROUNDS):
         start_s = time.perf_counter()
         transfer()
         durations_s.append(time.perf_counter() - start_s)
+        tick()
     return median(durations_s)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,16 @@ class MachineReport:
     """What works, and why the rest does not."""
 
 
-def machine(directory: str | os.PathLike[str] = ".", *, refresh: bool = False) -> MachineReport:
+def machine(
+    directory: str | os.PathLike[str] = ".",
+    *,
+    refresh: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MachineReport:
     """Looks at this machine, with ``directory`` as the place to spill. See ``bandwidths`` for cost and errors."""
-    lanes = bandwidths(directory, refresh=refresh)  # first, since it says best what is wrong with a directory
+    lanes = bandwidths(
+        directory, refresh=refresh, progress=progress
+    )  # first, since it says best what is wrong with a directory
     return MachineReport(places=_devices() + _tiers(Path(directory)), lanes=lanes, features=_features(directory))
 
 

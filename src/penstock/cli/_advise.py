@@ -1,0 +1,83 @@
+"""`penstock advise`: which room fits a model into a budget best."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from penstock.cli._answer import Answer, ExitCode
+from penstock.cli._progress import Steps
+from penstock.cli._target import called, function_of, shown_kind
+from penstock.errors import PenstockError
+from penstock.tiers import Budget
+from penstock.units import format_bytes
+
+_KEYS = ("model", "batch", "loss", "optimizer")
+_FIELDS = ("name", "is_refused", "reason", "peak_bytes", "ratio", "code")
+_RIGHT = "`return model, batch`, or `return {'model': model, 'batch': batch, 'loss': loss, 'optimizer': optimizer}`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What a factory made."""
+
+    model: nn.Module
+    """To train."""
+    batch: Any  # whatever the model takes
+    """One batch."""
+    loss: Callable[..., Any] | None
+    """``(model, batch)`` to a scalar; ``None``: the model returns its own."""
+    optimizer: Any  # what `penstock.advise` takes
+    """For the bytes of its state."""
+
+
+def answer(target: str, budget: int, host: int | None, disk: Path | None, steps: Steps) -> Answer:
+    """Asks `penstock.advise`. Exit code 3 where every option is refused."""
+    steps.phase(f"calling {target}")
+    factory = function_of(target, "makes the model", "() returns (model, batch)")
+    subject = subject_of(target, called(target, factory))
+    steps.phase(f"measuring what fits {format_bytes(budget)}")
+    limits = budget if host is None and disk is None else Budget(device=budget, host=host, disk=disk)
+    advise = importlib.import_module("penstock").advise
+    advice = advise(subject.model, subject.batch, limits, loss=subject.loss, optimizer=subject.optimizer)
+    fits = any(not one.is_refused for one in advice.options)
+    return Answer(
+        data={
+            "budget_bytes": budget,
+            "best": advice.best.name if fits else None,
+            "options": [{name: getattr(one, name) for name in _FIELDS} for one in advice.options],
+        },
+        show=lambda console: _show(advice.explain(), console),
+        exit_code=ExitCode.GOOD if fits else ExitCode.NO_BUDGET,
+    )
+
+
+def subject_of(target: str, made: object) -> Subject:
+    """What a factory returned, checked. Raises ``PenstockError`` that shows what it should."""
+    if isinstance(made, Mapping):
+        given = dict(made)
+        unknown, missing = [key for key in given if key not in _KEYS], [key for key in _KEYS[:2] if key not in given]
+        if unknown or missing:
+            what = f"has no {missing[0]!r}" if missing else f"has {unknown[0]!r}, which nobody reads"
+            raise PenstockError(f"the mapping that {target} returns {what}: {_RIGHT}")
+    elif isinstance(made, tuple | list) and len(made) == 2:
+        given = {"model": made[0], "batch": made[1]}
+    else:
+        raise PenstockError(f"{target} returns {shown_kind(made)}, not a model with a batch: {_RIGHT}")
+    if not isinstance(given["model"], nn.Module):
+        raise PenstockError(f"the model that {target} returns is {shown_kind(given['model'])}, no module: {_RIGHT}")
+    loss = given.get("loss")
+    if loss is not None and not callable(loss):
+        raise PenstockError(
+            f"the loss that {target} returns is {shown_kind(loss)}, and is to be a function: "
+            "`'loss': lambda model, batch: model(batch).square().mean()`"
+        )
+    return Subject(model=given["model"], batch=given["batch"], loss=loss, optimizer=given.get("optimizer"))
+
+
+def _show(text: str, console: Console) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

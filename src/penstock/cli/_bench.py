@@ -1,0 +1,117 @@
+"""`penstock bench`: benchmarks by name, with one JSON file and one table each."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.cli._answer import Answer, as_json
+from penstock.cli._bench_names import STEP, Benchmark, benchmarks
+from penstock.cli._fault import Misuse
+from penstock.cli._progress import Steps
+from penstock.errors import PenstockError
+
+_NUM_LAST_LINES = 3
+
+
+def listed() -> Answer:
+    """`penstock bench --list`."""
+    found = benchmarks()
+
+    def show(console: Console) -> None:
+        table = Table("benchmark", "what it measures")
+        for one in found:
+            table.add_row(one.name, one.what)
+        console.print(table)
+        if len(found) == 1:
+            console.print(_where_are_others(), highlight=False)
+
+    return Answer(data={"benchmarks": [{"name": one.name, "what": one.what} for one in found]}, show=show)
+
+
+def answer(
+    names: list[str], quick: bool, device: str, disk: Path, out: Path | None, sizes: Mapping[str, int], steps: Steps
+) -> Answer:
+    """Runs benchmarks one after the other; each is written to ``out`` as soon as it is done."""
+    chosen = _chosen(names)
+    if sizes and STEP not in names:
+        raise Misuse(
+            f"--{next(iter(sizes)).replace('num_', '')} is of `penstock bench step`; the others have their own"
+        )
+    documents: dict[str, dict[str, Any]] = {}
+    for one in chosen:
+        if one.tree is not None:
+            steps.phase(f"running {one.name}")
+            documents[one.name] = _from_tree(one, one.tree, quick, device, disk)
+        else:
+            from penstock.cli import _bench_step
+
+            documents[one.name] = _bench_step.measure(quick, device, disk, sizes, steps)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{one.name}.json").write_text(as_json(documents[one.name]) + "\n")
+    return Answer(data={"benchmarks": documents}, show=lambda console: _show(documents, out, console))
+
+
+def _chosen(names: list[str]) -> list[Benchmark]:
+    known = {one.name: one for one in benchmarks()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        others = "" if len(known) > 1 else f" {_where_are_others()}"
+        raise Misuse(f"there is no benchmark {unknown[0]!r} here; there are {', '.join(known)}.{others}")
+    return [known[name] for name in dict.fromkeys(names)]
+
+
+def _where_are_others() -> str:
+    return "The others, one per claim, need the source tree: unpack the source distribution and run this inside of it."
+
+
+def _from_tree(one: Benchmark, tree: Path, quick: bool, device: str, disk: Path) -> dict[str, Any]:
+    """Runs a benchmark of the source tree in a process of its own; what it says goes to standard error."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        file = Path(folder) / f"{one.name}.json"
+        command = [sys.executable, "-m", f"benchmarks.{one.name}", "--device", device, "--disk", str(disk.resolve())]
+        command += ["--json", str(file), *(["--quick"] if quick else [])]
+        paths = [str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with tempfile.TemporaryFile("w+") as said:
+            process = subprocess.run(
+                command, cwd=tree, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, stdin=subprocess.DEVNULL,
+                stdout=said, stderr=subprocess.STDOUT, check=False,
+            )  # fmt: skip
+            said.seek(0)
+            text = said.read()
+        sys.stderr.write(text)
+        if process.returncode or not file.exists():
+            last = " ".join(text.strip().splitlines()[-_NUM_LAST_LINES:])
+            raise PenstockError(f"{' '.join(command[1:])} ended with {process.returncode}: {last}")
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+
+def _show(documents: Mapping[str, Mapping[str, Any]], out: Path | None, console: Console) -> None:
+    for name, document in documents.items():
+        if name == STEP:
+            from penstock.cli import _bench_step
+
+            _bench_step.show(document, console)
+        else:
+            table = Table("name", "metric", "value", "unit", "ratio", title=name, title_justify="left")
+            for row in document["rows"]:
+                ratio = row.get("ratio")
+                table.add_row(
+                    row["name"],
+                    row["metric"],
+                    f"{row['value']:.4g}",
+                    row["unit"],
+                    "" if ratio is None else f"{ratio:.3f}",
+                )
+            console.print(table)
+        if out is not None:
+            console.print(f"wrote {out / f'{name}.json'}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,48 @@
+"""Which benchmarks there are: `step`, which comes with the package, and those of the source tree if it is here."""
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+STEP = "step"
+_TREE = Path(__file__).parents[3]
+_TAKES_OPTIONS = re.compile(r"^from benchmarks\.common import .*\bparser\b", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One that can run here."""
+
+    name: str
+    """As it is asked for."""
+    what: str
+    """In a sentence."""
+    tree: Path | None
+    """The source tree that it lies in; ``None`` for what comes with the package."""
+
+
+def benchmarks() -> list[Benchmark]:
+    """Those that can run here."""
+    what = "a GPT's step, plain, checkpointed, offloaded and planned, in turn: time, peak, equality of losses"
+    found = [Benchmark(name=STEP, what=what, tree=None)]
+    tree = source_tree()
+    for file in [] if tree is None else sorted((tree / "benchmarks").glob("*.py")):
+        text = file.read_text()
+        if _TAKES_OPTIONS.search(text) is not None:
+            said = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+            found.append(Benchmark(name=file.stem, what=" ".join(said.split()), tree=tree))
+    return found
+
+
+def source_tree() -> Path | None:
+    """Where the package runs from its source, or the current directory is the source; else none."""
+    for folder in (_TREE, Path.cwd()):
+        if (folder / "benchmarks" / "common.py").is_file() and (folder / "src" / "penstock").is_dir():
+            return folder
+    return None
+
+
+def benchmark_names(incomplete: str) -> list[str]:
+    """For shells."""
+    return [one.name for one in benchmarks() if one.name.startswith(incomplete)]

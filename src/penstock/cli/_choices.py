@@ -1,0 +1,39 @@
+"""Words that options take, and what a shell completes: read from folders, without PyTorch."""
+
+from enum import StrEnum
+from pathlib import Path
+
+import typer
+
+
+class PlanMethod(StrEnum):
+    """`penstock.remat.Method`, for an option."""
+
+    HYBRID = "hybrid"
+    RECOMPUTE = "recompute"
+    SWAP = "swap"
+
+
+class Scheduler(StrEnum):
+    """`penstock.fleet.SchedulerName`, for an option."""
+
+    SHARDED_LRTF = "sharded-lrtf"
+    FIFO = "fifo"
+    SHORTEST_FIRST = "shortest-first"
+    RANDOM = "random"
+
+
+class Device(StrEnum):
+    """What a benchmark runs on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Jobs of the fleet whose folder was already typed."""
+    run_dir = ctx.params.get("run_dir")
+    if run_dir is None:
+        return []
+    found = sorted(one.name for one in (Path(run_dir) / "jobs").glob("*") if one.is_dir())
+    return [name for name in found if name.startswith(incomplete)]

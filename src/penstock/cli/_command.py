@@ -1,0 +1,124 @@
+"""What all commands share: ``--json``, ``--debug``, progress, exit codes, and errors without tracebacks.
+
+A command is a function that returns an `Answer`. Here it gets its options and a place at the command line, and
+whatever it raises becomes a paragraph.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from penstock.cli._answer import Answer, ExitCode, as_json
+from penstock.cli._fault import exit_code_of, explain
+from penstock.cli._progress import Steps
+from penstock.units import parse_bytes
+
+DEBUG = "penstock.debug"
+"""Where a context keeps whether ``--debug`` stood before the command."""
+
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead, and nothing else.")]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with what to do next."""
+
+
+def command(app: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Puts a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments."""
+
+    def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(function)
+        def run(*, _context: typer.Context, as_json: bool, debug: bool, **given: Any) -> None:
+            name = f"penstock {_context.command_path.partition(' ')[2]}"
+            _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))(function, given)
+
+        own = list(inspect.signature(function).parameters.values())[1:]
+        added = {"_context": typer.Context, "as_json": _Json, "debug": _Debug}
+        kind = inspect.Parameter.KEYWORD_ONLY
+        extra = [
+            inspect.Parameter(
+                name, kind, annotation=what, default=inspect.Parameter.empty if name == "_context" else False
+            )
+            for name, what in added.items()
+        ]
+        run.__signature__ = inspect.Signature([*(one.replace(kind=kind) for one in own), *extra])  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in own} | added
+        told = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        app.command(help="\n\n".join(" ".join(one.split()) for one in told))(run)
+        return function
+
+    return register
+
+
+def size(text: str) -> int:
+    """For options: ``"6GiB"`` as bytes."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """PyTorch logs the traceback of an error that it also raises."""
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Run:
+    """One call of a command."""
+
+    def __init__(self, name: str, *, wants_json: bool, is_debugged: bool):
+        self._name, self._wants_json, self._is_debugged = name, wants_json, is_debugged
+
+    def __call__(self, function: Callable[..., Answer], given: dict[str, Any]) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which measures peaks, chats otherwise
+        try:
+            answer = self._answer(function, given)
+            text = as_json(answer.data) if self._wants_json else None
+            if text is None:
+                answer.show(Console())
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except KeyboardInterrupt as interrupt:
+            self._end(interrupt, str(interrupt) or f"{self._name}: interrupted.", ExitCode.INTERRUPTED)
+        except Exception as error:
+            self._end(error, explain(error, self._name), exit_code_of(error))
+        if text is not None:
+            typer.echo(text)
+        if answer.exit_code:
+            raise typer.Exit(int(answer.exit_code))
+
+    def _answer(self, function: Callable[..., Answer], given: dict[str, Any]) -> Answer:
+        """With ``--json`` whatever a user's own code prints goes to standard error."""
+        with contextlib.ExitStack() as stack:
+            steps = stack.enter_context(Steps(is_wanted=not self._wants_json))
+            if self._wants_json:
+                stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+            if not self._is_debugged:
+                stack.enter_context(_quiet(logging.getLogger("torch._subclasses")))
+            return function(steps, **given)
+
+    def _end(self, error: BaseException, message: str, exit_code: ExitCode) -> NoReturn:
+        if self._is_debugged:
+            traceback.print_exception(error, file=sys.stderr)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        if self._wants_json:
+            fault = {"command": self._name, "kind": type(error).__name__, "message": message}
+            typer.echo(as_json({"error": {**fault, "exit_code": int(exit_code)}}))
+        raise typer.Exit(int(exit_code)) from None

@@ -1,0 +1,72 @@
+"""What a command is doing, on standard error: phases, and the time left where it can be known.
+
+Nothing is written unless standard error is a terminal, and nothing with ``--json``.
+"""
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from penstock.units import format_duration
+
+
+class Steps:
+    """The phases of one command. A context manager, so that the terminal is left as it was."""
+
+    def __init__(self, *, is_wanted: bool = False, console: Console | None = None):
+        console = console or Console(stderr=True)
+        self.is_wanted = is_wanted
+        """Whether anything may be written at all; without a terminal nothing is, but for the lines of a fleet."""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        if is_wanted and console.is_terminal:
+            self._progress = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                _Left(),
+                console=console,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+            )
+
+    def phase(self, what: str, total: int | None = None) -> None:
+        """Begins the next phase: ``what`` in a few words, of ``total`` parts if that is known."""
+        if self._progress is None:
+            return
+        self._progress.start()
+        if self._task is not None:
+            self._progress.remove_task(self._task)
+        self._task = self._progress.add_task(what, total=total)
+
+    def advance(self, done: int, total: int) -> None:
+        """``done`` of the ``total`` parts of this phase are done."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def end(self) -> None:
+        """Clears the line: what is printed next stands alone."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def __enter__(self) -> "Steps":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+
+class _Left(ProgressColumn):
+    """``"3 of 9, 12.0 s left"``; the time so far where nobody knows how much there is."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text(f"{format_duration(task.elapsed or 0.0)}", style="dim")
+        done = f"{task.completed:.0f} of {task.total:.0f}"
+        left_s = task.time_remaining
+        return Text(done if left_s is None else f"{done}, {format_duration(left_s)} left", style="dim")

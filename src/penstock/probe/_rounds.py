@@ -1,0 +1,89 @@
+"""Ways to do the same thing, measured in turn: whatever else the machine does meets all of them."""
+
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock._version import __version__
+
+_NUM_RESAMPLES = 10_000
+
+
+class Ratio(NamedTuple):
+    """The median of paired ratios, and its 95% interval."""
+
+    median: float
+    """Below 1: faster than the peer."""
+    low: float
+    """2.5% of the resampled medians are below."""
+    high: float
+    """2.5% of the resampled medians are above."""
+
+
+def in_rounds(
+    ways: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    device: str = "cpu",
+    after_round: Callable[[int], None] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each of ``ways`` in every round: all of them in turn, in another order each round.
+
+    ``after_round`` is called with the number of the round, from 1; its time is not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order, shuffle = list(ways), random.Random(0).shuffle  # noqa: S311
+    for number in range(1, rounds + 1):
+        shuffle(order)
+        for name in order:
+            _synchronize(device)
+            start_s = time.perf_counter()
+            ways[name]()
+            _synchronize(device)
+            seconds[name].append(time.perf_counter() - start_s)
+        if after_round is not None:
+            after_round(number)
+    return seconds
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """``ours`` over ``theirs``, round by round; the interval is a bootstrap over pairs (10,000 resamples)."""
+    ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
+    choices = random.Random(0)  # noqa: S311
+    medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(_NUM_RESAMPLES))
+    return Ratio(median(ratios), medians[249], medians[9749])
+
+
+def provenance() -> dict[str, Any]:  # any: text and numbers, for JSON
+    """With what and where something was measured or went wrong: device, cores, memory, system, versions."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "penstock": __version__,
+    }
+
+
+def _synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
