@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench gpu gpu-relational gpu-unified soak
+.PHONY: demo test check bench docs pictures gpu gpu-relational gpu-unified soak soak-rooms soak-files soak-tiers soak-fleets
 
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -30,10 +30,33 @@ bench: .venv/ready
 	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
 	$(RUN) -m benchmarks.relational --json benchmarks/results/relational.json
 	$(RUN) -m benchmarks.unified --json benchmarks/results/unified.json
+	$(RUN) -m benchmarks.advisor --json benchmarks/results/advisor.json
 
-# Long campaigns, outside CI: 10,000 put/get cycles under random faults, and 100 faults against fleets.
+# The site, into site/.
+docs: .venv/ready
+	$(BIN)/mkdocs build --strict
+
+# The screenshots of reports and of the command line's tables, into docs/pictures; needs Chromium.
+pictures: .venv/ready
+	$(RUN) -m benchmarks.pictures
+	$(RUN) -m benchmarks.cli_pictures
+
+# Long campaigns, outside CI: an hour over all rooms, alone and together, under faults; damaged files of every format;
+# 10,000 put/get cycles under random faults; 100 faults against fleets. Each runs whatever the others found.
+MINUTES ?= 60
 soak: .venv/ready
+	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets
+
+soak-rooms: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --minutes $(MINUTES) --json benchmarks/results/soak.json
+
+soak-files: .venv/ready
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.fuzz --minutes 10 --json benchmarks/results/fuzz.json
+
+soak-tiers: .venv/ready
 	$(RUN) -m benchmarks.soak_tiers
+
+soak-fleets: .venv/ready
 	$(RUN) -m benchmarks.fleet_faults
 
 # From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.

@@ -19,9 +19,25 @@ Rooms load on first use.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from penstock import advisor as advisor
+    from penstock import errors as errors
+    from penstock import fleet as fleet
+    from penstock import integrations as integrations
+    from penstock import offload as offload
+    from penstock import probe as probe
+    from penstock import relational as relational
+    from penstock import remat as remat
+    from penstock import report as report
+    from penstock import testing as testing
+    from penstock import tiers as tiers
+    from penstock import unified as unified
+    from penstock import units as units
+    from penstock.advisor import advise as advise
 
 _ROOMS = (
     "advisor", "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report", "testing",

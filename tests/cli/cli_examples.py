@@ -47,20 +47,22 @@ def write_files(folder):
 
 def option(name, *, is_refused=False, peak_bytes=100, ratio=1.0):
     return SimpleNamespace(
-        name=name, is_refused=is_refused, reason="it fits", peak_bytes=peak_bytes, ratio=ratio, code=f"{name}(model)"
+        name=name,
+        is_refused=is_refused,
+        reason="it fits",
+        peak_bytes=peak_bytes,
+        ratio=ratio,
+        code=f"{name}(model)",
+        is_measured=True,
     )
 
 
-def advise(model, batch, budget, *, loss=None, optimizer=None):
+def advise(model, batch, budget, *, loss=None, optimizer=None, rounds=5, progress=None):
     """In the shape of `penstock.advise`."""
     options = (option("plain", is_refused=True, peak_bytes=900), option("offload", ratio=1.1))
-    return SimpleNamespace(options=options, best=options[1], explain=lambda: "offload fits:\n\n    offload(model)")
-
-
-def write_html(path, *folders, title=None):
-    """In the shape of `penstock.report.write_html`."""
-    path.write_text(f"<title>{title or folders[0].name}</title>")
-    return [path]
+    return SimpleNamespace(options=options, best=options[1], explain=lambda: "offload fits:\n\n    offload(model)",
+        smallest_bytes=90, plain_peak_bytes=900, notes=(),
+    )  # fmt: skip
 
 
 class DemoChild:

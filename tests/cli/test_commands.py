@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from cli_examples import advise, demo_child, option, write_files, write_html
+from cli_examples import advise, demo_child, option, write_files
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -51,8 +51,7 @@ def workplace(tmp_path, monkeypatch):
     write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
-    monkeypatch.setattr(penstock, "advise", advise, raising=False)
-    monkeypatch.setattr(penstock.report, "write_html", write_html, raising=False)
+    monkeypatch.setattr(penstock.advisor, "advise", advise)
     monkeypatch.setattr(_demo, "_child", demo_child)
     monkeypatch.setattr(_fleet, "ask", lambda *_: None)
     return tmp_path
@@ -223,7 +222,7 @@ def test_a_budget_that_cannot_be_met_is_3(workplace, monkeypatch):
     def refuse(*_, **__):
         raise BudgetError("1.0 KiB is below 2.0 KiB")
 
-    monkeypatch.setattr(penstock, "advise", refuse)
+    monkeypatch.setattr(penstock.advisor, "advise", refuse)
     advised = penstock_says("advise", "train.py:make", "--budget", "1KiB")
     assert advised.exit_code == 3
     assert "1.0 KiB is below 2.0 KiB" in advised.stderr
@@ -299,7 +298,7 @@ def test_advise_hands_everything_on(workplace, monkeypatch):
         given.update(rest, model=model, batch=batch, budget=budget)
         return advise(model, batch, budget)
 
-    monkeypatch.setattr(penstock, "advise", recorded)
+    monkeypatch.setattr(penstock.advisor, "advise", recorded)
     more = ", 'loss': (lambda model, batch: model(batch).sum()), 'optimizer': torch.optim.SGD"
     (workplace / "own.py").write_text("import torch\n" + MAPPING.format(more=more))
     result = penstock_says("advise", "own.py:make", "--budget", "1GiB", "--disk", workplace, "--host", "2GiB", "--json")
@@ -312,10 +311,22 @@ def test_advise_hands_everything_on(workplace, monkeypatch):
     assert [one["name"] for one in report["options"]] == ["plain", "offload"]
     assert report["options"][1] == {
         "name": "offload", "is_refused": False, "reason": "it fits", "peak_bytes": 100, "ratio": 1.1,
-        "code": "offload(model)",
+        "is_measured": True, "code": "offload(model)",
     }  # fmt: skip
     penstock_says("advise", "own.py:make", "--budget", "3GiB")
     assert given["budget"] == 3 * 2**30
+
+
+def test_advice_is_asked_for_and_given(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import torch\n\ndef make():\n    model = torch.nn.Linear(8, 8)\n"
+        "    return {'model': model, 'batch': torch.randn(4, 8), 'loss': lambda model, batch: model(batch).mean()}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = penstock_says("advise", "own.py:make", "--budget", "1GiB", "--rounds", "1", "--json")
+    found = json.loads(result.stdout)
+    assert found["best"] in {one["name"] for one in found["options"]}
+    assert all(one["is_measured"] and one["peak_bytes"] <= 2**30 for one in found["options"])
 
 
 def test_advice_that_refuses_all_is_3(workplace, monkeypatch):
@@ -324,7 +335,7 @@ def test_advice_that_refuses_all_is_3(workplace, monkeypatch):
         advice.options = (option("plain", is_refused=True),)
         return advice
 
-    monkeypatch.setattr(penstock, "advise", refused)
+    monkeypatch.setattr(penstock.advisor, "advise", refused)
     result = penstock_says("advise", "train.py:make", "--budget", "1GiB", "--json")
     assert result.exit_code == 3
     assert json.loads(result.stdout)["best"] is None

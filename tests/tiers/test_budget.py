@@ -53,7 +53,7 @@ def test_a_charge_above_the_limit_is_refused_and_takes_nothing(place):
     budget = Budget(device=100, host=100, disk={"/nvme": 100})
     budget.charge(place, 60)
     budget.charge(place, 40)
-    with pytest.raises(BudgetError, match="at least 101 B") as caught:
+    with pytest.raises(BudgetError, match="at least 101 bytes") as caught:
         budget.charge(place, 1)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PenstockError)
@@ -158,7 +158,7 @@ def test_what_is_refused_leaves_no_trace():
     budget = Budget(device=100)
     charges = Charges(budget, "remat")
     charges.enter(Footprint(held_bytes=60, step_bytes=30))
-    with pytest.raises(BudgetError, match="at least 110 B"):
+    with pytest.raises(BudgetError, match="at least 110 bytes"):
         budget.enter(Footprint(held_bytes=20))
     assert budget.held_bytes("device") == 90
     charges.enter(Footprint(held_bytes=10, step_bytes=30))  # instead of what was entered before

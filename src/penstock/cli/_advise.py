@@ -1,6 +1,5 @@
 """`penstock advise`: which room fits a model into a budget best."""
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from penstock import advisor
 from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
@@ -17,7 +17,7 @@ from penstock.tiers import Budget
 from penstock.units import format_bytes
 
 _KEYS = ("model", "batch", "loss", "optimizer")
-_FIELDS = ("name", "is_refused", "reason", "peak_bytes", "ratio", "code")
+_FIELDS = ("name", "is_refused", "reason", "peak_bytes", "ratio", "is_measured", "code")
 _RIGHT = "`return model, batch`, or `return {'model': model, 'batch': batch, 'loss': loss, 'optimizer': optimizer}`"
 
 
@@ -35,20 +35,33 @@ class Subject:
     """For the bytes of its state."""
 
 
-def answer(target: str, budget: int, host: int | None, disk: Path | None, steps: Steps) -> Answer:
+def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds: int, steps: Steps) -> Answer:
     """Asks `penstock.advise`. Exit code 3 where every option is refused."""
     steps.phase(f"calling {target}")
     factory = function_of(target, "makes the model", "() returns (model, batch)")
     subject = subject_of(target, called(target, factory))
     steps.phase(f"measuring what fits {format_bytes(budget)}")
     limits = budget if host is None and disk is None else Budget(device=budget, host=host, disk=disk)
-    advise = importlib.import_module("penstock").advise
-    advice = advise(subject.model, subject.batch, limits, loss=subject.loss, optimizer=subject.optimizer)
+    said: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if said[-1:] != [what]:
+            steps.phase(what, total)
+        said.append(what)
+        steps.advance(done, total)
+
+    advice = advisor.advise(
+        subject.model, subject.batch, limits, loss=subject.loss, optimizer=subject.optimizer, rounds=rounds,
+        progress=progress,
+    )  # fmt: skip
     fits = any(not one.is_refused for one in advice.options)
     return Answer(
         data={
             "budget_bytes": budget,
             "best": advice.best.name if fits else None,
+            "smallest_bytes": advice.smallest_bytes,
+            "plain_peak_bytes": advice.plain_peak_bytes,
+            "notes": advice.notes,
             "options": [{name: getattr(one, name) for name in _FIELDS} for one in advice.options],
         },
         show=lambda console: _show(advice.explain(), console),

@@ -124,6 +124,7 @@ def advise(
         int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
     ] = None,
     disk: _Disk = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every option is timed.")] = 5,
 ) -> Answer:
     """Say which room, or which mix, fits a model into a budget best, with the code to paste. Exit code 3 if none does.
 
@@ -134,7 +135,7 @@ def advise(
     """
     from penstock.cli import _advise
 
-    return _advise.answer(target, budget, host, disk, steps)
+    return _advise.answer(target, budget, host, disk, rounds, steps)
 
 
 @command(app)

@@ -18,7 +18,7 @@ def answer(folders: list[Path], out: Path, title: str | None, steps: Steps) -> A
                 "--run-dir of a fleet, or the --out of a demo"
             )
     steps.phase(f"reading {folders[0]}" if len(folders) == 1 else f"reading {len(folders)} folders")
-    from penstock.report import write_html  # type: ignore[attr-defined]
+    from penstock.report import write_html
 
     files = write_html(out, *folders, title=title)
 

@@ -6,7 +6,6 @@ freed after its own last use. Views are rebuilt where they are read. A swapped s
 """
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import fx
 
 from penstock.errors import InternalError
 from penstock.remat import _accumulate, _swap
+from penstock.remat._as_eager import function_of
 from penstock.remat._capture import Captured, accumulate, device_of, is_random, is_view, tensors_of
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
@@ -128,7 +128,7 @@ class _Emitter:
             keywords = fx.node.map_arg(call.kwargs, lambda one: self._value(side, one))
             state = self._saved(self.states[call])
             made = side.graph.call_function(
-                _swap.replaying(_callable(call), str(device_of(call))), (state, *arguments), keywords
+                _swap.replaying(function_of(call), str(device_of(call))), (state, *arguments), keywords
             )
         elif call.target is accumulate:
             leaf, gradient = call.all_input_nodes
@@ -136,6 +136,7 @@ class _Emitter:
             made = side.graph.call_function(_accumulate.deliver, arguments)
         else:
             made = side.graph.node_copy(call, lambda one: self._value(side, one))
+            made.target = function_of(call)
         made.meta = dict(call.meta)
         side.slots[made.name] = slot
         for storage in self.problem.operators[index].outputs:
@@ -217,8 +218,3 @@ def _by_slot(slots: dict[int, int]) -> dict[int, list[int]]:
     for storage, slot in sorted(slots.items()):
         found.setdefault(slot, []).append(storage)
     return found
-
-
-def _callable(call: fx.Node) -> Callable[..., Any]:
-    assert callable(call.target)
-    return call.target

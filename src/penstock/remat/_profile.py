@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
+from penstock.remat._as_eager import function_of
 from penstock.remat._capture import Captured, device_of, tensors_of
 
 _MAX_RUNS = 5
@@ -75,8 +76,7 @@ def _made_bytes(call: fx.Node) -> int:
 def _runnable(call: fx.Node) -> tuple[Callable[[], Any], torch.device]:
     """The operator on tensors made for it."""
     arguments, keywords = pytree.tree_map(_real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
-    assert callable(call.target)
-    return functools.partial(call.target, *arguments, **keywords), device_of(call)
+    return functools.partial(function_of(call), *arguments, **keywords), device_of(call)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:

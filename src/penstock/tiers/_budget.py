@@ -199,7 +199,7 @@ class Budget:
             raise BudgetError(
                 f"{format_bytes(size_bytes)} more on {place} would make {format_bytes(needed)}, above the budget of "
                 f"{format_bytes(limit)}{f' (held: {beside})' if beside else ''}; a budget of at least "
-                f"{format_bytes(needed)} has room for them"
+                f"{needed} bytes has room for them"
             )
 
     def _limit(self, place: str) -> int | None:

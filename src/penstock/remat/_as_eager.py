@@ -1,0 +1,40 @@
+"""Operators that capture puts in place of others which round differently, run as eager PyTorch would have run them.
+
+On a CPU eager dropout multiplies by a mask that was divided by ``1 - p`` in the tensor's own dtype; captured it becomes
+``native_dropout``, which scales in float32. For bfloat16 and float16 the two differ in the third digit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def function_of(call: fx.Node) -> Callable[..., Any]:
+    """What to run for an operator of a captured graph. It takes the same arguments, and as many bytes."""
+    assert callable(call.target)
+    found = _FUNCTIONS.get(call.target)
+    value = call.args[0].meta.get("val") if found is not None and isinstance(call.args[0], fx.Node) else None
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _HALF:
+        return found or call.target
+    return call.target
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    if train is False or not 0 < p < 1:
+        return torch.ops.aten.native_dropout.default(x, p, train)  # type: ignore[no-any-return]
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
+    return mask.to(x.dtype).div_(1 - p).mul_(x), mask
+
+
+def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return mask.to(gradient.dtype).div_(1 / scale).mul_(gradient)
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_dropout.default: _dropout,
+    torch.ops.aten.native_dropout_backward.default: _dropout_backward,
+}
