@@ -249,6 +249,14 @@ def test_three_architectures_of_hugging_face():
 
     jobs = [
         job("GPT-2", lambda: transformers.GPT2LMHeadModel(gpt2), lambda: tokens, step, steps=6),
+        job(
+            "GPT-2 in half",
+            lambda: transformers.GPT2LMHeadModel(gpt2),
+            lambda: tokens,
+            step,
+            steps=3,
+            precision="bfloat16",
+        ),
         job("BERT", lambda: transformers.BertForMaskedLM(bert), lambda: tokens, step, steps=6),
         job("ViT", lambda: transformers.ViTForImageClassification(vit), lambda: images, step, steps=6),
     ]

@@ -1,5 +1,6 @@
 """Steps planned for a budget train as plain PyTorch does, to the bit, within the bytes that were promised."""
 
+import copy
 import gc
 import os
 import threading
@@ -10,7 +11,7 @@ from torch import nn
 
 from penstock import probe, remat
 from penstock.errors import BudgetError, CaptureError, InternalError
-from penstock.testing import GPT
+from penstock.testing import GPT, assert_gradients_equal
 
 MIB = 2**20
 
@@ -427,3 +428,25 @@ def test_each_step_swaps_to_its_own_disk(tmp_path):
         (tier,) = step._compiler.tiers.waterfall.tiers
         assert tier._files[0].spill.directory == tmp_path / name
         assert step._compiler.tiers.waterfall.statistics().parked_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("p", [0.1, 0.3])
+def test_dropout_of_half_precision_rounds_as_eager_pytorch_does(dtype, p):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, 64), nn.Dropout(p), nn.Linear(64, 8)]
+    plain = nn.Sequential(*layers)
+    ours, x = copy.deepcopy(plain), torch.randn(1024, 64)
+
+    def loss(model):
+        with torch.autocast("cpu", dtype=dtype):
+            return model(x).float().square().mean()
+
+    step = remat.optimize(lambda: loss(ours), [], 0.75)
+    losses = []
+    for one in (lambda: loss(plain), step):
+        torch.manual_seed(1)
+        losses.append(one())
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert_gradients_equal(plain, ours)

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._groups import Group, group, pack, packed_layouts, span_bytes
-from penstock.fleet._job import Job
+from penstock.fleet._job import AUTOCAST_DTYPES, Job
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._optimizer import ShardedOptimizer, State
 from penstock.fleet._program import Captured, Program
@@ -269,7 +269,9 @@ class Training:
             with gate.tracing(), self.randomness.undisturbed():
                 if job.stages is not None:
                     return Staged(job.stages(self.model), function, leaves, structure, names)
-                return Captured(self.model, function, leaves, structure, names, len(self._programs))
+                dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    return Captured(self.model, function, leaves, structure, names, len(self._programs))
         finally:
             self._set_modes()
 
