@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from penstock import remat
+from penstock import relational, remat
 from penstock.testing import GPT
 
 
@@ -197,3 +197,15 @@ def test_a_model_with_checkpoints_of_its_own():
     plain(*batch).backward()
     step(*batch).backward()
     assert_equal(gradients_of(model), gradients_of(plain))
+
+
+def test_results_that_nobody_takes_are_workspace():
+    """Attention of RGAT is a result of the layer's operator, and dropped at once where it is not asked for."""
+    torch.manual_seed(0)
+    edges, types = torch.randint(20, (2, 500)), torch.randint(3, (500,))
+    graph = relational.RelationalGraph(edges, types, num_nodes=20, num_edge_types=3)
+    layer, x = relational.RGATConv(8, 8, num_relations=3), torch.randn(20, 8)
+    step = remat.optimize(lambda x: layer(x, graph).square().mean(), [x], None, verify=True)
+    step(x).backward()
+    operators = [one for one in step.plan.problem.operators if "relational_layer" in one.name]
+    assert operators[0].workspace_bytes >= 500 * 4

@@ -240,6 +240,16 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
 
 
+def taken_from(call: fx.Node) -> set[int] | None:
+    """Which results of a call that has several are taken up by the graph; ``None`` for one that has a single one.
+
+    The others are dropped as soon as the call has ended, and are part of what it works with.
+    """
+    if not isinstance(call.meta.get("val"), list | tuple):
+        return None
+    return {one.args[1] for one in call.users if one.target is operator.getitem}  # type: ignore[misc]
+
+
 def device_of(call: fx.Node) -> torch.device:
     """Where an operator's results are, or its inputs if it has none."""
     nodes = (call, *call.all_input_nodes)

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import InternalError
 from penstock.remat._accumulate import deliver
-from penstock.remat._capture import Runner, make_boxed_func_flag
+from penstock.remat._capture import Runner, make_boxed_func_flag, taken_from
 from penstock.remat._emit import IS_STATIC
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
@@ -57,7 +57,8 @@ class _Checker(fx.Interpreter):
             self._static |= _storages(result)
         slot = self._slots.get(node.name)
         if slot is not None:
-            self._check(node, slot, result)
+            taken = taken_from(node)
+            self._check(node, slot, result if taken is None else [result[at] for at in taken])
         if node.target is deliver:  # a gradient that was not added is one that exists from here on
             self._static |= _storages(result)
         return result

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat._as_eager import function_of
-from penstock.remat._capture import Captured, device_of, tensors_of
+from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
 
 _MAX_RUNS = 5
 _ENOUGH_S = 0.2
@@ -69,7 +69,11 @@ def _workspaces(distinct: dict[Any, fx.Node]) -> dict[Any, int]:
 
 
 def _made_bytes(call: fx.Node) -> int:
-    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_of(call)}
+    taken, value = taken_from(call), call.meta.get("val")
+    tensors = tensors_of(call)
+    if taken is not None and value is not None:
+        tensors = [one for at, one in enumerate(value) if at in taken and isinstance(one, torch.Tensor)]
+    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(made.values())
 
 
@@ -136,4 +140,4 @@ def _key(call: fx.Node) -> Any:
         return repr(one)
 
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
-    return call.target, tuple(map(part, leaves)), str(spec)
+    return call.target, tuple(map(part, leaves)), str(spec), frozenset(taken_from(call) or ())
