@@ -8,8 +8,13 @@ paired medians), its predicted peak over the measured one, its predicted ratio t
     python -m benchmarks.advisor --disk /nvme --json FILE
 """
 
+import argparse
 import contextlib
 import gc
+import json
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +35,10 @@ from penstock.units import format_bytes
 
 CASES = [(model, share) for model in ("GPT-2", "BERT", "ViT", "ResNet-50", "U-Net", "LSTM") for share in (0.7, 0.4)]
 """Models, and the share of plain PyTorch's activation peak that their budgets leave."""
+
+
+REGRET, PEAK = "regret of the pick", "predicted peak over measured"
+RATIO = "predicted ratio to plain over measured"
 
 
 @dataclass(kw_only=True)
@@ -75,7 +84,7 @@ def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
     return made
 
 
-def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) -> tuple[list[Row], list[str]]:
+def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) -> list[Row]:
     """One case."""
     module, inputs = make_workload(workload, batch)
     module(*inputs).backward()
@@ -97,13 +106,13 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     peak, _ = measured[pick.name]
     assert pick.peak_bytes is not None and pick.ratio is not None
     regret = paired_ratio(measured[pick.name][1], measured[best][1])[0] - 1
-    rows = [
-        Row(name=case, metric="regret of the pick", value=regret, unit="share", peer=f"{pick.name} / {best}"),
+    return [
+        Row(name=case, metric=REGRET, value=regret, unit="share", peer=f"{pick.name} / {best}"),
         Row(
-            name=case, metric="predicted peak over measured", value=pick.peak_bytes / peak, unit="ratio", peer=pick.name
+            name=case, metric=PEAK, value=pick.peak_bytes / peak, unit="ratio", peer=pick.name
         ),
         Row(
-            name=case, metric="predicted ratio to plain over measured", value=pick.ratio / ratios[pick.name],
+            name=case, metric=RATIO, value=pick.ratio / ratios[pick.name],
             unit="ratio", peer=pick.name,
         ),
         Row(name=case, metric="peak of the pick", value=peak, unit="B", peer="budget", ratio=peak / limit),
@@ -112,11 +121,6 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
             for name, (_, seconds) in measured.items()
         ),
     ]  # fmt: skip
-    line = [
-        case, pick.name, best, f"{regret:+.1%}", f"{pick.peak_bytes / peak:.4f}", f"{pick.ratio:.2f}",
-        f"{ratios[pick.name]:.2f}", f"{pick.ratio / ratios[pick.name]:.2f}",
-    ]  # fmt: skip
-    return rows, line
 
 
 def measure(
@@ -150,22 +154,44 @@ def budget_of(budget: Budget) -> Budget:
 def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--case", type=int, action="append", help="only these of the twelve")
-    options.add_argument("--scale", type=float, default=0.5, help="of the batches in benchmarks/models.py")
+    options.add_argument("--case", type=int, help="this of the twelve alone")
+    options.add_argument("--scale", type=float, default=1.0, help="of the batches in benchmarks/models.py")
     given = options.parse_args(arguments)
-    cases = [("ViT", 0.5)] if given.quick else [CASES[at] for at in given.case or range(len(CASES))]
-    rows: list[Row] = []
-    lines = []
-    for workload, share in cases:
-        batch = 1 if given.quick else max(1, int(given.scale * WORKLOADS[workload].batch))
-        torch.compiler.reset()
-        found, line = compare(workload, batch, share, given.disk, 1 if given.quick else given.rounds)
-        rows += found
-        lines.append(line)
-        write(given.json, vars(given) | {"json": str(given.json), "disk": str(given.disk)}, rows)
-    header = ["case", "pick", "best", "regret", "peak, predicted/measured", "ratio", "measured", "predicted/measured"]
-    show("advise against training with every option", header, lines)
+    configuration = vars(given) | {"json": str(given.json), "disk": str(given.disk)}
+    if given.case is None and not given.quick:
+        return in_processes(given, configuration)
+    workload, share = ("ViT", 0.5) if given.quick else CASES[given.case]
+    batch = 1 if given.quick else max(1, int(given.scale * WORKLOADS[workload].batch))
+    rows = compare(workload, batch, share, given.disk, 1 if given.quick else given.rounds)
+    write(given.json, configuration, rows)
+    summarize(rows)
     return rows
+
+
+def in_processes(given: argparse.Namespace, configuration: dict[str, object]) -> list[Row]:
+    """Each case in a process of its own, in which nothing of the others is left."""
+    rows: list[Row] = []
+    for case in range(len(CASES)):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, "-m", "benchmarks.advisor", "--case", str(case), "--json", file.name]
+            command += ["--rounds", str(given.rounds), "--scale", str(given.scale), "--disk", str(given.disk)]
+            subprocess.run(command, check=True)
+            rows += [Row(**one) for one in json.loads(Path(file.name).read_text())["rows"]]
+        write(given.json, configuration, rows)
+    summarize(rows)
+    return rows
+
+
+def summarize(rows: list[Row]) -> None:
+    """A line per case."""
+    cases = dict.fromkeys(one.name for one in rows)
+    lines = []
+    for case in cases:
+        by_metric = {one.metric: one for one in rows if one.name == case}
+        regret, peak = by_metric[REGRET], by_metric[PEAK]
+        lines.append([case, regret.peer, f"{regret.value:+.1%}", f"{peak.value:.4f}", f"{by_metric[RATIO].value:.3f}"])
+    header = ["case", "pick / best", "regret", "peak, predicted/measured", "ratio to plain, predicted/measured"]
+    show("advise against training with every option", header, lines)
 
 
 if __name__ == "__main__":

@@ -103,8 +103,9 @@ class Captured:
             return tuple(tensors)
 
         step = _Step(model, flat)
+        whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a base would be symbols
         try:
-            exported = torch.export.export(step, tuple(leaves), strict=False)
+            exported = torch.export.export(step, whole, strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
             raise CaptureError(
                 f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on "
