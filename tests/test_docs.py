@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from penstock import errors
+from penstock.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,12 +28,49 @@ OF_PYTORCH = {"Memory block of unknown size was allocated before the profiling s
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")  # Lightning's
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block, tmp_path, monkeypatch):
+    run(block, tmp_path, monkeypatch)
+
+
+def run(block, tmp_path, monkeypatch):
+    """Runs a block as a program of its own, in an empty folder; returns its names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     name = f"block_{zlib.crc32(block.encode())}"  # torch.compile looks globals up by it, and remembers modules
     module = ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(block, "block", "exec"), module.__dict__)
+    return module.__dict__
+
+
+TEN_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ten-lines.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("block", TEN_LINES)
+def test_ten_lines_are_ten_at_most(block):
+    assert sum(bool(line.strip()) for line in block.splitlines()) <= 10
+    assert max(map(len, block.splitlines())) <= 120
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")
+@pytest.mark.parametrize("number", [0, 1], ids=["hugging face", "lightning"])
+def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, tmp_path, monkeypatch):
+    (text,) = re.findall(r'budget="(.*?)"', TEN_LINES[number])
+    kept = run(TEN_LINES[number], tmp_path, monkeypatch)["less"].summary()
+    free = run(TEN_LINES[number].replace(text, "64GiB"), tmp_path, monkeypatch)["less"].summary()
+    assert 0 < kept.peak_bytes <= parse_bytes(text) < free.peak_bytes
+    assert kept.parked_bytes > 0 and not kept.declined
+
+
+def test_ten_lines_train_a_fleet_of_eight(tmp_path, monkeypatch, capsys):
+    run(TEN_LINES[2], tmp_path, monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count("done after 4 steps") == 8 and "failed" not in out
+
+
+def test_ten_lines_train_on_features_beyond_memory(tmp_path, monkeypatch):
+    features = run(TEN_LINES[3], tmp_path, monkeypatch)["features"]
+    assert features.host_bytes <= parse_bytes("4MiB") < 20_000 * features.row_bytes
+    assert features.statistics().disk_rows > 0
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -220,19 +220,19 @@ def test_importing_penstock_loads_nothing_but_its_map():
 
 HEAVY = {
     "accelerate", "lightning", "matplotlib", "mlflow", "optuna", "pydantic", "ray", "rich", "scipy", "tensorboard",
-    "torch_geometric", "transformers", "triton", "typer", "yaml",
+    "torch._dynamo", "torch_geometric", "transformers", "triton", "typer", "yaml",
 }  # fmt: skip
 
 
-ALLOWED = {"fleet": {"rich"}} | {room: {"triton"} for room in ("remat", "relational", "unified")}
-"""A fleet draws a live table; PyTorch's compiler, on which the others stand, loads Triton where it is installed."""
+ALLOWED = {"fleet": {"rich"}}
+"""A fleet draws a live table."""
 
 
 @pytest.mark.parametrize("room", ["offload", "remat", "fleet", "unified", "relational", "probe", "tiers"])
 def test_a_room_loads_little_beside_torch(room):
     loaded = modules_after(f"import penstock; penstock.{room}", before="import torch")
     tops = {name.partition(".")[0] for name in loaded}
-    assert tops & HEAVY <= ALLOWED.get(room, set())
+    assert (tops | loaded) & HEAVY <= ALLOWED.get(room, set())
 
 
 def test_help_loads_no_torch():

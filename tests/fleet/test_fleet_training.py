@@ -223,6 +223,14 @@ def test_what_is_switched_off_changes_no_number(ablation):
         assert list(results[one.name].losses) == train_plainly(one)[0]
 
 
+def test_batches_may_be_views_of_one_tensor():
+    whole = torch.stack([torch.stack(one) for one in batches(4)])
+    one = job(data=lambda: whole, steps=4)
+    results = train([one])
+    assert results["job"].error is None
+    assert list(results["job"].losses) == train_plainly(one)[0]
+
+
 def test_three_architectures_of_hugging_face():
     transformers = pytest.importorskip("transformers")
     tokens = [{"input_ids": one[0], "labels": one[0]} for one in batches(4)]

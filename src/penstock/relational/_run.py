@@ -29,6 +29,12 @@ from penstock.relational._steps import Compiled
 Emitter = Literal["auto", "c", "triton", "eager"]
 
 
+def _constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``torch.compiler.assume_constant_result``, which would import all of Dynamo here."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What a layer's compilation does; all on is the fastest, the rest is for comparison."""
@@ -157,7 +163,7 @@ class Layer:
                 constants[name] = value
         return tensors, constants
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @_constant_while_traced
     def _prepare(
         self,
         graph_name: str,

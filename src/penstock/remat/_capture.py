@@ -14,9 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._dynamo.config as dynamo_config
-import torch._subclasses.fake_tensor
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
@@ -366,12 +363,13 @@ def backend(
     partition: Partition, forward: Callable[[fx.GraphModule], Runner], backward: Callable[[fx.GraphModule], Runner]
 ) -> Callable[..., Any]:
     """A backend for ``torch.compile``: ``partition`` splits joint graphs, the others make runners of the halves."""
-    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def split(
         joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        with torch._subclasses.fake_tensor.unset_fake_temporarily(), disable_current_modes():
+        with unset_fake_temporarily(), disable_current_modes():
             return partition(joint, num_fwd_outputs)
 
     return aot_autograd(  # type: ignore[no-any-return]
@@ -402,6 +400,8 @@ def make_boxed_func_flag(runner: Runner) -> Runner:
 
 def without_logging() -> contextlib.AbstractContextManager[None]:
     """Inside, Dynamo leaves calls of loggers out of a step instead of refusing it."""
+    import torch._dynamo.config as dynamo_config
+
     names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
     ignored = {getattr(logging.Logger, one) for one in names} | dynamo_config.ignore_logging_functions
     return dynamo_config.patch(ignore_logging_functions=ignored)  # type: ignore[no-any-return]

@@ -8,14 +8,15 @@ that its memory is no longer the plan's: a step is accepted after one was measur
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.remat._capture import Runner, is_random, is_view, make_boxed_func_flag
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 _MIN_CALLS = 2
 """A piece with fewer operators that compute is not worth compiling."""
@@ -96,13 +97,16 @@ def _piece(module: fx.GraphModule, nodes: list[fx.Node]) -> _Piece:
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
+    from torch._guards import detect_fake_mode
+
     mode = detect_fake_mode([node.meta.get("val") for node in (*inputs, *nodes)])
     assert mode is not None
     run = _compile(fx.GraphModule(module, graph), [node.meta["val"] for node in inputs], mode)
     return _Piece(inputs=inputs, outputs=outputs, run=run)
 
 
-def _compile(module: fx.GraphModule, inputs: list[Any], mode: FakeTensorMode) -> Callable[[list[Any]], Any]:
+def _compile(module: fx.GraphModule, inputs: list[Any], mode: "FakeTensorMode") -> Callable[[list[Any]], Any]:
+    from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -292,7 +292,7 @@ def _device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a graph breaks here, and goes on behind
+@torch._disable_dynamo  # type: ignore[attr-defined]  # a graph breaks here, and goes on behind
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = _rows(func, args, kwargs)
     if rows is not None:  # what a table is for, without the general way's cost
