@@ -93,6 +93,37 @@ ENTRIES = {
             Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
         ),
     ),
+    "cpu-advisor": Entry(
+        shows="What `advise` picks and predicts beside training with every option, on twelve models and budgets",
+        command="advisor --scale 0.6",
+        figures=(
+            Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),
+            Figure(label="peak {} of the measured", metric="predicted peak over measured", of="value", form=".4f"),
+            Figure(label="ratio {} of the measured", metric="predicted ratio to plain over measured", of="value"),
+        ),
+    ),
+    "cpu-soak": Entry(
+        shows="Random models, budgets, rooms together and faults, each against plain PyTorch",
+        command="soak",
+        figures=(
+            Figure(label="{} hours", metric="duration", of="value"),
+            Figure(label="{} cases", name="soak", metric="cases", of="value", form=",d"),
+            Figure(label="{} bytes compared", metric="bytes compared", of="value", form=",d"),
+            Figure(label="{} wrong values", metric="findings: wrong value", of="value", form="d"),
+            Figure(label="{} leaks", metric="findings: leak", of="value", form="d"),
+            Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
+        ),
+    ),
+    "cpu-fuzz": Entry(
+        shows="Damaged and hostile files of every format that is read",
+        command="fuzz",
+        figures=(
+            Figure(label="{} cases", name="fuzz", metric="cases", of="value", form=",d"),
+            Figure(label="{} crashes", metric="findings: crash", of="value", form="d"),
+            Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
+            Figure(label="{} executed", metric="findings: executed", of="value", form="d"),
+        ),
+    ),
     "cpu-soak-tiers": Entry(
         shows="Tiers under random faults: full, failing, short, corrupt",
         command="soak_tiers",

@@ -83,6 +83,9 @@ def fresh(built, tmp_path_factory):
     return python
 
 
+SUFFIXES = (".py", ".c", ".html", ".css")
+
+
 def source_files(suffix):
     return {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob(f"*{suffix}")}
 
@@ -91,7 +94,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
     about = {name for name in names if ".dist-info/" in name}
-    assert names - about == source_files(".py") | source_files(".c") | {"penstock/py.typed"}
+    assert names - about == set().union(*map(source_files, SUFFIXES)) | {"penstock/py.typed"}
     assert {PurePosixPath(name).name for name in about} == {
         "METADATA", "WHEEL", "RECORD", "entry_points.txt", "LICENSE",
     }  # fmt: skip
@@ -103,7 +106,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
 def test_the_source_distribution_holds_what_tests_and_benchmarks_need(built):
     with tarfile.open(built[1]) as source:
         files = {PurePosixPath(*PurePosixPath(name).parts[1:]).as_posix() for name in source.getnames()}
-    assert {f"src/{name}" for name in source_files(".py") | source_files(".c")} <= files
+    assert {f"src/{name}" for name in set().union(*map(source_files, SUFFIXES))} <= files
     wanted = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile", "src/penstock/py.typed"}
     wanted |= {"tests/conftest.py", "benchmarks/common.py", "examples/sweep.yaml", "docs/index.md"}
     assert wanted <= files

@@ -16,7 +16,12 @@ def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
     answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [Path(one).name for one in answer.data["files"]] == ["summary.json", "memory.png", "trace.json"]
+    assert [Path(one).name for one in answer.data["files"]] == [
+        "summary.json",
+        "memory.png",
+        "trace.json",
+        "report.html",
+    ]
     assert {**summary, "files": answer.data["files"]} == json.loads(as_json(answer.data))
     assert "can't allocate memory" in summary["plain_failure"]
     assert set(summary["methods"]) == {"checkpoint", "offload", "remat"}

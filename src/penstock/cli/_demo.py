@@ -19,7 +19,7 @@ from penstock.cli._answer import Answer, as_json
 from penstock.cli._progress import Steps
 from penstock.errors import InternalError, PenstockError
 from penstock.probe import machine
-from penstock.report import memory_timeline
+from penstock.report import memory_timeline, write_html
 from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
 
@@ -169,6 +169,8 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
         highlight=False,
     )
     files = [summary, picture, out / "trace.json"]
+    if runs := sorted((out / "runs").glob("*")):
+        files.append(write_html(out / "report.html", *runs, title="penstock demo")[0])
     for path in files:
         console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     if any(outcome.largest_loss_difference(name) for name in ("offload", "remat")):

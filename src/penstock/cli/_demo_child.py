@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli._trainer import METHODS, Size, Trainer, standard_library
+from penstock.report import save
 from penstock.tiers import write_trace
 
 SIZE = Size(num_layers=8, width=256, length=512, batch=16)
@@ -73,14 +74,22 @@ def _finish(trainer: Trainer, trace: Path | None) -> dict[str, Any]:
     if trainer.planned is not None:
         plan, problem = trainer.planned.plan.plan, trainer.planned.plan.problem
         swapped = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
+        _save(trace, trainer.planned.plan)
         return {"predicted_peak_bytes": plan.peak_bytes, "extra_s": plan.extra_s, "swapped_bytes": swapped}
     if trainer.offloader is None:
         return {}
     if trace is not None:
         write_trace(trace, trainer.offloader.trace(), name="penstock demo")
+    _save(trace, trainer.offloader)
     answer = {"tiers": asdict(trainer.offloader.tier_statistics())}
     trainer.close()
     return answer
+
+
+def _save(trace: Path | None, ran: object) -> None:
+    """What the page of the run shows, in a folder beside the trace."""
+    if trace is not None:
+        save(trace.parent / "runs" / type(ran).__name__.lower(), ran)
 
 
 def _thinned(timeline: tuple[tuple[float, int], ...], every: int) -> list[tuple[float, int]]:
