@@ -108,7 +108,7 @@ ENTRIES = {
         figures=(
             Figure(label="{} hours", metric="duration", of="value"),
             Figure(label="{} cases", name="soak", metric="cases", of="value", form=",d"),
-            Figure(label="{} bytes compared", metric="bytes compared", of="value", form=",d"),
+            Figure(label="{} bytes compared", metric="compared_bytes", of="value", form=",d"),
             Figure(label="{} wrong values", metric="findings: wrong value", of="value", form="d"),
             Figure(label="{} leaks", metric="findings: leak", of="value", form="d"),
             Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),

@@ -35,7 +35,7 @@ def fleet_of_one(task: Task, limits: Limits, plain: Trial | None) -> Option:
             results = fleet.run([job], [str(task.device)], limits.alone(), progress=None, verify=True)
         (device,), result = results.devices, results["advice"]
         reason = first_line(ValueError(result.error)) if result.error else ""
-        peak_bytes, seconds = device.measured_peak_bytes, result.seconds_per_step
+        peak_bytes, seconds = device.measured_peak_bytes, (device.compute_s + device.stall_s) / _NUM_STEPS
     except (PenstockError, RuntimeError, ValueError, TypeError, OSError) as error:
         reason = first_line(error)
     is_comparable = not reason and plain is not None and plain.step_s
