@@ -8,8 +8,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import InternalError
 from penstock.remat._accumulate import deliver
-from penstock.remat._capture import Runner, make_boxed_func_flag, taken_from
-from penstock.remat._emit import IS_STATIC
+from penstock.remat._capture import Runner, make_boxed_func_flag
+from penstock.remat._emit import IS_STATIC, TAKEN
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._verify import live_bytes
@@ -57,7 +57,7 @@ class _Checker(fx.Interpreter):
             self._static |= _storages(result)
         slot = self._slots.get(node.name)
         if slot is not None:
-            taken = taken_from(node)
+            taken = node.meta[TAKEN]
             self._check(node, slot, result if taken is None else [result[at] for at in taken])
         if node.target is deliver:  # a gradient that was not added is one that exists from here on
             self._static |= _storages(result)

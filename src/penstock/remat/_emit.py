@@ -14,7 +14,7 @@ from torch import fx
 from penstock.errors import InternalError
 from penstock.remat import _accumulate, _swap
 from penstock.remat._as_eager import function_of
-from penstock.remat._capture import Captured, accumulate, device_of, is_random, is_view, tensors_of
+from penstock.remat._capture import Captured, accumulate, device_of, is_random, is_view, taken_from, tensors_of
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
@@ -22,6 +22,8 @@ from penstock.tiers import generator_state
 
 IS_STATIC = "penstock_is_static"
 """In the ``meta`` of an emitted node: its value counts among the plan's static bytes, or is a ticket."""
+TAKEN = "penstock_taken"
+"""In a node's ``meta``: which of several results the captured graph takes up."""
 SLOTS = "penstock_slots"
 """In the ``meta`` of an emitted module: per node that stands for an operator, its slot in the plan."""
 
@@ -137,7 +139,7 @@ class _Emitter:
         else:
             made = side.graph.node_copy(call, lambda one: self._value(side, one))
             made.target = function_of(call)
-        made.meta = dict(call.meta)
+        made.meta = dict(call.meta) | {TAKEN: taken_from(call)}
         side.slots[made.name] = slot
         for storage in self.problem.operators[index].outputs:
             if not is_again or self.plan.is_dropped(self.problem, storage):

@@ -62,7 +62,7 @@ class Settings:
     compiler: Literal["eager", "inductor"] = "eager"
     """What runs the planned graphs: node by node, or Inductor where that keeps within the budget."""
     verify: bool = False
-    """Compare the storages that are resident with the plan's after every operator (slow)."""
+    """Compare the storages that are resident with the plan's after every operator, and checksums of swaps (slow)."""
 
     def __post_init__(self) -> None:
         if self.compiler not in ("eager", "inductor"):
@@ -126,7 +126,7 @@ class Compiler:
         verify(problem, made)
         self._take(problem, made, parameters)
         if made.gone_slots and self.tiers is None:
-            self.tiers = _swap.Tiers(_device_of(captured), self.settings.account())
+            self.tiers = _swap.Tiers(_device_of(captured), self.settings.account(), verify=self.settings.verify)
         forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
         number = len(self.planned)
         forward.meta[_PLAN] = backward.meta[_PLAN] = number  # autograd compiles backward when it is first needed
@@ -341,7 +341,8 @@ def optimize(
         compiler: ``"eager"`` runs the planned graphs node by node, with the results of plain PyTorch to the bit;
             ``"inductor"`` compiles what lies between swaps and random operators. It fuses, so its results are equal
             within rounding, and a step is tried and measured first: one that leaves the budget runs node by node.
-        verify: compare the storages that are resident with the plan's after every operator (slow).
+        verify: compare the storages that are resident with the plan's after every operator, and a checksum of what was
+            swapped on its way back (slow).
 
     Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``CaptureError`` or
     PyTorch's own error, which names the line, for a step that is not one graph. Method: Libra (Wang, NTHU 2024).

@@ -39,15 +39,15 @@ class _Parked(NamedTuple):
 class Tiers:
     """Where the swaps of one planned step go; graphs name it by ``number``, which is theirs as long as this lives."""
 
-    def __init__(self, device: torch.device, budget: Budget):
+    def __init__(self, device: torch.device, budget: Budget, *, verify: bool):
         self.number = next(_numbers)
-        self._device, self._budget = device, budget
+        self._device, self._budget, self._verify = device, budget, verify
         _tiers[self.number] = self
 
     @functools.cached_property
     def waterfall(self) -> Waterfall:
         """Made when something is swapped: a step that is only planned opens no file and starts no lane."""
-        made = waterfall_for(self._device, self._budget.named("remat"))
+        made = waterfall_for(self._device, self._budget.named("remat"), verify=self._verify)
         self._closer = weakref.finalize(self, _close_beside, made)
         self._closer.atexit = False
         return made
