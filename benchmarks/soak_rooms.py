@@ -245,6 +245,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
     method = case.draw("method", ("recompute", "hybrid", "swap"))
     disk = None if method == "recompute" else case.disk()
     verify = "corrupt" in faults.probability or case.draw("verify", (False, False, True))  # by a checksum
+    case.drawn["verify"] = verify
     options = {"method": method, "verify": verify}
     door = case.draw("door", ("optimize", "optimize", "compile"))
     share = case.draw("budget", (-0.3, 0.0, 0.1, 0.5, 1.2))
