@@ -1,5 +1,7 @@
 """Plans together with what training code does around them: autocast, frozen and converted models, DDP, checkpoints."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed
@@ -209,3 +211,21 @@ def test_results_that_nobody_takes_are_workspace():
     step(x).backward()
     operators = [one for one in step.plan.problem.operators if "relational_layer" in one.name]
     assert operators[0].workspace_bytes >= 500 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_batch_norm_in_half_with_weights_in_float(dtype):
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)]
+    plain = torch.nn.Sequential(*layers, torch.nn.BatchNorm2d(8))
+    ours, x = copy.deepcopy(plain), torch.randn(8, 3, 12, 12)
+
+    def loss(model, x):
+        with torch.autocast("cpu", dtype=dtype):
+            return model(x).float().square().mean()
+
+    loss(plain, x).backward()
+    remat.optimize(lambda x: loss(ours, x), [x], 0.95)(x).backward()
+    for (name, left), right in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad), name
+    assert all(torch.equal(*two) for two in zip(plain.buffers(), ours.buffers(), strict=True))

@@ -204,8 +204,12 @@ class Fleet:
     def __enter__(self) -> Self:
         sizes = [worker.memory.budget_bytes for worker in self._engine.workers]
         self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
-        self.state.create()
-        self._known = {row.name: row for row in self.state.jobs()} if self._resume else {}
+        try:
+            self.state.create()
+            self._known = {row.name: row for row in self.state.jobs()} if self._resume else {}
+        except BaseException:
+            self._charges.give_back()
+            raise
         self._num_threads, self._switch_s = torch.get_num_threads(), sys.getswitchinterval()
         sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
         self._started_s = time.time()

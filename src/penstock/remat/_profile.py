@@ -118,16 +118,26 @@ def _real(argument: Any) -> Any:
 def _dtype_of(node: fx.Node) -> torch.dtype:
     """Of the tensor that the operator really gives.
 
-    For mean and deviation of a layer norm of bfloat16 or float16 with float32 weights, PyTorch's fake tensors have the
-    dtype of the input, and its CPU kernels give float32.
+    For mean and deviation of a norm of bfloat16 or float16 with float32 weights, PyTorch's fake tensors have the dtype
+    of the input, and its CPU kernels give float32.
     """
     dtype: torch.dtype = node.meta["val"].dtype
     source = node.args[0] if node.target is operator.getitem else None
-    if not isinstance(source, fx.Node) or source.target is not torch.ops.aten.native_layer_norm.default:
+    place = _WEIGHTS_OF_NORMS.get(source.target) if isinstance(source, fx.Node) else None
+    if place is None or not isinstance(source, fx.Node) or node.args[1] not in (1, 2):
         return dtype
-    weight = source.args[2]
-    is_statistic = node.args[1] != 0 and node.meta["val"].device.type == "cpu"
+    weight = source.args[place]
+    is_statistic = isinstance(weight, fx.Node) and node.meta["val"].device.type == "cpu"
     return weight.meta["val"].dtype if is_statistic and isinstance(weight, fx.Node) else dtype
+
+
+_WEIGHTS_OF_NORMS: dict[Any, int] = {
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
+    torch.ops.aten._native_batch_norm_legit.default: 1,
+    torch.ops.aten.native_batch_norm.default: 1,
+}
+"""Where an operator whose second and third results are mean and deviation has its weight."""
 
 
 def _key(call: fx.Node) -> Any:
