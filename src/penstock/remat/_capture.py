@@ -85,6 +85,7 @@ class Captured:
 
 def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     """Sorts the nodes of a joint graph. Raises ``CaptureError`` for what cannot be planned."""
+    _correct_norms(graph)
     captured = Captured(graph=graph, num_forward_outputs=num_forward_outputs)
     owners: dict[int, int] = {}
     static: dict[int, int] = {}
@@ -299,6 +300,36 @@ def _changed(captured: Captured) -> set[fx.Node]:
 
 def _is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _correct_norms(graph: fx.Graph) -> None:
+    """Gives means and deviations of norms their dtype.
+
+    For bfloat16 or float16 with float32 weights PyTorch's fake tensors have the dtype of the input, and its CPU kernels
+    give float32: twice the bytes, and what backward's kernel asks for.
+    """
+    for node in graph.nodes:
+        place, value = _WEIGHTS_OF_NORMS.get(node.target), node.meta.get("val")
+        weight = None if place is None else node.args[place]
+        if not isinstance(weight, fx.Node) or not isinstance(value, list | tuple) or value[0].device.type != "cpu":
+            continue
+        dtype = weight.meta["val"].dtype
+        node.meta["val"] = tuple(
+            torch.empty_like(one, dtype=dtype) if at in (1, 2) and one.dtype != dtype else one
+            for at, one in enumerate(value)
+        )
+        for user in node.users:
+            if user.target is operator.getitem:
+                user.meta["val"] = node.meta["val"][user.args[1]]
+
+
+_WEIGHTS_OF_NORMS: dict[Any, int] = {
+    torch.ops.aten.native_layer_norm.default: 2,
+    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
+    torch.ops.aten._native_batch_norm_legit.default: 1,
+    torch.ops.aten.native_batch_norm.default: 1,
+}
+"""Where an operator whose second and third results are mean and deviation has its weight."""
 
 
 def _values_of(call: fx.Node) -> list[fx.Node]:

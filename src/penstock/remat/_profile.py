@@ -5,7 +5,6 @@ made for it: the median of a few warm runs, and the bytes it takes beside its re
 """
 
 import functools
-import operator
 import time
 from collections.abc import Callable
 from statistics import median
@@ -109,35 +108,10 @@ def _real(argument: Any) -> Any:
     value = argument.meta["val"]
     if isinstance(value, torch.Tensor):
         length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-        made = torch.empty(max(0, length) if value.numel() else 0, dtype=_dtype_of(argument), device=value.device)
+        made = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
         made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.zero_()
         return made.as_strided(value.shape, value.stride())
     return value
-
-
-def _dtype_of(node: fx.Node) -> torch.dtype:
-    """Of the tensor that the operator really gives.
-
-    For mean and deviation of a norm of bfloat16 or float16 with float32 weights, PyTorch's fake tensors have the dtype
-    of the input, and its CPU kernels give float32.
-    """
-    dtype: torch.dtype = node.meta["val"].dtype
-    source = node.args[0] if node.target is operator.getitem else None
-    place = _WEIGHTS_OF_NORMS.get(source.target) if isinstance(source, fx.Node) else None
-    if place is None or not isinstance(source, fx.Node) or node.args[1] not in (1, 2):
-        return dtype
-    weight = source.args[place]
-    is_statistic = isinstance(weight, fx.Node) and node.meta["val"].device.type == "cpu"
-    return weight.meta["val"].dtype if is_statistic and isinstance(weight, fx.Node) else dtype
-
-
-_WEIGHTS_OF_NORMS: dict[Any, int] = {
-    torch.ops.aten.native_layer_norm.default: 2,
-    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
-    torch.ops.aten._native_batch_norm_legit.default: 1,
-    torch.ops.aten.native_batch_norm.default: 1,
-}
-"""Where an operator whose second and third results are mean and deviation has its weight."""
 
 
 def _key(call: fx.Node) -> Any:
