@@ -33,7 +33,8 @@ from penstock.probe import peak_bytes
 from penstock.tiers import Budget
 from penstock.units import format_bytes
 
-CASES = [(model, share) for model in ("GPT-2", "BERT", "ViT", "ResNet-50", "U-Net", "LSTM") for share in (0.7, 0.4)]
+_MODELS = ("GPT-2", "BERT", "ViT", "ResNet-50", "U-Net", "LSTM")
+CASES = [(model, share) for model in _MODELS for share in (0.7, 0.6 if model == "LSTM" else 0.4)]
 """Models, and the share of plain PyTorch's activation peak that their budgets leave."""
 
 
@@ -94,7 +95,7 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     budget = Budget(device=limit, disk=disk)
     advice = penstock.advise(module, inputs, budget, optimizer=torch.optim.SGD(module.parameters()), rounds=rounds)
     print(advice.explain(), flush=True)
-    names = [one.name for one in advice.options]
+    names = [one.name for one in advice.options if one.name != "fleet"]
     measured = measure(names, workload, batch, budget, rounds)
     ratios = {name: paired_ratio(seconds, measured["plain"][1])[0] for name, (_, seconds) in measured.items()}
     keeps = {name: ratios[name] for name, (peak, _) in measured.items() if peak <= limit}

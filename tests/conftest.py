@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import contextlib
 import gc
 
 import pytest
@@ -23,6 +24,19 @@ def collected():
 @pytest.fixture
 def one_thread():
     """OpenMP's threads wait by spinning, which starves lane threads where cores are few and tensors tiny."""
+    with on_one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread_for_the_module():
+    """The same, for what other fixtures of a module compute once."""
+    with on_one_thread():
+        yield
+
+
+@contextlib.contextmanager
+def on_one_thread():
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

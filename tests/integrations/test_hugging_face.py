@@ -271,7 +271,7 @@ EVALUATED = {"max_steps": 3, "gradient_accumulation_steps": 2, "eval_strategy": 
 
 
 @pytest.fixture(scope="module")
-def plain_evaluated(tmp_path_factory):
+def plain_evaluated(tmp_path_factory, one_thread_for_the_module):
     trainer = trainer_of(tmp_path_factory.mktemp("plain"), **EVALUATED)
     trainer.train()
     return trainer

@@ -246,7 +246,7 @@ class Fault(lightning.Callback):
 
 
 @pytest.fixture(scope="module")
-def plain_text(tmp_path_factory):
+def plain_text(tmp_path_factory, one_thread_for_the_module):
     plain = Text()
     fit(plain, tmp_path_factory.mktemp("plain"))
     return plain
