@@ -184,7 +184,7 @@ def report(
 ) -> Answer:
     """Write one HTML page of what happened in runs: one file, which needs no network.
 
-    Example: penstock report penstock-demo --out run.html
+    Example: penstock report runs/1 --out run.html
     """
     from penstock.cli import _report
 
