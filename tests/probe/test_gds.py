@@ -96,7 +96,9 @@ def test_it_is_tried_once(device, tmp_path):
 def test_direct_lanes_are_measured(device, tmp_path, monkeypatch):
     monkeypatch.setattr(_bandwidth, "_SAMPLE_BYTES", 3 * 8192)
     monkeypatch.setattr(_bandwidth, "_REQUEST_BYTES", 8192)
-    lanes = _bandwidth._direct_lanes(tmp_path)
+    ticks = []
+    lanes = _bandwidth._direct_lanes(tmp_path, lambda: ticks.append(1))
+    assert ticks
     assert [lane.lane for lane in lanes] == ["device->disk", "disk->device"]
     assert all(lane.is_direct and lane.bandwidth_bytes_per_s > 0 for lane in lanes)
 
