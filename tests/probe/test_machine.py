@@ -11,7 +11,7 @@ from penstock.probe import LaneBandwidth, _bandwidth, _machine, machine
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     lane = LaneBandwidth(lane="device->disk", bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=0.0)
-    monkeypatch.setattr(_machine, "bandwidths", lambda directory, refresh: (lane,) * (1 + refresh))
+    monkeypatch.setattr(_machine, "bandwidths", lambda directory, refresh, progress=None: (lane,) * (1 + refresh))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return lambda **settings: machine(tmp_path, **settings)
 
