@@ -54,7 +54,8 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
 
 def read_units(run_dir: Path) -> list[Unit]:
     """All units that ran, in the order in which they were written down."""
-    found = [one for one in _lines(run_dir / "units.jsonl") if _is_unit(one)]
+    lines = ({"recompute_s": 0.0, **one} for one in _lines(run_dir / "units.jsonl"))
+    found = [one for one in lines if _is_unit(one)]
     return [Unit(**{name: one[name] for name in Unit._fields}) for one in found]
 
 
