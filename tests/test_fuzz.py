@@ -304,7 +304,7 @@ def test_rates_that_no_disk_has_are_measured_again(tmp_path, monkeypatch, rate):
         LaneBandwidth(lane=one, bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=9e9)
         for one in ("device->disk", "disk->device")
     )
-    monkeypatch.setattr(_bandwidth, "_disk_lanes", lambda _: lanes)
+    monkeypatch.setattr(_bandwidth, "_disk_lanes", lambda *_: lanes)
     monkeypatch.setattr(_bandwidth, "_lanes_of_disk", lambda: {"device->disk", "disk->device"})
     first = bandwidths(tmp_path)
     file = _bandwidth._cache_file()
