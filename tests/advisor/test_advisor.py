@@ -16,13 +16,7 @@ from penstock.probe import peak_bytes
 from penstock.testing import GPT
 from penstock.tiers import Budget
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gpt():
