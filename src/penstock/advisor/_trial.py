@@ -55,7 +55,7 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
                 for _ in range(way.num_warm):
                     found.step()
                 measured = peak_bytes(found.step, device=task.device).peak_bytes - extra_bytes
-            except (PenstockError, RuntimeError, ValueError, TypeError, NotImplementedError, OSError) as error:
+            except (PenstockError, RuntimeError, ValueError, TypeError, OSError) as error:
                 trials[way.name] = Trial(reason=first_line(error))
                 continue
             is_above = limit_bytes is not None and measured > limit_bytes
