@@ -161,6 +161,9 @@ def test_what_is_refused_leaves_no_trace():
     with pytest.raises(BudgetError, match="at least 110 bytes"):
         budget.enter(Footprint(held_bytes=20))
     assert budget.held_bytes("device") == 90
+    with pytest.raises(BudgetError):
+        charges.enter(Footprint(held_bytes=101))
+    assert budget.held_bytes("device") == 90  # what was entered before stays
     charges.enter(Footprint(held_bytes=10, step_bytes=30))  # instead of what was entered before
     assert budget.held_bytes("device") == 40
     charges.charge("device", 20)

@@ -158,9 +158,9 @@ class Offloader:
             )
         self._scope.refresh()
         self._finish_cycle_if_drained()
-        _active.offloader = self
-        self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(gate.computing())
+        hooks = contextlib.ExitStack()
+        hooks.enter_context(gate.computing())  # an interrupt while it waits leaves nothing behind
+        _active.offloader, self._hooks = self, hooks
         if not self._learner.declined:
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self

@@ -225,13 +225,19 @@ class Charges:
             self._charged.append((place, size_bytes))
 
     def enter(self, footprint: Footprint, *, force: bool = False) -> None:
-        """What this holder's step takes of the device, instead of what it took before. Raises ``BudgetError``."""
+        """What this holder's step takes of the device, instead of what it took before, which stays if it raises ``BudgetError``."""
         if self._budget is None:
             return
         before, self._footprint = self._footprint, None
         if before is not None:
             self._budget.leave(before)
-        self._budget.enter(footprint, force=force)
+        try:
+            self._budget.enter(footprint, force=force)
+        except BudgetError:
+            if before is not None:
+                self._budget.enter(before, force=True)
+                self._footprint = before
+            raise
         self._footprint = footprint
 
     def give_back(self) -> None:
