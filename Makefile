@@ -15,7 +15,7 @@ demo: .venv/ready
 	$(BIN)/penstock demo
 
 test: .venv/ready
-	$(RUN) -m pytest --timeout 300
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --timeout 300 -n logical --maxprocesses 8 --dist worksteal
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

@@ -1,18 +1,14 @@
 """Every Python block of the README and the docs runs; every link leads somewhere; what pages quote is what there is."""
 
 import ast
-import gc
 import importlib
 import os
 import re
 import subprocess
 import sys
-import zlib
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
 
 from penstock import errors
 from penstock.units import parse_bytes
@@ -30,17 +26,21 @@ ROWS = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
 OF_PYTORCH = {"Memory block of unknown size was allocated before the profiling started"}
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning", "ignore:.*does not have many workers")  # Lightning's
+def run_alone(block, tmp_path, told="0"):
+    """Runs a block in a process of its own, where nothing else holds memory; returns what it prints, ``told`` last."""
+    file = tmp_path / "block.py"
+    file.write_text(f"{block}\nprint({told})\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, file], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_block_runs(block, tmp_path, monkeypatch):
-    torch.compiler.reset()  # it holds what other blocks made, and budgets count that
-    gc.collect()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    name = f"block_{zlib.crc32(block.encode())}"  # torch.compile looks globals up by it, and remembers modules
-    module = ModuleType(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(block, "block", "exec"), module.__dict__)
+def test_block_runs(block, tmp_path):
+    run_alone(block, tmp_path)
 
 
 TEN_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "ten-lines.md").read_text(), re.DOTALL)
@@ -52,37 +52,25 @@ def test_ten_lines_are_ten_at_most(block):
     assert max(map(len, block.splitlines())) <= 120
 
 
-def run_alone(block, told, tmp_path):
-    """Runs a block in a process of its own, where nothing else holds memory; returns what it prints last."""
-    file = tmp_path / "ten_lines.py"
-    file.write_text(f"{block}\nprint({told})\n")
-    environment = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, file], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize("number", [0, 1], ids=["hugging face", "lightning"])
 def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, tmp_path):
     block = TEN_LINES[number]
     (text,) = re.findall(r'budget="(.*?)"', block)
     kept, free = (
-        int(run_alone(one, "less.summary().peak_bytes", tmp_path).split()[-1])
+        int(run_alone(one, tmp_path, "less.summary().peak_bytes").split()[-1])
         for one in (block, block.replace(f'"{text}"', '"64GiB", policy=lambda saved: False'))
     )
     assert 0 < kept <= parse_bytes(text) < free
 
 
 def test_ten_lines_train_a_fleet_of_eight(tmp_path):
-    out = run_alone(TEN_LINES[2], "0", tmp_path)
+    out = run_alone(TEN_LINES[2], tmp_path)
     assert out.count("done after 4 steps") == 8 and "failed" not in out
 
 
 def test_ten_lines_train_on_features_beyond_memory(tmp_path):
     told = "features.host_bytes, 20_000 * features.row_bytes, features.statistics().disk_rows"
-    host_bytes, all_bytes, disk_rows = map(int, run_alone(TEN_LINES[3], told, tmp_path).split())
+    host_bytes, all_bytes, disk_rows = map(int, run_alone(TEN_LINES[3], tmp_path, told).split())
     assert host_bytes <= parse_bytes("4MiB") < all_bytes and disk_rows > 0
 
 

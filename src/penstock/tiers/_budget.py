@@ -225,7 +225,10 @@ class Charges:
             self._charged.append((place, size_bytes))
 
     def enter(self, footprint: Footprint, *, force: bool = False) -> None:
-        """What this holder's step takes of the device, instead of what it took before, which stays if it raises ``BudgetError``."""
+        """What this holder's step takes of the device, instead of what it took before.
+
+        Raises ``BudgetError``; then what it took before stays.
+        """
         if self._budget is None:
             return
         before, self._footprint = self._footprint, None
