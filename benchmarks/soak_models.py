@@ -233,8 +233,12 @@ def train(
     allowed: tuple[type[BaseException], ...] = (),
     failed: Callable[[BaseException], None] = lambda _: None,
     before_step: Callable[[int], None] = lambda _: None,
+    seeds: bool = True,
 ) -> Trained:
-    """The loop that everybody writes. A step that raises one of ``allowed`` is done again, from where it began."""
+    """The loop that everybody writes. A step that raises one of ``allowed`` is done again, from where it began.
+
+    ``seeds=False`` where the process's generator is somebody else's.
+    """
     run, optimizer = Trained(), OPTIMIZERS[loop.optimizer](model.parameters())
     for parameter in model.parameters() if loop.keeps_gradients else ():
         parameter.grad = torch.zeros_like(parameter)
@@ -247,7 +251,8 @@ def train(
             try:
                 before_step(number)
                 for micro in range(loop.accumulate):
-                    torch.manual_seed(1000 * number + micro)
+                    if seeds:
+                        torch.manual_seed(1000 * number + micro)
                     batch = workload.batches[(number + micro) % len(workload.batches)]
                     with around():
                         loss = step(batch)

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock import fleet, offload, probe, relational, remat, unified
 from penstock.errors import BudgetError
+from penstock.remat import _profile
 from penstock.testing import GPT, assert_gradients_equal
 from penstock.tiers import Budget
 
@@ -224,6 +225,38 @@ def test_remat_beside_a_fleet(account):
             step(*batch).backward()
         step.close()
     assert_gradients_equal(expected, model)
+
+
+def test_profiling_a_step_does_not_change_the_parameters_that_a_job_draws(monkeypatch):
+    model, batch = gpt(), tokens(7)
+    is_profiled, is_half_built, threads = threading.Event(), threading.Event(), []
+    workspaces = _profile._workspaces
+
+    def until_half_built(distinct):
+        is_profiled.set()
+        is_half_built.wait(1.0)  # which it is not, for as long as the profile has the generators
+        return workspaces(distinct)
+
+    def make():
+        is_profiled.wait()
+        first = nn.Linear(64, 64)
+        is_half_built.set()
+        for one in threads:
+            one.join(1.0)  # the profile puts back what it found
+        return nn.Sequential(first, nn.Linear(64, 64))
+
+    one = job(module=make, loss=lambda model, x: square(model(x)), data=lambda: [torch.ones(4, 64)])
+    is_profiled.set()
+    expected = trained_plainly(one)
+    is_profiled.clear()
+    is_half_built.clear()
+    monkeypatch.setattr(_profile, "_workspaces", until_half_built)
+    threads.append(threading.Thread(target=lambda: remat.optimize(model, batch, None).close()))
+    threads[0].start()
+    is_profiled.wait()
+    results = fleet.run([one], [fleet.Device(name="cpu", threads=1)], progress=None)
+    threads[0].join()
+    assert results[one.name].losses == expected
 
 
 class Planned(nn.Module):

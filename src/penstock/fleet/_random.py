@@ -10,7 +10,6 @@ A job draws from one stream, as a training script of its own would: model, data 
 
 import base64
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.tiers import drawing_from
-
-_lock = threading.RLock()
-"""Held while the generators of the process carry a job's state."""
+from penstock.tiers import drawing_from, generators_held
 
 
 class Randomness:
@@ -42,7 +38,7 @@ class Randomness:
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The process's generators are the job's inside, and nobody else draws."""
-        with _lock:
+        with generators_held():
             before = torch.get_rng_state(), random.getstate(), np.random.get_state()
             torch.set_rng_state(self.cpu)
             random.setstate(self.python)
@@ -149,7 +145,7 @@ class _Swapping(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         randomness = self._randomness
-        with _lock:
+        with generators_held():
             before = torch.get_rng_state()
             torch.set_rng_state(randomness.cpu)
             try:

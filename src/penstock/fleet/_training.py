@@ -266,7 +266,7 @@ class Training:
             self.model.eval()
         try:
             names = self.names
-            with gate.tracing(), self.randomness.undisturbed():
+            with self.randomness.undisturbed(), gate.tracing():
                 if job.stages is not None:
                     return Staged(job.stages(self.model), function, leaves, structure, names)
                 dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step

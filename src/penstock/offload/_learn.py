@@ -17,14 +17,13 @@ import torch
 
 from penstock.errors import BudgetError, OffloadDeclinedWarning
 from penstock.offload._cycle import Cycle
-from penstock.offload._plan import OffloadPlan, keep_all, plan
+from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
 from penstock.offload._problem import OffloadProblem
 from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
 from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall
-from penstock.units import format_bytes
 
 _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
@@ -251,11 +250,9 @@ class Learner:
         try:
             self._make_plan(lesson, replace(problem, budget_bytes=max(1, budget_bytes - lesson.margin_bytes)))
         except BudgetError as error:
-            raise BudgetError(
-                f"the budget of {format_bytes(budget_bytes)} cannot be met: a step planned for it took {peak_bytes} "
-                f"bytes ({format_bytes(peak_bytes)}), and nothing more can be parked; it needs at least that much "
-                f"because {str(error).partition('because ')[2]}"
-            ) from error
+            needed_bytes = max(peak_bytes, smallest_peak_bytes(problem) + lesson.margin_bytes)
+            text = refusal(problem, budget_bytes, needed_bytes)
+            raise BudgetError(f"{text} (A step planned for it took {peak_bytes} bytes.)") from error
 
     def _measured(self, device: torch.device) -> tuple[list[tuple[float, int]], int | None]:
         """The memory timeline of the cycle and its peak, where they were measured."""

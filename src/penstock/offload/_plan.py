@@ -92,7 +92,7 @@ class Simulation:
 
 def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
-    movable = [index for index, storage in enumerate(problem.storages) if not storage.must_keep]
+    movable = _movable(problem)
     movable.sort(key=lambda index: (_lifetime_s(problem, index), -index))
     keep_all_peak_bytes = simulate(problem, frozenset(), {}).peak_bytes
 
@@ -130,6 +130,23 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         gone_events=simulation.gone_events,
         held_bytes=_held(problem, simulation),
         declined=declined,
+    )
+
+
+def smallest_peak_bytes(problem: OffloadProblem) -> int:
+    """The predicted peak with everything parked that may be, and nothing fetched before it is needed."""
+    parked = _movable(problem)
+    return simulate(problem, frozenset(parked), _fetch_at_need(problem, frozenset(parked))).peak_bytes
+
+
+def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> str:
+    """What to tell whoever asked for ``budget_bytes``, when ``needed_bytes`` would do."""
+    return (
+        f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {needed_bytes} bytes "
+        f"({format_bytes(needed_bytes)}) even with all {len(_movable(problem))} movable storages parked, because up to "
+        f"{format_bytes(max(problem.base_bytes, default=0))} of the device are in use beside saved activations "
+        "(parameters, gradients, optimizer state, and what one operator works on). Give a larger budget or a smaller "
+        "batch."
     )
 
 
@@ -301,6 +318,10 @@ def _lifetime_s(problem: OffloadProblem, index: int) -> float:
     return problem.event_times_s[storage.need_event] - problem.event_times_s[storage.pack_event]
 
 
+def _movable(problem: OffloadProblem) -> list[int]:
+    return [index for index, storage in enumerate(problem.storages) if not storage.must_keep]
+
+
 def _never_gone(simulation: Simulation) -> set[int]:
     """What is parked for nothing: it is asked for before it has left."""
     return {index for index, transfer in simulation.transfers.items() if transfer.in_start_s == math.inf}
@@ -321,13 +342,7 @@ def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Ca
     budget_bytes = problem.budget_bytes
     smallest = peak_if_kept(0)
     if smallest > budget_bytes:
-        base = max(problem.base_bytes, default=0)
-        raise BudgetError(
-            f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {smallest} bytes "
-            f"({format_bytes(smallest)}) even with all {len(movable)} movable storages parked, because up to "
-            f"{format_bytes(base)} of the device are in use beside saved activations (parameters, gradients, optimizer "
-            "state, and what one operator works on). Give a larger budget or a smaller batch."
-        )
+        raise BudgetError(refusal(problem, budget_bytes, smallest))
     most = len(movable)
     return most - _bisect(most, lambda num_parked: peak_if_kept(most - num_parked) <= budget_bytes)
 

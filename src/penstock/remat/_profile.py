@@ -18,6 +18,7 @@ from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat._as_eager import function_of
 from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
+from penstock.tiers import generators_held
 
 _MAX_RUNS = 5
 _ENOUGH_S = 0.2
@@ -31,7 +32,8 @@ def measure(captured: Captured) -> tuple[list[float], list[int]]:
     keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
     distinct = {key: call for key, call in zip(keys, captured.calls, strict=True) if key is not None}
     costs: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: a key of nested arguments
-    with torch.random.fork_rng(enabled=True), torch.no_grad():
+    devices = [device for device in {device_of(call) for call in distinct.values()} if device.type == "cuda"]
+    with generators_held(), torch.random.fork_rng(devices), torch.no_grad():
         durations_s = {key: _seconds(*_runnable(call)) for key, call in distinct.items()}
         workspaces = _workspaces(distinct)
     costs |= {key: (durations_s[key], workspaces[key]) for key in distinct}

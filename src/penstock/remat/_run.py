@@ -26,7 +26,7 @@ from penstock.remat._problem import RematProblem
 from penstock.remat._profile import measure
 from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
-from penstock.tiers import Charges, Footprint, gate
+from penstock.tiers import Charges, Footprint, gate, generators_held
 from penstock.units import parse_bytes
 
 Size = int | str
@@ -267,7 +267,7 @@ class OptimizedStep:
         key = _signature(arguments, keywords)
         if key in self._compiled:
             return self._call(key, arguments, keywords)
-        with gate.tracing(), _capture.without_logging():
+        with generators_held(), gate.tracing(), _capture.without_logging():
             fresh = _with_code_of_its_own(self._function)
             self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
             return self._call(key, arguments, keywords)

@@ -12,6 +12,7 @@ from penstock.remat import _accumulate
 from penstock.remat._capture import Runner, device_of, make_boxed_func_flag, tensors_of
 from penstock.remat._inductor import compiled
 from penstock.remat._problem import RematProblem
+from penstock.tiers import generators_held
 from penstock.units import format_bytes
 
 
@@ -62,7 +63,7 @@ class Trial:
             return  # another profiler runs: the next step will be tried
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices), _accumulate.discarding():
+            with generators_held(), torch.random.fork_rng(devices), _accumulate.discarding():
                 self._step(arguments)  # what libraries take once, they take here
                 taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
         except Exception as error:  # as when compiling

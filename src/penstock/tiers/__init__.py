@@ -27,7 +27,8 @@ tensor(999999)
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `Gate`, `gate`: nobody computes while somebody traces a model.
-- `generator_state`, `set_generator_state`, `drawing_from`, `Generators`: what random operators of a thread draw from.
+- `generator_state`, `set_generator_state`, `drawing_from`, `Generators`: what random operators of a thread draw from;
+  `generators_held`: for whoever swaps the process's for a while.
 - `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
@@ -49,6 +50,7 @@ from penstock.tiers._gate import gate as gate
 from penstock.tiers._generators import Generators as Generators
 from penstock.tiers._generators import drawing_from as drawing_from
 from penstock.tiers._generators import generator_state as generator_state
+from penstock.tiers._generators import generators_held as generators_held
 from penstock.tiers._generators import set_generator_state as set_generator_state
 from penstock.tiers._handle import Handle as Handle
 from penstock.tiers._handle import HandleState as HandleState

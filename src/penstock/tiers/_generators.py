@@ -2,14 +2,20 @@
 
 PyTorch's CPU generator belongs to the process. A fleet lets a job's operators draw from the job's own state instead; a
 planned step, which notes the state before a random operator so that it can run again, has to note that one.
+
+Whoever puts another state into the process's generators for a while, or draws and puts back, holds them meanwhile, so
+that one room's state does not come back in the middle of another's.
 """
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+
+from penstock.tiers._gate import gate
 
 
 class Generators(Protocol):
@@ -54,3 +60,34 @@ def drawing_from(generators: Generators) -> Iterator[None]:
         yield
     finally:
         _mine.generators = before
+
+
+class _Lock:
+    """Held by one thread, as often as it likes."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        os.register_at_fork(after_in_child=self._forget)
+
+    def _forget(self) -> None:
+        """In a forked child, where whoever held it does not exist."""
+        self.lock = threading.RLock()
+
+
+_held = _Lock()
+
+
+@contextmanager
+def generators_held() -> Iterator[None]:
+    """Inside, no other room swaps states of the process's generators. May be nested.
+
+    Whoever waits to hold them lets others trace meanwhile, and whoever holds them may begin to trace; a thread that
+    already traces must not begin to hold them.
+    """
+    while not _held.lock.acquire(blocking=False):
+        with gate.released(), _held.lock:
+            pass
+    try:
+        yield
+    finally:
+        _held.lock.release()
