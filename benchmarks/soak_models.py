@@ -1,6 +1,7 @@
 """Models, batches and the plain loop of the campaign: what every room's result is compared with."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,12 +263,13 @@ def train(
                     del loss
             except allowed as error:
                 failed(error)
-                del error
-                with torch.no_grad():
-                    for name, one in model.named_buffers():
-                        one.copy_(before[name])
-                continue
-            break
+            else:
+                break
+            loss = None
+            gc.collect()  # what the exception's frames hold would count against budgets
+            with torch.no_grad():
+                for name, one in model.named_buffers():
+                    one.copy_(before[name])
         run.losses += losses
         run.gradients.append({name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None})
         optimizer.step()

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import gc
 import os
 import re
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks.soak_case import Case, Injected, bits
 from benchmarks.soak_models import KINDS, Loop, Workload, compare, draw, train
@@ -153,7 +155,7 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
             model, budget=case.budget(device=size, disk={disk: limit}), **options
         )
         offloader = _kept_budget(case, make, device)
-        holder = {"offloader": offloader}
+        holder: dict[str, Any] = {"offloader": offloader}
 
         def settle() -> None:
             if case.choices.random() < 0.7:  # so that nothing comes back from memory
@@ -168,7 +170,7 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
             holder["offloader"].close()
             case.disk()  # which a harm may have taken away
             holder["offloader"] = make(_named(case, error))
-            holder["refusals"] = holder.get("refusals", 0) + 1
+            holder["refusals"] += 1
             if holder["refusals"] > 3:
                 is_hit = limit is not None or any(sum(one.injected.values()) for one in faults.made)
                 is_hit |= case.drawn["harm"] != "none"  # such as a graph that waits for a backward that never comes
@@ -178,6 +180,8 @@ def offloaded(case: Case, kinds: tuple[str, ...] = KINDS, *, checkpoints: bool =
                 holder["offloader"] = make(None)
 
         def before_step(step: int) -> None:
+            if holder.get("step") != step:  # whose budget the last step's gradients, which are kept, count against
+                holder.update(step=step, refusals=0)
             harm.before_step(step)
             if harm.kind == "no backward" and step == harm.at:
                 case.injected("forward without backward")
@@ -281,7 +285,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
         given = {"budget": account, "profile": problem, **options}
         compiled = torch.compile(function, backend="penstock", dynamic=False, fullgraph=True, options=given)
         if size is not None and size < low:
-            with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+            with contextlib.suppress(BackendCompilerFailed):
                 _as_named(compiled, batch)
         return compiled
 
@@ -299,14 +303,24 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
             harm.kind = "none"
         try:
             ours = train(
-                case, workload, loop, model, step=lambda one: step(*one), allowed=(TierReadError,), failed=harm.failed,
-                before_step=harm.before_step,
+                case, workload, loop, model, step=lambda one: step(*one),
+                allowed=(TierReadError, FileNotFoundError, BackendCompilerFailed),
+                failed=functools.partial(_planned_again, harm, disk), before_step=harm.before_step,
             )  # fmt: skip
             _peak(case, step, model, loop, batch, problem, size, faults)
         finally:
             harm.over()
         step = None
     compare(case, ours, expected)
+
+
+def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
+    """A step may fail where the disk does, and planning it once more where the disk's folder has gone."""
+    if not isinstance(error, TierReadError):
+        if disk is None or disk.exists() or "FileNotFoundError" not in str(error):
+            raise error
+        disk.mkdir()
+    harm.failed(error)
 
 
 def _as_named(compiled: Callable[..., Any], batch: Any) -> None:

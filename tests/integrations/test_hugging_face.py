@@ -503,6 +503,22 @@ def test_a_planned_step_trains_equal(tmp_path, disk, build):
     assert_same_parameters(plain.model, trainer.model)
 
 
+def test_a_planned_step_that_swaps_leaves_nothing_in_its_account(tmp_path, disk, monkeypatch):
+    monkeypatch.setattr("penstock.remat._run._lane_rates", lambda *_: (1e12, 1e12))
+    model, account = llama(), tiers.Budget(device="1GiB", disk=disk)
+    callback = PenstockCallback(budget=account, method="remat")
+    for budget_bytes in (None, 1.0):
+        trainer = trainer_of(tmp_path, callback, model=model, max_steps=2, per_device_train_batch_size=16)
+        with nothing_left(model, disk):
+            trainer.train()
+        assert not any(one.held_bytes for one in account.uses())
+        assert account.peak_bytes("device") > 0
+        if budget_bytes is None:  # the second time it has to swap
+            static_bytes = 4 * sum(one.nbytes for one in model.parameters())
+            account.device_bytes = static_bytes + (account.peak_bytes("device") - static_bytes) // 2
+    assert account.peak_bytes(str(disk)) > 0
+
+
 def test_a_planned_step_counts_the_optimizer_and_refuses_a_hopeless_budget(tmp_path, disk):
     model = llama()
     static_bytes = 4 * sum(one.nbytes for one in model.parameters())  # gradients and AdamW's two moments

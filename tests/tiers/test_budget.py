@@ -187,3 +187,29 @@ def test_a_view_may_have_a_tighter_limit():
     with pytest.raises(BudgetError):
         view.charge("host", 6)
     budget.charge("host", 6)
+
+
+def test_a_finaliser_may_give_back_in_the_middle_of_a_change(monkeypatch):
+    budget = Budget(device=100)
+    charges, footprint = Charges(budget, "offload"), Footprint(held_bytes=20)
+    charges.charge("device", 30)
+    charges.enter(footprint)
+    held_bytes = budget._books.held_bytes
+
+    def collects(place):
+        charges.give_back()
+        return held_bytes(place)
+
+    monkeypatch.setattr(budget._books, "held_bytes", collects)
+    budget.charge("device", 40)
+    monkeypatch.undo()
+    assert budget.held_bytes("device") == 40
+
+
+def test_two_fleets_stand_side_by_side():
+    budget = Budget(device=100)
+    for size in (10, 20):
+        budget.named("fleet").enter(Footprint(step_bytes=size, runs_beside=True))
+    (use,) = budget.uses()
+    assert use.held_bytes == 30
+    assert [(one.name, one.held_bytes) for one in use.holders] == [("fleet", 30)]

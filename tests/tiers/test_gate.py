@@ -3,6 +3,9 @@
 import os
 import threading
 
+import pytest
+import torch
+
 from penstock.tiers import Gate
 
 
@@ -100,3 +103,65 @@ def test_a_forked_child_finds_it_open():
             with gate.tracing():
                 os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_an_interrupted_tracer_keeps_nobody_waiting(monkeypatch):
+    gate = Gate()
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), gate.computing():  # noqa: PT012
+        patch.setattr(gate._condition, "wait_for", interrupted)
+        with gate.tracing():
+            pass
+    assert (gate._num_waiting, gate._num_computing, gate._is_tracing) == (0, 0, False)
+    with gate.computing(), gate.tracing():
+        pass
+
+
+def test_who_waits_may_trace_and_compute():
+    gate = Gate()
+    with gate.computing(), gate.released():
+        with gate.tracing(), gate.computing():
+            pass
+        with gate.computing():
+            assert gate._num_computing == 1
+        assert not gate._num_computing
+
+
+class _Calls(torch.autograd.Function):
+    """Its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, x, inside):
+        ctx.inside = inside
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.inside()
+        return gradient, None
+
+
+def test_backward_does_not_wait_for_those_who_wait_for_it():
+    gate, in_backward = Gate(), []
+
+    def inside():
+        gate._mine.depth = 0  # a thread that the gate does not know, though its caller computes
+        with gate.computing():
+            in_backward.append(gate._num_waiting)
+        gate._mine.depth = 1
+
+    def traces():
+        with gate.tracing():
+            pass
+
+    with gate.computing():
+        loss = _Calls.apply(torch.ones(1, requires_grad=True), inside)
+        tracer = in_a_thread(traces)
+        while not gate._num_waiting:
+            pass
+        loss.backward()
+    tracer.join()
+    assert in_backward == [1]

@@ -114,6 +114,8 @@ class _Pilot:
         self._training, self._memory, self._program = training, memory, program
         self._given = leaves, structure
         self._found = [ShardMeasure(parameter_bytes=self._size_bytes(at)) for at in range(len(program.shards))]
+        self._largest = 0, ""
+        """Bytes that a shard takes, and its label."""
 
     def run(self) -> list[ShardMeasure]:
         training = self._training
@@ -124,9 +126,13 @@ class _Pilot:
             self._pass(saves=False)
             for at in range(len(self._program.shards)):
                 self._step(at)
+        except BudgetError:
+            self._refuse_too_large()  # which names a budget for all shards so far
+            raise
         finally:
             training.randomness.cpu, training.randomness.cuda = mark[0], cuda
             training.is_finite, training.scale = mode, scale
+        self._refuse_too_large()
         return self._found
 
     def _size_bytes(self, at: int) -> int:
@@ -171,10 +177,11 @@ class _Pilot:
             memory.get(item)
         memory.flush(keep=needs)
         taken_s, peak_bytes = _measured(memory.device, lambda: mini.run(index))
-        self._refuse_too_large(sum(item.size_bytes for item in needs) + peak_bytes, shard.label)
+        self._largest = max(self._largest, (sum(item.size_bytes for item in needs) + peak_bytes, shard.label))
         return taken_s, peak_bytes
 
-    def _refuse_too_large(self, size_bytes: int, label: str) -> None:
+    def _refuse_too_large(self) -> None:
+        size_bytes, label = self._largest
         if size_bytes > self._memory.budget_bytes:
             raise BudgetError(
                 f"the shard {label} takes {format_bytes(size_bytes)}, above the budget of "
@@ -225,7 +232,8 @@ class _Pilot:
                 state_bytes=found.state_bytes + state_bytes,
             )
             del copies, states, parameters
-            self._refuse_too_large(2 * one.size_bytes + peak_bytes, f"step of {self._program.shards[at].label}")
+            taken_bytes = 2 * one.size_bytes + peak_bytes
+            self._largest = max(self._largest, (taken_bytes, f"step of {self._program.shards[at].label}"))
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from penstock.fleet._engine import Engine
 
 _MOST_ATOMS = 300
-_MOST_CUTS = 8
-"""Times a model is cut anew when pilots find more than was estimated."""
+_MOST_FACTOR = 1.5**7
+"""Estimates are scaled up so far, and the model cut finer, when pilots find more; then each atom is a shard."""
 
 
 class Preparation:
@@ -70,7 +70,9 @@ class Preparation:
             share = training.optimizer.state_share(training.parameters)
         factor = 1.0
         error: BudgetError | None = None
-        for _ in range(_MOST_CUTS):
+        finest = tuple(range(len(costs)))
+        chosen: tuple[int, ...] = ()
+        while chosen != finest:
             problem = PartitionProblem(
                 atoms=tuple(_scaled(one, factor) for one in costs),
                 trained=frozenset(training.optimizer.trained),
@@ -78,10 +80,12 @@ class Preparation:
                 budget_bytes=int(self.engine.budget_bytes * 0.7**run.is_smaller),
             )
             try:
-                cut = tuple(ends[end] for end in partition(problem))
-            except BudgetError as refused:
-                raise error or refused from None
-            program = training.use(captured, structure, cut)
+                chosen = partition(problem) if factor < _MOST_FACTOR else finest
+            except BudgetError:
+                if error is None:
+                    raise
+                chosen = finest  # by estimates that were scaled up; only pilots know
+            program = training.use(captured, structure, tuple(ends[end] for end in chosen))
             self._place()
             try:
                 with self.engine.pilot_lock:
@@ -92,9 +96,9 @@ class Preparation:
                 self._take_away()
                 factor *= 1.5
                 continue
+            error = None
             break
-        else:
-            assert error is not None
+        if error is not None:
             raise error
         self.engine.let_frozen_go()  # of cuts that were tried
         run.measures_of = {structure.signature: run.measures}

@@ -5,13 +5,12 @@ calls it, and wraps two of its public methods on that one object: ``training_ste
 micro-batch, and ``train``, so that whatever ends training takes hooks and threads along. The model stays as it is.
 """
 
+import contextlib
 import functools
 import sys
 import weakref
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-from torch import nn
 
 from penstock import offload, remat
 from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
@@ -100,7 +99,7 @@ class PenstockCallback:
         self._check()
         self._wrapped: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self._loop: LoopOffloader | None = None
-        self._compiled: nn.Module | None = None
+        self._compiled: contextlib.ExitStack | None = None
         self._summary: OffloadSummary | None = None
 
     def summary(self) -> OffloadSummary | None:
@@ -114,7 +113,7 @@ class PenstockCallback:
             self._summary = self._loop.summary()
             self._loop = None
         if self._compiled is not None:
-            self._compiled._compiled_call_impl = None
+            self._compiled.close()
             self._compiled = None
 
     # What the Trainer calls
@@ -211,8 +210,10 @@ class PenstockCallback:
 
     def _compile(self, trainer: Any) -> None:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
-        backend = functools.partial(remat.compile_backend, options={**self._options, "optimizer": optimizer})
-        self._compiled = trainer.model
+        self._compiled = contextlib.ExitStack()
+        backend = remat.Backend(**self._options, optimizer=optimizer)
+        self._compiled.callback(backend.close)
+        self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
         trainer.model.compile(backend=backend, dynamic=False)
 
 

@@ -7,7 +7,7 @@
   what it may use.
 - `verify`, `live_bytes`: an independent check of a plan, and what is held while each operator runs.
 - `optimizer_state_bytes`: what an optimizer holds, or will after its first step.
-- `compile_backend`: what ``torch.compile(backend="penstock")`` calls.
+- `compile_backend`: what ``torch.compile(backend="penstock")`` calls; `Backend`: one that can be closed.
 """
 
 from penstock.remat._explain import Planned as Planned
@@ -21,6 +21,7 @@ from penstock.remat._problem import Decision as Decision
 from penstock.remat._problem import Operator as Operator
 from penstock.remat._problem import RematProblem as RematProblem
 from penstock.remat._problem import Storage as Storage
+from penstock.remat._run import Backend as Backend
 from penstock.remat._run import OptimizedStep as OptimizedStep
 from penstock.remat._run import compile_backend as compile_backend
 from penstock.remat._run import max_batch as max_batch

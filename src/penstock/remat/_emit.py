@@ -18,7 +18,6 @@ from penstock.remat._capture import Captured, accumulate, device_of, is_random, 
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
-from penstock.tiers import generator_state
 
 IS_STATIC = "penstock_is_static"
 """In the ``meta`` of an emitted node: its value counts among the plan's static bytes, or is a ticket."""
@@ -121,10 +120,6 @@ class _Emitter:
         if call.op == "placeholder":
             return  # a tangent, which backward was given
         is_again = side is self.backward and index < self.problem.num_forward
-        if is_random(call) and not is_again and call in self.runs_again:
-            state = side.graph.call_function(generator_state, (str(device_of(call)),))
-            state.meta |= {"val": torch.empty(0, dtype=torch.uint8, device="meta"), IS_STATIC: True}
-            self.states[call] = state
         if is_random(call) and is_again:
             arguments = fx.node.map_arg(call.args, lambda one: self._value(side, one))
             keywords = fx.node.map_arg(call.kwargs, lambda one: self._value(side, one))
@@ -139,6 +134,13 @@ class _Emitter:
         else:
             made = side.graph.node_copy(call, lambda one: self._value(side, one))
             made.target = function_of(call)
+            notes_state = call in self.runs_again
+            if is_random(call):
+                made.target = _swap.drawing(made.target, str(device_of(call)), notes_state=notes_state)
+            if is_random(call) and notes_state:
+                state = side.graph.call_function(_swap.state_before)
+                state.meta |= {"val": torch.empty(0, dtype=torch.uint8, device="meta"), IS_STATIC: True}
+                self.states[call] = state
         made.meta = dict(call.meta) | {TAKEN: taken_from(call)}
         side.slots[made.name] = slot
         for storage in self.problem.operators[index].outputs:

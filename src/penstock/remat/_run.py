@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -93,6 +94,8 @@ class Compiler:
     """What the step takes of an account that others share."""
     footprint: Footprint = field(default_factory=Footprint)
     """The same, for all that was planned."""
+    options: object = None
+    """By whose identity this is found again, which therefore is nobody else's."""
     is_rehearsing: bool = False
     """Whether forward stops before its first operator: only the plan is wanted."""
 
@@ -110,7 +113,8 @@ class Compiler:
                 "torch.compile(model, backend='penstock', dynamic=False, options={'budget': '6GiB'})"
             )
         split = functools.partial(self.split, inputs)
-        return _capture.backend(split, self._forward, self._backward)(module, inputs)  # type: ignore[no-any-return]
+        with generators_held(), gate.tracing():
+            return _capture.backend(split, self._forward, self._backward)(module, inputs)  # type: ignore[no-any-return]
 
     def split(
         self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
@@ -260,6 +264,9 @@ class OptimizedStep:
         self._function = function
         self._compiler = compiler
         self._compiled: dict[Any, Callable[..., Any]] = {}  # any: shapes and constants
+        self._codes: list[CodeType] = []
+        """Under which Dynamo keeps what it compiled."""
+        weakref.finalize(self, _forget, self._codes).atexit = False
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -269,8 +276,16 @@ class OptimizedStep:
             return self._call(key, arguments, keywords)
         with generators_held(), gate.tracing(), _capture.without_logging():
             fresh = _with_code_of_its_own(self._function)
-            self._compiled[key] = torch.compile(fresh, backend=self._compiler, fullgraph=True, dynamic=False)
-            return self._call(key, arguments, keywords)
+            self._codes.append(fresh.__code__)
+            backend = _held_by_its_step(self._compiler)
+            self._compiled[key] = torch.compile(fresh, backend=backend, fullgraph=True, dynamic=False)
+            num_planned = len(self._compiler.planned)
+            try:
+                return self._call(key, arguments, keywords)
+            except BaseException:
+                if len(self._compiler.planned) == num_planned:  # else it was planned, and did not run
+                    del self._compiled[key]
+                raise
 
     def _call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         try:
@@ -291,6 +306,7 @@ class OptimizedStep:
     def close(self) -> None:
         """Gives back what it took of a shared ``Budget``, and ends its lanes. The step cannot be called again."""
         self._compiled = {}
+        _forget(self._codes)
         self._function = _closed
         self._compiler.close()
 
@@ -407,15 +423,50 @@ def max_batch(
     return low
 
 
+class Backend:
+    """A backend for ``torch.compile`` that can be closed: ``torch.compile(model, backend=Backend(budget="6GiB"))``.
+
+    Options are those of ``optimize``. Graphs of several shapes share one place in an account. PyTorch keeps backends
+    until ``torch.compiler.reset()``, so close one that holds an account, a disk or an optimizer.
+    """
+
+    def __init__(self, **options: Any):
+        self._compiler: Compiler | None = Compiler(_settings(options))
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """What PyTorch calls for each graph."""
+        if self._compiler is None:
+            raise ValueError("this backend is closed; make a new one: penstock.remat.Backend(budget='6GiB')")
+        return self._compiler(module, inputs)
+
+    def close(self) -> None:
+        """Gives back what it took of a shared ``Budget``, and ends its lanes. What it compiled cannot run again."""
+        if self._compiler is not None:
+            self._compiler.close()
+            self._compiler = None
+
+
 def compile_backend(module: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None) -> Any:
     """``torch.compile(model, backend="penstock", options={"budget": "6GiB"})``; options as those of ``optimize``."""
-    given = dict(options or {})
-    if "budget" not in given:
+    parameters = frozenset(id(one) for one in inputs if isinstance(one, nn.Parameter))
+    compiler = _of_options.get((id(options), parameters))
+    if compiler is None:
+        compiler = Compiler(_settings(options or {}), options=options)
+        _of_options[id(options), parameters] = compiler
+    return compiler(module, inputs)
+
+
+_of_options: "weakref.WeakValueDictionary[tuple[int, frozenset[int]], Compiler]" = weakref.WeakValueDictionary()
+"""Of graphs that differ in their shapes alone, which take one place in an account."""
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    if "budget" not in options:
         raise ValueError("say how many bytes: torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
-    unknown = set(given) - set(Settings.__dataclass_fields__)
+    unknown = set(options) - set(Settings.__dataclass_fields__)
     if unknown:
         raise ValueError(f"unknown options {sorted(unknown)}; there are {sorted(Settings.__dataclass_fields__)}")
-    return Compiler(Settings(**given))(module, inputs)
+    return Settings(**options)
 
 
 def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # any: nested, hashable
@@ -428,6 +479,26 @@ def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # 
 
     leaves, spec = pytree.tree_flatten((arguments, keywords))
     return tuple(map(part, leaves)), str(spec), torch.is_grad_enabled()
+
+
+def _forget(codes: list[CodeType]) -> None:
+    """Drops what Dynamo compiled for ``codes``: each holds it, and it holds them."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    while codes:
+        remove_from_cache(codes.pop())
+
+
+def _held_by_its_step(compiler: Compiler) -> Callable[..., Any]:
+    """The compiler as a backend: PyTorch keeps backends, and with a compiler whatever it holds."""
+    found = weakref.ref(compiler)
+
+    def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        held = found()
+        assert held is not None  # whoever calls the step has it
+        return held(module, inputs)
+
+    return backend
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:

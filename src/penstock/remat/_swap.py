@@ -21,12 +21,14 @@ from penstock.tiers import (
     ViewLayout,
     Waterfall,
     generator_state,
+    generators_held,
     set_generator_state,
     waterfall_for,
 )
 
 _tiers: "weakref.WeakValueDictionary[int, Tiers]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
+_drawn = threading.local()
 
 
 class _Parked(NamedTuple):
@@ -87,16 +89,37 @@ def fetch(ticket: torch.Tensor) -> torch.Tensor:
     return found.layout.rebuild(found.handle.get())
 
 
+def drawing(target: Callable[..., Any], device: str, *, notes_state: bool) -> Callable[..., Any]:
+    """A function that runs ``target``, a random operator, and can note the generator's state for ``state_before``."""
+
+    def draw(*arguments: Any, **keywords: Any) -> Any:
+        with generators_held():  # else another room's state may be in the process's generator
+            if notes_state:
+                _drawn.state = generator_state(device)
+            return target(*arguments, **keywords)
+
+    draw.__name__ = f"draw_{str(target).replace('.', '_')}"
+    return draw
+
+
+def state_before() -> torch.Tensor:
+    """From where the operator drew that this thread has just run by ``drawing``."""
+    state: torch.Tensor = _drawn.state
+    del _drawn.state
+    return state
+
+
 def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A function that runs ``target`` once more from a generator's state, and leaves the generator as it was."""
 
     def replay(state: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        before = generator_state(device)
-        set_generator_state(state, device)
-        try:
-            return target(*arguments, **keywords)
-        finally:
-            set_generator_state(before, device)
+        with generators_held():
+            before = generator_state(device)
+            set_generator_state(state, device)
+            try:
+                return target(*arguments, **keywords)
+            finally:
+                set_generator_state(before, device)
 
     replay.__name__ = f"replay_{str(target).replace('.', '_')}"
     return replay
@@ -112,5 +135,5 @@ def _of(ticket: torch.Tensor) -> _Parked:
     return found
 
 
-for _function in (park, finish, prefetch, generator_state):
+for _function in (park, finish, prefetch, state_before):
     fx.node.has_side_effect(_function)

@@ -9,11 +9,14 @@ the others leave. Three kinds of bytes are told apart on the device:
   and beside it those that run at any time, as a fleet's do.
 """
 
+import functools
 import os
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from penstock.errors import BudgetError, InternalError
 from penstock.units import format_bytes, parse_bytes
@@ -114,45 +117,44 @@ class Budget:
 
         Raises ``BudgetError`` where that would exceed the limit, unless ``force`` (bytes that exist already).
         """
-        with self._books.lock:
+        with self._books:
             self._check(place, self._books.held_bytes(place) + size_bytes, size_bytes, force)
             self._books.add(place, self._holder, size_bytes)
 
     def credit(self, place: str, size_bytes: int) -> None:
-        """Gives back ``size_bytes`` that were charged to ``place``."""
-        with self._books.lock:
-            self._books.add(place, self._holder, -size_bytes)
+        """Gives back ``size_bytes`` that were charged to ``place``. Finalisers may call it."""
+        self._books.later(functools.partial(self._books.add, place, self._holder, -size_bytes))
 
-    def enter(self, footprint: Footprint, *, force: bool = False) -> None:
-        """Takes what a step needs of the device, until ``leave``.
+    def enter(self, footprint: Footprint, *, instead_of: Footprint | None = None, force: bool = False) -> None:
+        """Takes what a step needs of the device, until ``leave``, and gives back what ``instead_of`` took.
 
-        Raises ``BudgetError`` where it does not fit beside the others, unless ``force``.
+        Raises ``BudgetError`` where it does not fit beside the others, unless ``force``; then all stays as it was.
         """
-        with self._books.lock:
-            self._books.footprints.append((footprint, self._holder))
+        with self._books as books:
+            before = books.footprints
+            books.footprints = [*(one for one in before if one[0] is not instead_of), (footprint, self._holder)]
             try:
                 size_bytes = footprint.standing_bytes + footprint.step_bytes
-                self._check("device", self._books.held_bytes("device"), size_bytes, force)
+                self._check("device", books.held_bytes("device"), size_bytes, force)
             except BudgetError:
-                self._books.footprints.pop()
+                books.footprints = before
                 raise
-            self._books.note("device", self._holder)
+            books.note("device", self._holder)
 
     def leave(self, footprint: Footprint) -> None:
         """Gives back what ``enter`` took; once is enough, and it does no harm to have never entered."""
-        with self._books.lock:
-            self._books.footprints = [one for one in self._books.footprints if one[0] is not footprint]
+        self._books.later(functools.partial(self._books.drop, footprint))
 
     def step_room_bytes(self, own: Footprint) -> int | None:
         """The peak that a step of that footprint may have, beside what others hold; ``None`` without a limit."""
         if self.device_bytes is None:
             return None
-        with self._books.lock:
+        with self._books:
             return self.device_bytes - self._books.standing_bytes(without=own) - self._books.beside_bytes()
 
     def beside_bytes(self) -> int:
         """Bytes of the device that steps take which run at any time."""
-        with self._books.lock:
+        with self._books:
             return self._books.beside_bytes()
 
     def room_bytes(self, place: str) -> int | None:
@@ -162,7 +164,7 @@ class Budget:
 
     def held_bytes(self, place: str) -> int:
         """Bytes of ``place`` that are taken now."""
-        with self._books.lock:
+        with self._books:
             return self._books.held_bytes(place)
 
     def peak_bytes(self, place: str) -> int:
@@ -171,7 +173,7 @@ class Budget:
 
     def uses(self) -> tuple[PlaceUse, ...]:
         """Every place that has a limit or a holder, with who holds what."""
-        with self._books.lock:
+        with self._books:
             limited = [place for place in ("device", "host") if self._limit(place) is not None]
             places = dict.fromkeys([*limited, *map(str, self.disk_bytes), *(place for place, _ in self._books.peaks)])
             return tuple(self._use(place) for place in places)
@@ -231,16 +233,7 @@ class Charges:
         """
         if self._budget is None:
             return
-        before, self._footprint = self._footprint, None
-        if before is not None:
-            self._budget.leave(before)
-        try:
-            self._budget.enter(footprint, force=force)
-        except BudgetError:
-            if before is not None:
-                self._budget.enter(before, force=True)
-                self._footprint = before
-            raise
+        self._budget.enter(footprint, instead_of=self._footprint, force=force)
         self._footprint = footprint
 
     def give_back(self) -> None:
@@ -253,15 +246,43 @@ class Charges:
 
 
 class _Books:
-    """What stands in an account, which several views of it share. Its methods want ``lock`` held."""
+    """What stands in an account, which several views of it share: a lock, which its methods but ``later`` want held."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._late: deque[Callable[[], None]] = deque()
+        """What finalisers gave back, perhaps in the middle of a change by their thread."""
         self.charged: dict[tuple[str, str], int] = {}
         """Bytes by place and holder."""
         self.footprints: list[tuple[Footprint, str]] = []
         self.peaks: dict[tuple[str, str | None], int] = {}
         """By place and holder; of the place with ``None``."""
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        self._depth += 1
+        self._settle()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._settle()
+        self._depth -= 1
+        self._lock.release()
+
+    def _settle(self) -> None:
+        while self._depth == 1 and self._late:
+            self._late.popleft()()
+
+    def later(self, change: Callable[[], None]) -> None:
+        """Makes a change, at once unless this thread is in the middle of another."""
+        self._late.append(change)
+        with self:
+            pass
+
+    def drop(self, footprint: Footprint) -> None:
+        """Takes a footprint out, if it is there."""
+        self.footprints = [one for one in self.footprints if one[0] is not footprint]
 
     def add(self, place: str, holder: str, size_bytes: int) -> None:
         held = self.charged.get((place, holder), 0) + size_bytes
@@ -278,15 +299,14 @@ class _Books:
     def held_bytes(self, place: str) -> int:
         if place != "device":
             return sum(size for (where, _), size in self.charged.items() if where == place)
-        in_turn = max((one.step_bytes for one, _ in self.footprints if not one.runs_beside), default=0)
-        return self.standing_bytes() + self.beside_bytes() + in_turn
+        return self.standing_bytes() + _step_bytes(one for one, _ in self.footprints)
 
     def held_by(self, place: str, holder: str) -> int:
         charged = self.charged.get((place, holder), 0)
         if place != "device":
             return charged
         own = [one for one, name in self.footprints if name == holder]
-        return charged + sum(one.standing_bytes for one in own) + max((one.step_bytes for one in own), default=0)
+        return charged + sum(one.standing_bytes for one in own) + _step_bytes(own)
 
     def beside_bytes(self) -> int:
         return sum(one.step_bytes for one, _ in self.footprints if one.runs_beside)
@@ -300,6 +320,17 @@ class _Books:
                     tensors[key] = max(size, tensors.get(key, 0))
         charged = sum(size for (where, _), size in self.charged.items() if where == "device")
         return charged + held + sum(tensors.values())
+
+
+def _step_bytes(footprints: Iterable[Footprint]) -> int:
+    """The largest of those that take turns, and all that run beside."""
+    in_turn, beside = 0, 0
+    for one in footprints:
+        if one.runs_beside:
+            beside += one.step_bytes
+        else:
+            in_turn = max(in_turn, one.step_bytes)
+    return in_turn + beside
 
 
 def _directories(disk: DiskSpec) -> dict[Path, int | None]:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 class Gate:
     """Many may be inside ``computing``, or one inside ``tracing``; one who wants to trace goes before new ones."""
@@ -24,7 +26,7 @@ class Gate:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """May be nested, and entered by a thread that traces."""
+        """May be nested, and entered by a thread that traces or one in which autograd runs backward."""
         mine = self._mine
         if mine.depth or mine.is_tracing:
             mine.depth += 1
@@ -33,8 +35,9 @@ class Gate:
             finally:
                 mine.depth -= 1
             return
+        jumps_queue = torch._C._current_graph_task_id() != -1  # whoever called backward computes, and waits for us
         with self._condition:
-            self._condition.wait_for(lambda: not self._is_tracing and not self._num_waiting)
+            self._condition.wait_for(lambda: not self._is_tracing and (jumps_queue or not self._num_waiting))
             self._num_computing += 1
         mine.depth = 1
         try:
@@ -53,9 +56,12 @@ class Gate:
         with self.released():
             with self._condition:
                 self._num_waiting += 1
-                self._condition.wait_for(lambda: not self._is_tracing and not self._num_computing)
-                self._num_waiting -= 1
-                self._is_tracing = True
+                try:
+                    self._condition.wait_for(lambda: not self._is_tracing and not self._num_computing)
+                    self._is_tracing = True
+                finally:  # interrupted, others need not wait
+                    self._num_waiting -= 1
+                    self._condition.notify_all()
             mine.is_tracing = True
             try:
                 yield
@@ -68,16 +74,21 @@ class Gate:
     @contextmanager
     def released(self) -> Iterator[None]:
         """Inside, this thread does not compute but waits, and lets others trace."""
-        if not self._mine.depth or self._mine.is_tracing:
+        mine = self._mine
+        if not mine.depth or mine.is_tracing:
             yield
             return
+        depth, mine.depth = mine.depth, 0
         self._change(-1)
         try:
             yield
         finally:
             with self._condition:
-                self._condition.wait_for(lambda: not self._is_tracing)
-                self._num_computing += 1
+                try:
+                    self._condition.wait_for(lambda: not self._is_tracing)
+                finally:  # interrupted, it computes all the same
+                    self._num_computing += 1
+                    mine.depth = depth
 
     def _change(self, number: int) -> None:
         with self._condition:

@@ -1,0 +1,85 @@
+"""Steps that are dropped, closed or refused hold nothing, although PyTorch keeps backends."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from penstock import remat
+from penstock.errors import BudgetError
+from penstock.tiers import Budget
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_of_before():
+    torch._dynamo.reset()
+
+
+def mlp():
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
+
+
+def train_and_drop(account):
+    """What may be alive of a model and an optimizer for which a step was planned."""
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = remat.optimize(lambda x: model(x).square().mean(), [torch.randn(8, 32)], account, optimizer=optimizer)
+    step(torch.randn(8, 32)).backward()
+    assert account.held_bytes("device") > 0
+    return [weakref.ref(one) for one in (model, optimizer)]
+
+
+def test_a_step_that_is_dropped_gives_back_its_share_and_frees_its_model():
+    account = Budget(device="64MiB")
+    alive = train_and_drop(account)
+    for _ in range(3):  # what the first finds holds more, by finalisers
+        gc.collect()
+    assert account.held_bytes("device") == 0
+    assert [one() for one in alive] == [None, None]
+
+
+def test_a_shape_that_is_refused_is_planned_again_when_it_comes_again():
+    model, account = mlp(), Budget(device="64MiB")
+    account.charge("device", 2**26 - 2**20)
+    step = remat.optimize(lambda x: model(x).square().mean(), [torch.randn(8, 32)], account)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="cannot be met"):
+            step(torch.randn(8192, 32))
+    step(torch.randn(8, 32)).backward()
+    account.credit("device", 2**26 - 2**20)
+    step(torch.randn(8192, 32)).backward()
+    assert len(step.plans) == 2
+    step.close()
+
+
+def test_shapes_of_a_compiled_model_share_their_place_in_an_account():
+    model, account = mlp(), Budget(device="64MiB")
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"budget": account, "optimizer": optimizer}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="penstock", dynamic=False, options=options)
+    held = []
+    for rows in (8, 16):
+        compiled(torch.randn(rows, 32)).backward()
+        held.append(account.held_bytes("device"))
+    more = held[1] - held[0]
+    assert 0 < more < remat.optimizer_state_bytes(optimizer)
+    torch.compiler.reset()
+    del compiled
+    gc.collect()
+    assert account.held_bytes("device") == 0
+
+
+def test_a_backend_that_is_closed_gives_back_its_share_and_says_so():
+    model, account = mlp(), Budget(device="64MiB")
+    backend = remat.Backend(budget=account)
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend=backend, dynamic=False)
+    compiled(torch.randn(8, 32)).backward()
+    assert account.held_bytes("device") > 0
+    backend.close()
+    assert account.held_bytes("device") == 0
+    with pytest.raises(Exception, match="this backend is closed"):
+        compiled(torch.randn(16, 32))
+    with pytest.raises(ValueError, match="say how many bytes"):
+        remat.Backend(disk="/nvme")
