@@ -158,6 +158,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--case", type=int, help="this of the twelve alone")
     options.add_argument("--scale", type=float, default=1.0, help="of the batches in benchmarks/models.py")
     given = options.parse_args(arguments)
+    if given.device != "cpu":
+        raise SystemExit("advice is compared on the CPU, whose peaks a profiler measures: --device cpu")
     configuration = vars(given) | {"json": str(given.json), "disk": str(given.disk)}
     if given.case is None and not given.quick:
         return in_processes(given, configuration)

@@ -1,6 +1,7 @@
 """Steps that are dropped, closed or refused hold nothing, although PyTorch keeps backends."""
 
 import gc
+import logging
 import weakref
 
 import pytest
@@ -83,3 +84,31 @@ def test_a_backend_that_is_closed_gives_back_its_share_and_says_so():
         compiled(torch.randn(16, 32))
     with pytest.raises(ValueError, match="say how many bytes"):
         remat.Backend(disk="/nvme")
+
+
+LOGGER = logging.getLogger("logs")
+
+
+class Logs(nn.Module):
+    """Says something in its forward, another thing while it is evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            LOGGER.info("trained")
+        else:
+            LOGGER.info("evaluated")
+        return self.layer(x).square().mean()
+
+
+def test_a_step_that_logs_is_traced_again_when_a_mode_changes():
+    model, x = Logs(), torch.randn(4, 8)
+    step = remat.optimize(model, [x], None)
+    step(x).backward()
+    model.eval()
+    step(x).backward()
+    assert len(step.plans) == 2
+    step.close()

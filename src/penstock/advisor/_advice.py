@@ -25,7 +25,7 @@ class Option:
     is_measured: bool
     """Whether peak and ratio were measured in trial steps, rather than predicted from the profile."""
     code: str
-    """Python to paste: ``model``, ``batches``, ``optimizer`` and, where one was given, ``loss`` are the user's."""
+    """Python to paste: ``model``, ``batches``, ``optimizer``, ``loss`` and a shared ``budget`` are the user's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

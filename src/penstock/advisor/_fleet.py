@@ -2,26 +2,57 @@
 
 import copy
 import inspect
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock import fleet
 from penstock.advisor._advice import Option
 from penstock.advisor._task import Task
-from penstock.advisor._trial import Trial, first_line
+from penstock.advisor._trial import first_line
 from penstock.advisor._ways import Limits, quiet
-from penstock.errors import PenstockError
 
 _NUM_STEPS = 4
 _NAME = "fleet"
 
 
-def fleet_of_one(task: Task, limits: Limits, plain: Trial | None) -> Option:
+def fleet_of_one(task: Task, limits: Limits, plain_s: float | None) -> Option:
     """Trains copies of the model for some steps; refused where the model cannot be cut, or a part does not fit."""
-    model = copy.deepcopy(task.model).to("cpu")
+    peak_bytes, seconds, reason = None, None, ""
+    try:
+        job = _job(task)
+        with quiet():
+            checked, timed = (
+                fleet.run([job], [str(task.device)], limits.alone(), progress=None, verify=verify)
+                for verify in (True, False)  # measuring peaks takes time
+            )
+        error = checked["advice"].error or timed["advice"].error
+        reason = "" if error is None else first_line(ValueError(error))
+        peak_bytes = checked.devices[0].measured_peak_bytes
+        seconds = (timed.devices[0].compute_s + timed.devices[0].stall_s) / _NUM_STEPS
+    except Exception as error:  # whatever the model may raise when it is copied, cut or trained
+        reason = first_line(error)
+    return Option(
+        name=_NAME,
+        rooms=("fleet",),
+        is_refused=bool(reason),
+        reason=reason,
+        peak_bytes=None if reason else peak_bytes,
+        ratio=seconds / plain_s if not reason and plain_s and seconds else None,
+        is_measured=not reason,
+        code=_code(task, limits),
+    )
+
+
+def _job(task: Task) -> fleet.Job:
+    on_cpu = {id(one): _copy_on_cpu(one) for one in (*task.model.parameters(), *task.model.buffers())}
+    model = copy.deepcopy(task.model, on_cpu)
+    if task.evaluates:
+        model.train()
     batch = pytree.tree_map(lambda one: one.to("cpu") if isinstance(one, torch.Tensor) else one, task.batch)
-    job = fleet.Job(
+    return fleet.Job(
         name="advice",
         model=lambda: copy.deepcopy(model),
         data=lambda: [batch] * _NUM_STEPS,
@@ -29,49 +60,40 @@ def fleet_of_one(task: Task, limits: Limits, plain: Trial | None) -> Option:
         optimizer=lambda parameters: _optimizer_like(task.optimizer, parameters),
         steps=_NUM_STEPS,
     )
-    peak_bytes, seconds, reason = None, None, ""
-    try:
-        with quiet():
-            results = fleet.run([job], [str(task.device)], limits.alone(), progress=None, verify=True)
-        (device,), result = results.devices, results["advice"]
-        reason = first_line(ValueError(result.error)) if result.error else ""
-        peak_bytes, seconds = device.measured_peak_bytes, (device.compute_s + device.stall_s) / _NUM_STEPS
-    except (PenstockError, RuntimeError, ValueError, TypeError, OSError) as error:
-        reason = first_line(error)
-    is_comparable = not reason and plain is not None and plain.step_s
-    return Option(
-        name=_NAME,
-        rooms=("fleet",),
-        is_refused=bool(reason),
-        reason=reason,
-        peak_bytes=None if reason else peak_bytes,
-        ratio=seconds / plain.step_s if is_comparable and plain and plain.step_s and seconds else None,
-        is_measured=not reason,
-        code=_code(task, limits),
-    )
 
 
-def _optimizer_like(
-    optimizer: torch.optim.Optimizer | None, parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
+def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().to("cpu", copy=True)
+    return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _optimizer_like(optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if optimizer is None:
         return torch.optim.SGD(parameters, lr=0.0)
+    return type(optimizer)(parameters, **_options_of(optimizer))
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:  # any: each optimizer's own
     known = inspect.signature(type(optimizer)).parameters
-    return type(optimizer)(parameters, **{name: value for name, value in optimizer.defaults.items() if name in known})
+    return {name: value for name, value in optimizer.defaults.items() if name in known}
 
 
 def _code(task: Task, limits: Limits) -> str:
-    loss = f"lambda model, batch: {task.expression}"
-    made = "torch.optim.SGD(parameters, lr=0.1)"
+    made, imports = "torch.optim.SGD(parameters, lr=0.1)", ""
     if task.optimizer is not None:
-        made = f"torch.optim.{type(task.optimizer).__name__}(parameters, lr={task.optimizer.defaults.get('lr')})"
+        module, name = type(task.optimizer).__module__, type(task.optimizer).__name__
+        options = ", ".join(f"{key}={value!r}" for key, value in _options_of(task.optimizer).items())
+        is_pytorchs = module.startswith("torch.optim.")
+        made = f"{'torch.optim.' if is_pytorchs else ''}{name}(parameters, {options})"
+        imports = "" if is_pytorchs else f"from {module} import {name}\n"
     return (
-        "import copy\n\nimport penstock\nimport torch\n\n"
+        f"import copy\n\nimport penstock\nimport torch\n{imports}\n"
+        f"{task.preparation}model.cpu()\n"
         "job = penstock.fleet.Job(\n"
         '    name="model",\n'
-        "    model=lambda: copy.deepcopy(model).cpu(),\n"
+        "    model=lambda: copy.deepcopy(model),\n"
         "    data=lambda: batches,\n"
-        f"    loss={loss},\n"
+        f"    loss=lambda model, batch: {task.expression},\n"
         f"    optimizer=lambda parameters: {made},\n"
         "    epochs=1,\n"
         ")\n"

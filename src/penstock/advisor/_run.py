@@ -16,7 +16,7 @@ from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, 
 from penstock.advisor._ways import Limits, Way, quiet, ways_for
 from penstock.errors import PenstockError
 from penstock.probe import can_record, peak_bytes
-from penstock.tiers import Budget, DiskSpec, Size
+from penstock.tiers import Budget, DiskSpec, Footprint, Size
 from penstock.units import format_bytes
 
 _LARGE_BATCH_SHARE = 0.25
@@ -79,7 +79,7 @@ def advise(
         options.append(_refused("remat", ("remat",), why_not))
     if all(one.is_refused for one in options):
         tell("trying a fleet of one", 0, 1)
-        options.append(fleet_of_one(task, limits, trials.get("plain")))
+        options.append(fleet_of_one(task, limits, _plain_s(trials, planned)))
     best, plain = choose(options), trials.get("plain", Trial())
     return Advice(
         options=tuple(sorted(options, key=lambda one: (one.is_refused, one.ratio or math.inf))),
@@ -114,12 +114,17 @@ def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
     others_bytes = max(0, peak_bytes(lambda: None, device=task.device).start_bytes - own_bytes)
     if task.device.type == "cpu":
         others_bytes = max(0, others_bytes - account.held_bytes("host"))
-    device_bytes = account.device_bytes
-    left = None if device_bytes is None else max(1, device_bytes - account.beside_bytes())
+    device_bytes, standing_bytes = account.device_bytes, 0
+    left = None
+    if device_bytes is not None:
+        left = max(1, device_bytes - account.beside_bytes())
+        own = Footprint(tensors=dict.fromkeys(map(id, task.model.parameters()), 0))
+        standing_bytes = left - (account.step_room_bytes(own) or 0)
     return Limits(
         budget=Budget(device=left, host=account.room_bytes("host"), disk=account.disk_bytes),
         spelled="budget" if is_shared else _spelled(account),
         reserve_bytes=others_bytes,
+        unaccounted_bytes=max(0, others_bytes - standing_bytes),
         extra_bytes=task.set_aside_bytes - (0 if is_made else state_bytes),
     )
 
@@ -133,20 +138,26 @@ def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
                 disk=limits.budget.disk_bytes or None, host=limits.budget.host_bytes,
             )  # fmt: skip
             return step.plan, ""
-    except (PenstockError, RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever capturing may raise: the step cannot be planned
         return None, first_line(error)
 
 
 def _option(way: Way, trial: Trial, planned: remat.Planned | None) -> Option:
     """With what was measured; ratios without a plain step are to the sum of its operators' times."""
-    ratio = trial.ratio
-    if ratio is None and trial.step_s is not None and planned is not None:
-        plain_s = planned.plan.step_s - planned.plan.extra_s
+    ratio, plain_s = trial.ratio, _plain_s({}, planned)
+    if ratio is None and trial.step_s is not None and plain_s is not None:
         ratio = trial.step_s / plain_s
     return Option(
         name=way.name, rooms=way.rooms, is_refused=bool(trial.reason), reason=trial.reason,
         peak_bytes=trial.peak_bytes, ratio=ratio, is_measured=trial.step_s is not None, code=way.code,
     )  # fmt: skip
+
+
+def _plain_s(trials: dict[str, Trial], planned: remat.Planned | None) -> float | None:
+    """Of a plain step: as timed, else the sum of its operators' times."""
+    if "plain" in trials and trials["plain"].step_s is not None:
+        return trials["plain"].step_s
+    return None if planned is None else planned.plan.step_s - planned.plan.extra_s
 
 
 def _refused(name: str, rooms: tuple[str, ...], reason: str) -> Option:
@@ -157,6 +168,9 @@ def _refused(name: str, rooms: tuple[str, ...], reason: str) -> Option:
 
 def _notes(task: Task, budget: Budget) -> Iterator[str]:
     limit = budget.device_bytes
+    modes = {one.training for one in task.model.modules()}
+    if len(modes) > 1:
+        yield "some modules are in evaluation mode, and were tried so; model.train() sets all of them"
     if limit is not None and task.batch_bytes > _LARGE_BATCH_SHARE * limit:
         yield (
             f"the batch alone takes {format_bytes(task.batch_bytes)} of {format_bytes(limit)}: if it is the features "

@@ -17,8 +17,11 @@ class Task:
     """A model, a batch and a loss."""
 
     def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None):
-        self.model, self.batch, self.optimizer = model, batch, optimizer
+        self.model, self.optimizer = model, optimizer
+        self.batch = dict(batch) if isinstance(batch, Mapping) else batch  # a BatchEncoding is no tree to PyTorch
         self._loss = loss
+        self.evaluates = not any(one.training for one in model.modules())
+        """Whether the model is in evaluation mode, as ``from_pretrained`` leaves it; it is tried in training mode."""
         self._has_loss_attribute = False
         places = {one.device for one in [*model.parameters(), *_tensors(batch)]}
         if len({one.type for one in places}) > 1:
@@ -56,6 +59,11 @@ class Task:
         self.loss_of(self.batch).backward()  # type: ignore[no-untyped-call]
 
     @property
+    def preparation(self) -> str:
+        """What comes before a training loop, as Python."""
+        return "model.train()\n" if self.evaluates else ""
+
+    @property
     def input_bytes(self) -> int:
         """Of parameters, buffers and the batch."""
         return self.batch_bytes + sum(one.nbytes for one in [*self.model.parameters(), *self.model.buffers()])
@@ -88,6 +96,8 @@ class Task:
         modes = [(one, one.training) for one in self.model.modules()]
         devices = [self.device] if self.device.type == "cuda" else []
         self.drop_gradients()
+        if self.evaluates:
+            self.model.train()
         try:
             with torch.random.fork_rng(devices):
                 yield

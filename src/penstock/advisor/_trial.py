@@ -1,10 +1,10 @@
 """Ways that run: their peaks, and their steps in turn with plain PyTorch's."""
 
 import contextlib
+import functools
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -12,8 +12,7 @@ import torch
 
 from penstock.advisor._task import Task
 from penstock.advisor._ways import Limits, Running, Way, quiet
-from penstock.errors import PenstockError
-from penstock.probe import peak_bytes
+from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
 
 Progress = Callable[[str, int, int], None]
@@ -32,6 +31,8 @@ class Trial:
     """Median over rounds of its step over plain's in the same round; ``None`` without a plain one."""
     step_s: float | None = None
     """Median of its steps."""
+    step_failed: bool = False
+    """Whether it was given up while it was timed."""
 
 
 def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, progress: Progress) -> dict[str, Trial]:
@@ -55,7 +56,7 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
                 for _ in range(way.num_warm):
                     found.step()
                 measured = peak_bytes(found.step, device=task.device).peak_bytes - extra_bytes
-            except (PenstockError, RuntimeError, ValueError, TypeError, OSError) as error:
+            except Exception as error:  # whatever a model may raise: this way does not work with it
                 trials[way.name] = Trial(reason=first_line(error))
                 continue
             is_above = limit_bytes is not None and measured > limit_bytes
@@ -65,7 +66,7 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
             )
             if not is_above or way.name == "plain":
                 running[way.name] = found
-        timed = _in_turn(task, running, rounds, lambda done: progress("timing", len(ways) + done, total))
+        timed = _in_turn(task, running, rounds, trials, lambda done: progress("timing", len(ways) + done, total))
     for name, seconds in timed.items():
         trials[name] = _timed(trials[name], seconds, timed.get("plain"))
     return trials
@@ -75,10 +76,10 @@ def plain_can_run(task: Task, peak: int) -> bool:
     """Whether there is memory for a plain step at all, whatever the budget."""
     if task.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(task.device)
-        return peak < 0.95 * (free + torch.cuda.memory_allocated(task.device))
+        return peak < 0.95 * (free + torch.cuda.memory_reserved(task.device))
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return peak < 0.9 * int(line.split()[1]) * 1024
+            return peak - _held_bytes(task) < 0.9 * int(line.split()[1]) * 1024
     return True
 
 
@@ -93,28 +94,28 @@ def _held_bytes(task: Task) -> int:
 
 
 def _in_turn(
-    task: Task, running: Mapping[str, Running], rounds: int, tell: Callable[[int], None]
+    task: Task, running: Mapping[str, Running], rounds: int, trials: dict[str, Trial], tell: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in running}
-    order, done = list(running), 0
-    for number in range(rounds):
-        order = [*order[1:], *order[:1]] if number % 2 else order[::-1]  # nobody always comes after the same one
-        for name in order:
-            tell(done)
-            _synchronize(task)
-            start_s = time.perf_counter()
+    """Seconds of those that run to the end; whatever raises is given up."""
+
+    def step(name: str) -> None:
+        if trials[name].step_failed:
+            return
+        try:
             running[name].step()
-            _synchronize(task)
-            seconds[name].append(time.perf_counter() - start_s)
-            done += 1
-    return seconds
+        except Exception as error:  # such as memory that is not there, or a budget that is exceeded after all
+            trials[name] = replace(trials[name], reason=first_line(error), step_failed=True)
+
+    def told(number: int) -> None:
+        if number < rounds:
+            tell(number * len(running))
+
+    tell(0)
+    ways = {name: functools.partial(step, name) for name in running}
+    seconds = in_rounds(ways, rounds=rounds, device=str(task.device), after_round=told)
+    return {name: found for name, found in seconds.items() if not trials[name].step_failed}
 
 
 def _timed(trial: Trial, seconds: list[float], plain: list[float] | None) -> Trial:
     ratio = median(one / other for one, other in zip(seconds, plain, strict=True)) if plain else None
-    return Trial(reason=trial.reason, peak_bytes=trial.peak_bytes, ratio=ratio, step_s=median(seconds))
-
-
-def _synchronize(task: Task) -> None:
-    if task.device.type == "cuda":
-        torch.cuda.synchronize(task.device)
+    return replace(trial, ratio=ratio, step_s=median(seconds))

@@ -57,6 +57,8 @@ class Limits:
     """The budget in code."""
     reserve_bytes: int
     """Of the device, held by whatever else the process does there."""
+    unaccounted_bytes: int
+    """Of those, what does not stand in a shared account."""
     extra_bytes: int
     """Held during trials but not in training, less what is held in training but not yet."""
 
@@ -104,19 +106,46 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Inside, each block saves its inputs alone."""
-    modules = [model.get_submodule(one) for one in blocks]
+    """Inside, each block saves its inputs alone; as Hugging Face's own checkpointing does it, where there is one."""
+    if (own := _with_own_checkpointing(model)) is not None:
+        owner = model.get_submodule(own)
+        kind = _kind(owner)
+        getattr(owner, f"{kind}_enable")(**{f"{kind}_kwargs": {"use_reentrant": False}})
+        try:
+            yield
+        finally:
+            getattr(owner, f"{kind}_disable")()
+        return
+    modules = dict.fromkeys(model.get_submodule(one) for one in blocks)
+    found = {one: vars(one).get("forward") for one in modules}
     for one in modules:
         one.forward = functools.partial(checkpoint, one.forward, use_reentrant=False)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for one in modules:
+        for one, forward in found.items():
             del one.forward  # the class's own again
+            if forward is not None:
+                one.forward = forward
+
+
+def _with_own_checkpointing(model: nn.Module) -> str | None:
+    """The name of the outermost module that checkpoints by itself and does not yet: it also turns caches off."""
+    for name, module in model.named_modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
+            is_on = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+            return None if is_on else name
+    return None
+
+
+def _kind(owner: nn.Module) -> str:
+    """Transformers 5 has renamed it."""
+    is_new = hasattr(owner, "activation_checkpointing_enable")
+    return "activation_checkpointing" if is_new else "gradient_checkpointing"
 
 
 def _plain(task: Task) -> Way:
-    code = f"for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
+    code = f"{task.preparation}for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
     return Way(name="plain", rooms=(), begin=lambda _: Running(task.step), code=code)
 
 
@@ -128,16 +157,15 @@ def _checkpoint(task: Task, blocks: Sequence[str]) -> Way:
 
         return Running(step)
 
-    code = f"{_checkpoint_code(blocks)}for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
+    loop = f"for batch in batches:\n    {task.expression}.backward()\n{_UPDATE}"
+    code = f"{_checkpoint_code(task.model, blocks)}{task.preparation}{loop}"
     return Way(name="checkpoint", rooms=(), begin=begin, code=code)
 
 
 def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
     def begin(extra_bytes: int) -> Running:
         account = limits.alone(extra_bytes)  # the offloader measures
-        offloader = offload.activations(
-            task.model, budget=account, checkpoint_inputs_only=bool(blocks), min_saving=0.0, max_stall=1.0
-        )
+        offloader = offload.activations(task.model, budget=account, checkpoint_inputs_only=bool(blocks))
 
         def step() -> None:
             with contextlib.ExitStack() as stack:
@@ -152,9 +180,9 @@ def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
 
     inputs_only = ", checkpoint_inputs_only=True" if blocks else ""
     code = (
-        f"import penstock\n\n{_checkpoint_code(blocks) if blocks else ''}"
+        f"import penstock\n\n{_checkpoint_code(task.model, blocks) if blocks else ''}"
         f"offloader = penstock.offload.activations(model, budget={limits.spelled}{inputs_only})\n"
-        f"for batch in batches:\n    with offloader:\n        {task.expression}.backward()\n{_UPDATE}"
+        f"{task.preparation}for batch in batches:\n    with offloader:\n        {task.expression}.backward()\n{_UPDATE}"
     )
     name = "checkpoint + offload" if blocks else "offload"
     return Way(name=name, rooms=("offload",), begin=begin, code=code, num_warm=4)
@@ -170,9 +198,9 @@ def _remat(task: Task, limits: Limits, planned: remat.Planned, method: remat.Met
 
     method_code = ', method="recompute"' if method == "recompute" else ""
     optimizer = ", optimizer=optimizer" if task.optimizer is not None else ""
-    reserve = f", reserve={limits.reserve_bytes}" if limits.reserve_bytes else ""
+    reserve = f", reserve={limits.unaccounted_bytes}" if limits.unaccounted_bytes else ""
     code = (
-        "import penstock\n\n"
+        f"import penstock\n\n{task.preparation}"
         "step = None\n"
         "for batch in batches:\n"
         "    step = step or penstock.remat.optimize(\n"
@@ -187,11 +215,15 @@ def _remat(task: Task, limits: Limits, planned: remat.Planned, method: remat.Met
 _UPDATE = "    optimizer.step()\n    optimizer.zero_grad()\n"
 
 
-def _checkpoint_code(blocks: Sequence[str]) -> str:
+def _checkpoint_code(model: nn.Module, blocks: Sequence[str]) -> str:
+    if (own := _with_own_checkpointing(model)) is not None:
+        owner = f"model.get_submodule({own!r})" if own else "model"
+        kind = _kind(model.get_submodule(own))
+        return f'{owner}.{kind}_enable({kind}_kwargs={{"use_reentrant": False}})\n'
     parent = blocks[0].rpartition(".")[0]
     return (
         "import functools\n\nfrom torch.utils.checkpoint import checkpoint\n\n"
-        f"for block in model.get_submodule({parent!r}):\n"
+        f"for block in dict.fromkeys(model.get_submodule({parent!r})):\n"
         "    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)\n"
     )
 

@@ -55,6 +55,10 @@ class LightningOffload:
         self._is_inside = False
         self._summary: OffloadSummary | None = None
 
+    def __reduce__(self) -> tuple[functools.partial[Self], tuple[()]]:
+        """For ``strategy="ddp_spawn"``; the other process begins anew."""
+        return functools.partial(LightningOffload, logs=self._logs, **self._options), ()  # type: ignore[return-value]
+
     def summary(self) -> OffloadSummary | None:
         """What the run did, or the last one; ``None`` before training."""
         return self._loop.summary() if self._loop is not None else self._summary

@@ -107,14 +107,19 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             continue
         if is_compiled(module):
             compiled.append(f"{name}." if name else "")
-            if not hasattr(module, "_orig_mod"):
+            if not _is_wrapper(module):
                 continue  # module.compile(): its own hooks run inside the graph
         yield name, module
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Of ``torch.compile``; Accelerate sets the same attribute on a model of which it has compiled regions."""
+    return "_orig_mod" in module._modules
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """Bandwidth of each link in each direction, by real transfers, remembered per machine for a week."""
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -118,15 +119,14 @@ def _cuda_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
 
 def _direct_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
     memory = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda").untyped_storage()
-    spill = SpillFile(directory)
-    spill.grow(_SAMPLE_BYTES)
-    file = DeviceFile(spill)
-    try:
+    with contextlib.ExitStack() as stack:
+        spill = SpillFile(directory)
+        stack.callback(spill.close)
+        spill.grow(_SAMPLE_BYTES)
+        file = DeviceFile(spill)
+        stack.callback(file.close)
         write_s = _timed(lambda: _in_requests(file.write, memory), tick)
         read_s = _timed(lambda: _in_requests(file.read, memory), tick)
-    finally:
-        file.close()
-        spill.close()
     return (
         _lane("device->disk", _SAMPLE_BYTES / write_s, True),
         _lane("disk->device", _SAMPLE_BYTES / read_s, True),

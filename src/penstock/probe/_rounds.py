@@ -79,7 +79,7 @@ def provenance() -> dict[str, Any]:  # any: text and numbers, for JSON
 
 def _synchronize(device: str) -> None:
     if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
 
 def _processor() -> str:

@@ -273,7 +273,11 @@ class OptimizedStep:
         """Runs the step as planned; arguments of another shape are planned first."""
         key = _signature(arguments, keywords)
         if key in self._compiled:
-            return self._call(key, arguments, keywords)
+            try:
+                return self._call(key, arguments, keywords)
+            except torch._dynamo.exc.Unsupported:  # what a guard looks at has changed, and Dynamo traces once more
+                with generators_held(), gate.tracing(), _capture.without_logging():
+                    return self._call(key, arguments, keywords)
         with generators_held(), gate.tracing(), _capture.without_logging():
             fresh = _with_code_of_its_own(self._function)
             self._codes.append(fresh.__code__)
