@@ -1,4 +1,6 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11+; each makes .venv if it is missing.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := $(BIN)/python
@@ -22,15 +24,18 @@ check: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# What benchmarks find lands in one folder; what is worth keeping goes to benchmarks/results under its date.
+OUT ?= bench-results
 bench: .venv/ready
-	$(RUN) -m benchmarks.offload --json benchmarks/results/offload.json
-	$(RUN) -m benchmarks.fleet --json benchmarks/results/fleet.json
-	$(RUN) -m benchmarks.fleet_training --json benchmarks/results/fleet-training.json
-	$(RUN) -m benchmarks.planner --json benchmarks/results/planner.json
-	$(RUN) -m benchmarks.remat --json benchmarks/results/remat.json
-	$(RUN) -m benchmarks.relational --json benchmarks/results/relational.json
-	$(RUN) -m benchmarks.unified --json benchmarks/results/unified.json
-	$(RUN) -m benchmarks.advisor --json benchmarks/results/advisor.json
+	mkdir -p $(OUT)
+	$(RUN) -m benchmarks.offload --json $(OUT)/offload.json
+	$(RUN) -m benchmarks.fleet --json $(OUT)/fleet.json
+	$(RUN) -m benchmarks.fleet_training --json $(OUT)/fleet-training.json
+	$(RUN) -m benchmarks.planner --json $(OUT)/planner.json
+	$(RUN) -m benchmarks.remat --json $(OUT)/remat.json
+	$(RUN) -m benchmarks.relational --json $(OUT)/relational.json
+	$(RUN) -m benchmarks.unified --json $(OUT)/unified.json
+	$(RUN) -m benchmarks.advisor --json $(OUT)/advisor.json
 
 # The site, into site/.
 docs: .venv/ready
@@ -48,10 +53,12 @@ soak: .venv/ready
 	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets
 
 soak-rooms: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --minutes $(MINUTES) --json benchmarks/results/soak.json
+	mkdir -p $(OUT)
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --minutes $(MINUTES) --json $(OUT)/soak.json
 
 soak-files: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.fuzz --minutes 10 --json benchmarks/results/fuzz.json
+	mkdir -p $(OUT)
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.fuzz --minutes 10 --json $(OUT)/fuzz.json
 
 soak-tiers: .venv/ready
 	$(RUN) -m benchmarks.soak_tiers

@@ -32,6 +32,7 @@ from penstock.testing import GPT
 STEPS = 10
 NAMES = ("a", "b", "c", "d")
 HANG_S = 120.0
+WRONG = "trials with something wrong"
 KINDS = ("kill", "exception", "not a number", "full tiers", "full disk of checkpoints")
 
 
@@ -179,13 +180,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         wrong[kind] += bool(problems)
         print(f"trial {number + 1} of {len(kinds)}, {kind}: {'; '.join(problems) or 'as it should be'}", flush=True)
     table = [[kind, str(faults[kind]), str(failed[kind]), str(wrong[kind])] for kind in KINDS]
-    show("faults", ["", "injected", "jobs that failed", "trials with something wrong"], table)
+    show("faults", ["", "injected", "jobs that failed", WRONG], table)
     rows = [Row(name=kind, metric="faults", value=faults[kind], unit="") for kind in KINDS]
     rows += [Row(name=kind, metric="jobs that failed", value=failed[kind], unit="") for kind in KINDS]
-    rows += [Row(name=kind, metric="trials with something wrong", value=wrong[kind], unit="") for kind in KINDS]
+    rows += [Row(name=kind, metric=WRONG, value=wrong[kind], unit="") for kind in KINDS]
     write(given.json, {"trials": len(kinds), "seed": given.seed, "steps": STEPS}, rows)
     return rows
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(any(row.value for row in main() if row.metric == WRONG))

@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--minutes", type=float, default=5.0)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--cases", type=int, help="so many of each format instead of so many minutes")
-    options.add_argument("--format", help="this format alone")
+    options.add_argument("--format", choices=[one.name for one in FORMATS], help="this format alone")
     options.add_argument("--case", type=int, help="this case of it alone")
     given = options.parse_args(arguments)
     given.cases = 20 if given.quick and given.cases is None else given.cases

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         if given.tiers:
             soak_tiers.main(["--cycles", "60" if given.quick else "10000", "--disk", str(given.disk)])
         if given.fleet_faults:
-            fleet_faults.main([*quick, "--disk", str(given.disk)])
+            rows = fleet_faults.main([*quick, "--disk", str(given.disk)])
+            return [replace(one, metric="findings: fleet") for one in rows if one.metric == fleet_faults.WRONG]
         return []
     if given.quick and given.cases is None:
         given.cases = len(PLACES)

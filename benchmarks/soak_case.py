@@ -64,7 +64,7 @@ class Case:
 
     def found(self, kind: str, text: str) -> None:
         """Something is wrong."""
-        self.findings.append({"kind": kind, "text": text[:4000]})
+        self.findings.append({"kind": kind, "text": text[-4000:]})
 
     def injected(self, kind: str, count: int = 1) -> None:
         """So many faults were injected."""
@@ -113,7 +113,8 @@ def watched(case: Case, call: Callable[[Case], None]) -> None:
         except BaseException:
             case.found("undocumented error", traceback.format_exc())
         torch._dynamo.reset()
-        gc.collect()
+        for _ in range(3):  # what the first finds holds more, by finalisers
+            gc.collect()
     _wait(lambda: not set(threading.enumerate()) - threads)
     if left := set(threading.enumerate()) - threads:
         case.found("leak", f"threads: {sorted(one.name for one in left)}")

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fleet_jobs import train_plainly  # the loop that jobs have to equal
 
 KINDS = ("gpt", "mlp", "convnet", "lstm", "hugging face")
 PROGRESS_S = 60.0
-MOST_REFUSALS = 3
+MOST_REFUSALS = 8
 """A refusal names what one shard takes; others may take more."""
 
 
@@ -47,6 +48,8 @@ def draw_jobs(case: Case, least: int = 2, most: int = 4) -> tuple[list[fleet.Job
     jobs, data = [], []
     for number in range(case.choices.randint(least, most)):
         workload = draw(case, KINDS)
+        if workload.kind == "lstm":  # whose weights a cut may come between: see the limits of the fleet's page
+            workload = replace(workload, dtype=None)
         source, optimizer = Data(case, workload), OPTIMIZERS[case.draw("optimizer", tuple(OPTIMIZERS))]
         precision = "float32" if workload.dtype is None else "bfloat16"
         jobs.append(
@@ -217,6 +220,7 @@ def _refused(
             if found is None or len(sizes) == MOST_REFUSALS or int(found[1]) <= max(sizes, default=0):
                 case.found("budget", f"refused after {sizes}: {one.error}")
                 break
+            case.figures["refused budgets, named before"] += bool(sizes)
             sizes.append(int(found[1]))
             roomy = {"host": "1GiB", "disk": places["disk"]}
             one = fleet.run([job], devices[:1], case.budget(device=sizes[-1], **roomy), progress=None)[job.name]

@@ -317,7 +317,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
 def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
     """A step may fail where the disk does, and planning it once more where the disk's folder has gone."""
     if not isinstance(error, TierReadError):
-        if disk is None or disk.exists() or "FileNotFoundError" not in str(error):
+        if disk is None or disk.exists() or "does not exist" not in str(error):
             raise error
         disk.mkdir()
     harm.failed(error)

@@ -39,9 +39,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         print(f"{name}: {value}")
     rows = [Row(name="tiers under random faults", metric=name, value=value, unit="") for name, value in figures.items()]
     leaks = {name: figures[name] for name in ("num_wrong", "num_live_handles", "used_bytes", "num_leaked_files")}
+    write(given.json, {"cycles": given.cycles, "cycles_per_seed": _CYCLES_PER_SEED}, rows)
     if any(leaks.values()):
         raise SystemExit(f"the campaign failed: {leaks}")
-    write(given.json, {"cycles": given.cycles, "cycles_per_seed": _CYCLES_PER_SEED}, rows)
     return dict(figures)
 
 

@@ -112,6 +112,11 @@ ENTRIES = {
             Figure(label="{} wrong values", metric="findings: wrong value", of="value", form="d"),
             Figure(label="{} leaks", metric="findings: leak", of="value", form="d"),
             Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
+            Figure(label="{} crashes", metric="findings: crash", of="value", form="d"),
+            Figure(label="{} errors that no page names", metric="findings: undocumented error", of="value", form="d"),
+            Figure(label="{} budgets exceeded", metric="findings: over budget", of="value", form="d"),
+            Figure(label="{} named budgets refused", metric="findings: budget", of="value", form="d"),
+            Figure(label="{} writes outside", metric="findings: outside", of="value", form="d"),
         ),
     ),
     "cpu-fuzz": Entry(
@@ -242,7 +247,7 @@ ENTRIES = {
 def table() -> str:
     """The table as Markdown. Raises ``ValueError`` for a file that has no entry, or figures that are not in it."""
     rows = ["| date | what it shows | figures | command |", "|---|---|---|---|"]
-    files = sorted(RESULTS.glob("*.json"))
+    files = sorted(RESULTS.glob("20??-??-??-*.json"))
     for file in files:
         if file.stem[11:] not in ENTRIES:
             raise ValueError(f"{file.name} has no entry: say in {Path(__file__).name} what it shows")

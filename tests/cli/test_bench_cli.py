@@ -48,7 +48,7 @@ def test_step_measures_four_methods(tmp_path):
 
 def test_a_width_has_eight_heads(tmp_path):
     result = bench("--quick", "--width", 100, "--disk", tmp_path)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "a width of 100 does not divide into 8 heads" in result.stderr
 
 

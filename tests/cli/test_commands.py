@@ -5,7 +5,10 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -341,6 +344,17 @@ def test_advice_that_refuses_all_is_3(workplace, monkeypatch):
     assert json.loads(result.stdout)["best"] is None
 
 
+def test_what_processes_of_a_factory_print_is_not_in_the_document(tmp_path):
+    (tmp_path / "loud.py").write_text(
+        "import os, torch\ndef make():\n    os.system('echo from below')\n    print('from Python')\n"
+        "    model = torch.nn.Linear(4, 4)\n    return (lambda x: model(x).mean()), [torch.randn(2, 4)]\n"
+    )
+    command = [sys.executable, "-c", "from penstock.cli import app; app()", "plan", "loud.py:make", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["plans"]
+    assert {"from below", "from Python"} <= set(done.stderr.splitlines())
+
+
 # Progress
 
 
@@ -364,6 +378,16 @@ def test_progress_says_what_is_done_and_left():
     shown = console.export_text()
     assert "training in turn" in shown and "3 of 4" in shown
     assert quiet.export_text() == ""
+
+
+def test_without_a_terminal_progress_is_told_now_and_then(capsys, monkeypatch):
+    now_s = iter([0.0, 1.0, 2.0, 40.0, 41.0, 50.0, 51.0, 52.0, 90.0, 91.0, 92.0])
+    monkeypatch.setattr("penstock.cli._progress.time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    with Steps() as steps:
+        steps.phase("training", 4)
+        steps.advance(1, 4)
+        steps.advance(2, 4)
+    assert capsys.readouterr().err == "training: 1 of 4, about 117.0 s left\n"
 
 
 # Shells

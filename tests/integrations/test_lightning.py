@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import pickle
 import sys
 
 import pytest
@@ -343,3 +344,10 @@ def test_unknown_options_and_a_missing_extra_are_told(disk, monkeypatch):
     monkeypatch.setitem(sys.modules, "lightning", None)
     with pytest.raises(ImportError, match=r"penstock\[lightning\]"):
         LightningOffload(disk=disk)
+
+
+def test_a_callback_can_be_sent_to_another_process(disk):
+    callback = LightningOffload(budget="1GiB", disk=str(disk), logs=False)
+    again = pickle.loads(pickle.dumps(callback))
+    assert isinstance(again, LightningOffload)
+    assert (again._options, again._logs) == (callback._options, False)

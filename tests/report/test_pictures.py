@@ -26,7 +26,7 @@ def test_memory_timeline(tmp_path):
 def test_throughput_curve(tmp_path):
     path = tmp_path / "curve.svg"
     throughput_curve(path, {"keep": [(2**30, 3.0, "8"), (2**29, 2.0, "4")]})
-    assert "keep" in path.read_text() or path.stat().st_size > 1000
+    assert "<!-- keep -->" in path.read_text()  # matplotlib draws letters as paths, and says what they are
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Pages say what happened, load nothing, and keep what users named as text."""
 
 import json
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -344,6 +345,9 @@ DAMAGES = {
     "not text": lambda path: path.write_bytes(b"\xff\x00" * 40),
     "empty": lambda path: path.write_text(""),
     "another format": damaged_by(lambda content: content.update(format=2)),
+    "a number without end": lambda path: path.write_text(
+        re.sub(r'"points":\[\[[^,]+,', '"points":[[1e999,', path.read_text(), count=1)
+    ),
     "a part missing": damaged_by(lambda content: content["parts"][0].pop("section")),
     "a trace elsewhere": damaged_by(lambda content: content["parts"][0].update(trace="../../etc/passwd")),
     "a kind that leads elsewhere": damaged_by(

@@ -177,7 +177,8 @@ def bench(
 def report(
     steps: Steps,
     folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="Runs: of a fleet, a demo, plans, traces or benchmarks.")
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Runs: of a fleet, a demo, plans, or what report.save left."),
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("run.html"),
     title: Annotated[str | None, typer.Option(help="Its title.", show_default=False)] = None,

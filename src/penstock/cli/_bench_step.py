@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from penstock import probe, remat
+from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
 from penstock.cli._trainer import METHODS, NUM_HEADS, Batch, Size, Trainer
 from penstock.errors import PenstockError
@@ -38,7 +39,7 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
     rounds = given.get("rounds", 4 if quick else 9)
     size = Size(**{**asdict(_SIZES[device, quick]), **{key: one for key, one in given.items() if key != "rounds"}})
     if size.width % NUM_HEADS:
-        raise PenstockError(f"a width of {size.width} does not divide into {NUM_HEADS} heads; give a multiple of them")
+        raise Misuse(f"a width of {size.width} does not divide into {NUM_HEADS} heads; give a multiple of them")
     trainers = _trainers(size, quick, device, disk, steps)
     try:
         rows = _rows(trainers, rounds, device, steps)

@@ -1,5 +1,7 @@
 """Words that options take, and what a shell completes: read from folders, without PyTorch."""
 
+import os
+import shlex
 from enum import StrEnum
 from pathlib import Path
 
@@ -36,4 +38,6 @@ def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
     if run_dir is None:
         return []
     found = sorted(one.name for one in (Path(run_dir) / "jobs").glob("*") if one.is_dir())
-    return [name for name in found if name.startswith(incomplete)]
+    fits = [name for name in found if name.startswith(incomplete)]
+    is_bash = os.environ.get("_PENSTOCK_COMPLETE") == "complete_bash"
+    return [shlex.quote(name) for name in fits] if is_bash else fits  # which puts in what it is given

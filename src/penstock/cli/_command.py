@@ -80,6 +80,19 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def _descriptor_redirected() -> Iterator[None]:
+    """What is written below Python to standard output goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
 class _Run:
     """One call of a command."""
 
@@ -91,25 +104,26 @@ class _Run:
         try:
             answer = self._answer(function, given)
             text = as_json(answer.data) if self._wants_json else None
-            if text is None:
-                answer.show(Console())
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise
         except KeyboardInterrupt as interrupt:
             self._end(interrupt, str(interrupt) or f"{self._name}: interrupted.", ExitCode.INTERRUPTED)
         except Exception as error:
             self._end(error, explain(error, self._name), exit_code_of(error))
-        if text is not None:
+        if text is None:
+            answer.show(Console())
+        else:
             typer.echo(text)
         if answer.exit_code:
             raise typer.Exit(int(answer.exit_code))
 
     def _answer(self, function: Callable[..., Answer], given: dict[str, Any]) -> Answer:
-        """With ``--json`` whatever a user's own code prints goes to standard error."""
+        """With ``--json`` whatever a user's own code prints, or a process that it starts, goes to standard error."""
         with contextlib.ExitStack() as stack:
             steps = stack.enter_context(Steps(is_wanted=not self._wants_json))
             if self._wants_json:
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+                stack.enter_context(_descriptor_redirected())
             if not self._is_debugged:
                 stack.enter_context(_quiet(logging.getLogger("torch._subclasses")))
             return function(steps, **given)

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import IO, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli._answer import Answer, as_json
@@ -35,6 +37,8 @@ _CAPPED = {
     "remat": "Penstock: remat plan",
 }
 """Methods that run under the cap, and what the table calls them."""
+_RUNS = ("offloader", "optimizedstep")
+"""Folders in ``runs``, by what trained."""
 
 
 @dataclass(slots=True)
@@ -96,7 +100,7 @@ def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | 
         )
         steps.phase("running plainly under the cap")
         outcome.failure = _fail_plainly(outcome.cap_bytes)
-        console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{outcome.failure}[/]", highlight=False)
+        console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{escape(outcome.failure)}[/]", highlight=False)
         outcome.budget_bytes = outcome.plain["start_bytes"] + int(_BUDGET_SHARE * outcome.cap_bytes)
         capped = {}
         for name, label in _CAPPED.items():
@@ -140,14 +144,19 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
     found = _summary(outcome, disk)
     timelines = {"plain, no cap": outcome.plain["timeline"]}
     timelines |= {label: outcome.methods[name].peak["timeline"] for name, label in _CAPPED.items()}
-    memory_timeline(
-        picture,
-        timelines,
-        limit_bytes=outcome.plain["start_bytes"] + outcome.cap_bytes,
-        limit_label="cap",
-        title="One training step, memory held",
-    )
     summary.write_text(as_json(found))
+    files = [summary, out / "trace.json"]
+    if runs := [run for name in _RUNS if (run := out / "runs" / name / "report.json").is_file()]:
+        files.append(write_html(out / "report.html", *(one.parent for one in runs), title="penstock demo")[0])
+    if find_spec("matplotlib") is not None:  # an extra
+        memory_timeline(
+            picture,
+            timelines,
+            limit_bytes=outcome.plain["start_bytes"] + outcome.cap_bytes,
+            limit_label="cap",
+            title="One training step, memory held",
+        )
+        files.append(picture)
     table = Table("", "under the cap", "activations", "step time", "moved out", "loss off by", title_justify="left")
     table.add_row("plain", "[red]fails[/]", format_bytes(outcome.plain["activation_bytes"]), "1", "", "")
     for name, label in _CAPPED.items():
@@ -168,9 +177,6 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
         f"waited {format_duration(outcome.methods['offload'].steps[-1]['offload']['stall_s'])} a step for copies.",
         highlight=False,
     )
-    files = [summary, picture, out / "trace.json"]
-    if runs := sorted((out / "runs").glob("*")):
-        files.append(write_html(out / "report.html", *runs, title="penstock demo")[0])
     for path in files:
         console.print(f"  {path}", highlight=False, markup=False, soft_wrap=True)
     if any(outcome.largest_loss_difference(name) for name in ("offload", "remat")):
@@ -231,8 +237,9 @@ class _Child:
     def ask(self, command: str, *, may_fail: bool = False) -> dict[str, Any]:
         """Sends a command and returns the answer. A dead child raises, unless it ``may_fail``."""
         assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has died, and its last words are the answer
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
         return self._answer(may_fail=may_fail)
 
     def _answer(self, *, may_fail: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Scalars are read as YAML 1.2 has it: ``1e-4`` is a number, ``no`` is text. No tag builds an object.
 """
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pydantic_core import ErrorDetails
 from penstock.files import read_text
 from penstock.units import parse_bytes
 
+_PAIR = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 _Model = TypeVar("_Model", bound=BaseModel)
 _KINDS = ("null", "bool", "int", "float", "str", "timestamp", "merge", "value", "seq", "map")
 _TAGS = {f"tag:yaml.org,2002:{kind}" for kind in _KINDS}
@@ -81,11 +83,17 @@ class Document:
         return line, found
 
 
+def _joined(pair: re.Match[str]) -> str:
+    """A character beyond the first plane, which JSON writes as two."""
+    return json.loads(f'"{pair[0]}"')  # type: ignore[no-any-return]
+
+
 def read(path: Path) -> Document:
     """Reads a file. Raises ``OSError``, and ``ValueError`` with the line where it is no YAML."""
     text = read_text(path)
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON may be indented so, YAML not
+        text = _PAIR.sub(_joined, text)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return Document(path=path, data=None if node is None else _value(node, [_MOST_VALUES]), node=node)

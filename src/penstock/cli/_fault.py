@@ -10,7 +10,7 @@ from penstock.errors import BudgetError, InternalError, PenstockError
 
 _MOST_CHARACTERS = 400
 _QUOTED = re.compile(r'File "([^"]+)", line (\d+)')
-_OURS = Path(__file__).parents[1]
+_OURS = Path(__file__).resolve().parents[1]
 _OTHERS = {Path(sysconfig.get_paths()[name]).resolve() for name in ("stdlib", "purelib", "platlib")}
 
 

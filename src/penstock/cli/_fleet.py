@@ -21,7 +21,7 @@ from penstock.cli._sweep import FleetSettings, Parameters, SweepFile, read_sweep
 from penstock.cli._sweep_jobs import JobMaker, make_jobs, maker_of
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import Fleet, FleetState, Job, JobRow, JobSource, JobState, Results, jobs_table
-from penstock.report import draw_fleet
+from penstock.report import REPORT_FILE, draw_fleet, save
 
 ANSWER_S = 60.0
 _POLL_S = 1.0
@@ -82,9 +82,13 @@ def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, pro
     with tempfile.TemporaryDirectory(prefix="penstock-fleet-") as temporary:
         options = {**settings.options(), "run_dir": settings.run_dir or f"{temporary}/run"}
         with Fleet(**options, resume=resume, progress=progress) as fleet:
+            if settings.run_dir is not None:
+                (Path(settings.run_dir) / REPORT_FILE).unlink(missing_ok=True)  # of a run that goes on
             for job, source in jobs:
                 fleet.add(job, source)
             results = fleet.wait()
+    if settings.run_dir is not None:
+        save(settings.run_dir, results)
     points = {job.name: dict(source.parameters) for job, source in jobs}
     return Trained(results=results, parameters=points, run_dir=settings.run_dir)
 
@@ -158,17 +162,19 @@ def ask(
     if not state.is_alive:
         raise PenstockError(_nobody(run_dir))
     number, waited_s = state.ask(verb, job, arguments), 0.0
-    while waited_s < timeout_s:
-        answer = state.answer_to(number, min(_POLL_S, timeout_s))
-        if answer == "":
-            return
-        if answer is not None:
-            raise PenstockError(answer)
-        waited_s += _POLL_S
-        if not state.is_alive:
-            break
-    why = f"no answer after {timeout_s:.0f} s" if state.is_alive else "the fleet ended before it could answer"
-    state.answer(number, why)  # taken back, so that whoever resumes the fleet does not do it
+    why = "interrupted"
+    try:
+        while waited_s < timeout_s and state.is_alive:
+            answer = state.answer_to(number, min(_POLL_S, timeout_s))
+            if answer == "":
+                return
+            if answer is not None:
+                raise PenstockError(answer)
+            waited_s += _POLL_S
+        why = f"no answer after {timeout_s:.0f} s" if state.is_alive else "the fleet ended before it could answer"
+    finally:
+        if state.answer_to(number, 0.0) is None:
+            state.answer(number, why)  # taken back, so that whoever resumes the fleet does not do it
     raise PenstockError(f"{verb} {job!r}: {why}")
 
 

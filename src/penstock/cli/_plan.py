@@ -14,7 +14,7 @@ from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
-from penstock.report import memory_timeline, pareto_curve, plan_marks, plan_timeline
+from penstock.report import memory_timeline, pareto_curve, plan_marks, plan_timeline, save_asked
 from penstock.units import format_bytes, format_duration
 
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
@@ -34,6 +34,8 @@ class PlanTable:
     """The smallest budget that works."""
     method: remat.Method
     """What the plans may use."""
+    asked_bytes: tuple[int, ...]
+    """Budgets that were asked for."""
     max_batches: dict[int, int]
     """The largest batch per budget that was asked for, where the factory takes a batch."""
 
@@ -85,6 +87,7 @@ def make(target: str, budgets: list[int], disk: Path | None, method: remat.Metho
         plans=plans,
         smallest_bytes=smallest_bytes,
         method=method,
+        asked_bytes=tuple(budgets),
         max_batches=max_batches,
     )
 
@@ -118,25 +121,28 @@ def show(found: PlanTable, console: Console) -> None:
 
 
 def write(found: PlanTable, out: Path) -> list[Path]:
-    """Writes the problem, the curve and the memory of the tightest plan over the step; returns the files."""
+    """Writes the problem, the curve, and the memory of a plan: for the first budget asked for, or the tightest."""
     out.mkdir(parents=True, exist_ok=True)
     files = [out / "problem.json", out / "pareto.png", out / "memory.png"]
     found.problem.save(files[0])
+    save_asked(out, found.asked_bytes, found.method)
     curves = {"these plans": _points(found.plans)}
     if found.method != "recompute":
         curves["recompute only"] = _points(remat.pareto(found.problem, found.budgets_bytes, method="recompute"))
     pareto_curve(files[1], curves, title="Extra operator time over the peak")
-    tightest, free = next(one for one in found.plans if one is not None), found.plans[-1]
+    by_budget = dict(zip(found.budgets_bytes, found.plans, strict=True))
+    asked = [one for budget in found.asked_bytes if (one := by_budget[budget]) is not None]
+    shown, free = (asked or [one for one in found.plans if one is not None])[0], found.plans[-1]
     assert free is not None
     memory_timeline(
         files[2],
         {
             "without a plan": plan_timeline(found.problem, free),
-            "the tightest plan": plan_timeline(found.problem, tightest),
+            "the plan" if asked else "the tightest plan": plan_timeline(found.problem, shown),
         },
-        limit_bytes=tightest.peak_bytes,
+        limit_bytes=shown.peak_bytes,
         limit_label="its peak",
-        marks=plan_marks(found.problem, tightest),
+        marks=plan_marks(found.problem, shown),
         title="Memory held over the operators of one step",
     )
     return files
@@ -145,7 +151,7 @@ def write(found: PlanTable, out: Path) -> list[Path]:
 def as_data(found: PlanTable) -> dict[str, object]:
     """The table for JSON."""
     rows = [
-        {"budget_bytes": budget, "is_refused": True}
+        {"budget_bytes": budget, "is_refused": True, "max_batch": found.max_batches.get(budget)}
         if plan is None
         else {
             "budget_bytes": budget,

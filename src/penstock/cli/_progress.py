@@ -1,9 +1,10 @@
 """What a command is doing, on standard error: phases, and the time left where it can be known.
 
-Nothing is written unless standard error is a terminal, and nothing with ``--json``.
+On a terminal one line that is drawn again; elsewhere, and with ``--json``, a line every half minute, if there is news.
 """
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -12,6 +13,9 @@ from rich.text import Text
 
 from penstock.units import format_duration
 
+_QUIET_S = 30.0
+"""Without a terminal, progress is told so rarely; what takes less says nothing."""
+
 
 class Steps:
     """The phases of one command. A context manager, so that the terminal is left as it was."""
@@ -19,13 +23,15 @@ class Steps:
     def __init__(self, *, is_wanted: bool = False, console: Console | None = None):
         console = console or Console(stderr=True)
         self.is_wanted = is_wanted
-        """Whether anything may be written at all; without a terminal nothing is, but for the lines of a fleet."""
+        """Whether a command tells its story while it runs."""
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._console = console
+        self._what, self._start_s, self._said_s = "", 0.0, time.monotonic()
         if is_wanted and console.is_terminal:
             self._progress = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=20),
                 _Left(),
                 console=console,
@@ -36,6 +42,8 @@ class Steps:
     def phase(self, what: str, total: int | None = None) -> None:
         """Begins the next phase: ``what`` in a few words, of ``total`` parts if that is known."""
         if self._progress is None:
+            self._what, self._start_s = what, time.monotonic()
+            self._say(what)
             return
         self._progress.start()
         if self._task is not None:
@@ -46,6 +54,14 @@ class Steps:
         """``done`` of the ``total`` parts of this phase are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
+        elif self._progress is None and 0 < done < total:
+            left_s = (time.monotonic() - self._start_s) / done * (total - done)
+            self._say(f"{self._what}: {done} of {total}, about {format_duration(left_s)} left")
+
+    def _say(self, line: str) -> None:
+        if time.monotonic() - self._said_s > _QUIET_S:
+            self._said_s = time.monotonic()
+            self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
         """Clears the line: what is printed next stands alone."""

@@ -5,9 +5,11 @@ is safe. Forward, backward and the optimizer's step, which is where Lightning ca
 where backward does.
 """
 
+import functools
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 from penstock import offload
@@ -55,9 +57,9 @@ class LightningOffload:
         self._is_inside = False
         self._summary: OffloadSummary | None = None
 
-    def __reduce__(self) -> tuple[functools.partial[Self], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], "LightningOffload"], tuple[()]]:
         """For ``strategy="ddp_spawn"``; the other process begins anew."""
-        return functools.partial(LightningOffload, logs=self._logs, **self._options), ()  # type: ignore[return-value]
+        return functools.partial(LightningOffload, logs=self._logs, **self._options), ()  # type: ignore[arg-type]
 
     def summary(self) -> OffloadSummary | None:
         """What the run did, or the last one; ``None`` before training."""

@@ -24,6 +24,8 @@ MOST_GROUPS = 4000
 MOST_TEXT = 4000
 """Characters of a text; of code, ten times as many."""
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+"""What can be drawn."""
 Unit = Literal["bytes", "s", "share", "bytes/s", ""]
 """What an axis counts."""
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
@@ -50,7 +52,7 @@ class Series:
 
     name: Text
     """In the legend."""
-    points: Annotated[tuple[tuple[float, float], ...], Field(max_length=MOST_POINTS)]
+    points: Annotated[tuple[tuple[Finite, Finite], ...], Field(max_length=MOST_POINTS)]
     """Ascending in x."""
     style: Literal["step", "line", "points", "both"] = "line"
     """``"step"``: a value holds until the next; ``"both"``: a line with points on it."""
@@ -64,7 +66,7 @@ class Mark:
 
     name: Text
     """In the legend."""
-    positions: Annotated[tuple[float, ...], Field(max_length=MOST_POINTS)]
+    positions: Annotated[tuple[Finite, ...], Field(max_length=MOST_POINTS)]
     """On the x axis."""
     num_events: int
     """How many there were before they were thinned."""
@@ -90,7 +92,7 @@ class Curves:
     """Of the x axis."""
     y_unit: Unit = ""
     """Of the y axis."""
-    limit: float | None = None
+    limit: Finite | None = None
     """A dashed line."""
     limit_label: Text = "limit"
     """What it is."""
@@ -118,7 +120,7 @@ class Row:
 
     name: Text
     """Left of the bars."""
-    bars: Annotated[tuple[tuple[float, float, int], ...], Field(max_length=MOST_BARS)]
+    bars: Annotated[tuple[tuple[Finite, Finite, int], ...], Field(max_length=MOST_BARS)]
     """Begin, end, and the position of its group."""
     text: Text = ""
     """More about the row, where the pointer rests on its name."""
@@ -140,7 +142,7 @@ class Bars:
     """From the top."""
     x_unit: Unit = "s"
     """Of the x axis."""
-    end: float | None = None
+    end: Finite | None = None
     """Where the axis ends, at least."""
     kind: Literal["bars"] = "bars"
     """In JSON."""
@@ -176,7 +178,7 @@ class Wear:
 
     written_bytes: int
     """In ``duration_s``."""
-    duration_s: float
+    duration_s: Finite
     """Seconds in which it was written."""
     capacity_bytes: int | None
     """Of the disks; ``None`` where unknown."""
@@ -194,9 +196,9 @@ class Headline:
     """Whether a plan says so, rather than a measurement."""
     budget_bytes: int | None = None
     """That it had to stay within."""
-    stall_s: float | None = None
+    stall_s: Finite | None = None
     """Time the computation waited for copies."""
-    stall_share: float | None = None
+    stall_share: Finite | None = None
     """Of the time of the step or the run, 0 to 1."""
     out_bytes: int | None = None
     """Copied out of the device."""

@@ -51,8 +51,8 @@ def part_of_run_dir(run_dir: Path) -> Part:
     state = FleetState(run_dir)
     jobs = [_job_of_row(row) for row in state.jobs()] if state.exists else []
     losses = read_losses(run_dir)
-    alive = " It is running now." if state.exists and state.is_alive else ""
-    return _part(jobs, losses, read_units(run_dir), (), run_dir.name + alive)
+    is_running = state.exists and state.is_alive
+    return _part(jobs, losses, read_units(run_dir), (), run_dir.resolve().name, is_running=is_running)
 
 
 def part_of_results(results: Results) -> Part:
@@ -89,6 +89,8 @@ def _part(
     units: Sequence[Unit],
     devices: Sequence[DeviceStatistics],
     name: str,
+    *,
+    is_running: bool = False,
 ) -> Part:
     names = list(dict.fromkeys([*(one.name for one in jobs), *losses, *(one.job for one in units)]))
     colours = {one: hue(at) for at, one in enumerate(names)}
@@ -100,7 +102,7 @@ def _part(
     section = Section(
         kind="fleet",
         title=clipped(f"Fleet {name}"),
-        text=_text(jobs, units),
+        text=_text(jobs, units) + (" It is running now." if is_running else ""),
         headline=_headline(jobs, units, devices, name),
         charts=tuple(charts),
         tables=tuple(one for one in (_jobs(jobs), _devices(units, devices), _tiers(devices)) if one.lines),
@@ -130,7 +132,7 @@ def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
 
 
 def _headline(jobs: Sequence[_Job], units: Sequence[Unit], devices: Sequence[DeviceStatistics], name: str) -> Headline:
-    what = clipped(f"fleet {name.partition(' ')[0]}: {len(jobs):,} jobs", 80)
+    what = clipped(f"fleet {name}: {len(jobs):,} jobs", 80)
     busy_s = sum(one.end_s - one.start_s for one in units)
     stall_s = sum(one.stall_s for one in units)
     known = Headline(what=what, stall_s=stall_s, stall_share=stall_s / busy_s if busy_s else None)

@@ -1,15 +1,20 @@
 """A planned step: memory over its operators, what the budget buys, and what becomes of the largest storages."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from penstock import remat
+from penstock.files import read_text
 from penstock.report._model import Curves, Headline, Mark, Section, Series, Table, hue
 from penstock.report._part import Part, table
 from penstock.report._plans import plan_marks, plan_timeline
 from penstock.report._thin import thin, thin_positions
 from penstock.units import format_bytes, format_duration
 
+_ASKED_FILE = "asked.json"
 _SHARES = (0.95, 0.8, 0.65, 0.5, 0.35, 0.2)
 """Of the peak without a plan: budgets on the curve."""
 
@@ -19,17 +24,37 @@ def parts_of_step(step: remat.OptimizedStep) -> list[Part]:
     return [part_of_planned(one) for one in step.plans[-4:]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Beside a problem: what its plans were asked for."""
+
+    budgets_bytes: tuple[int, ...] = ()
+    method: remat.Method = "hybrid"
+
+
+def save_asked(folder: Path, budgets_bytes: Sequence[int], method: remat.Method) -> None:
+    """Writes ``asked.json`` beside a problem, for `part_of_problem`."""
+    asked = _Asked(budgets_bytes=tuple(budgets_bytes), method=method)
+    (folder / _ASKED_FILE).write_bytes(TypeAdapter(_Asked).dump_json(asked))
+
+
 def part_of_problem(file: Path) -> Part:
-    """Of a problem as ``penstock plan --out`` leaves it: the tightest plan there is."""
+    """Of a problem as ``penstock plan --out`` leaves it: the first budget asked for that can be met, or the tightest.
+
+    Raises ``ValueError`` for files that are damaged.
+    """
     problem = remat.RematProblem.load(file)
-    smallest_bytes = remat.smallest_budget_bytes(problem)
-    plan = remat.plan(problem, smallest_bytes)
-    return part_of_planned(
-        remat.Planned(problem=problem, plan=plan, budget_bytes=smallest_bytes), what="the tightest plan"
-    )
+    beside = file.with_name(_ASKED_FILE)
+    asked = TypeAdapter(_Asked).validate_json(read_text(beside)) if beside.is_file() else _Asked()
+    smallest_bytes = remat.smallest_budget_bytes(problem, method=asked.method)
+    met = [one for one in asked.budgets_bytes if one >= smallest_bytes]
+    budget_bytes = (met or [smallest_bytes])[0]
+    plan = remat.plan(problem, budget_bytes, method=asked.method)
+    planned = remat.Planned(problem=problem, plan=plan, budget_bytes=budget_bytes)
+    return part_of_planned(planned, "the plan" if met else "the tightest plan", asked)
 
 
-def part_of_planned(planned: remat.Planned, what: str = "the plan") -> Part:
+def part_of_planned(planned: remat.Planned, what: str = "the plan", asked: _Asked | None = None) -> Part:
     """A plan, and what other budgets would have cost."""
     problem, plan = planned.problem, planned.plan
     swapped_bytes = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
@@ -59,7 +84,7 @@ def part_of_planned(planned: remat.Planned, what: str = "the plan") -> Part:
             out_bytes=swapped_bytes,
             in_bytes=swapped_bytes,
         ),
-        charts=(_memory(planned, budget_bytes), _pareto(planned, what)),
+        charts=(_memory(planned, budget_bytes), _pareto(planned, what, asked or _Asked())),
         tables=(_storages(planned),),
     )
     return Part(section=section)
@@ -100,10 +125,10 @@ def _steps(problem: remat.RematProblem, plan: remat.RematPlan) -> tuple[tuple[fl
     return thin(plan_timeline(problem, plan))
 
 
-def _pareto(planned: remat.Planned, what: str) -> Curves:
+def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     problem, plan = planned.problem, planned.plan
-    budgets = [int(share * plan.keep_all_peak_bytes) for share in _SHARES]
-    found = [one for one in remat.pareto(problem, budgets) if one is not None]
+    budgets = [*(int(share * plan.keep_all_peak_bytes) for share in _SHARES), *asked.budgets_bytes]
+    found = [one for one in remat.pareto(problem, budgets, method=asked.method) if one is not None]
     points = sorted({(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in found})
     points.append((plan.keep_all_peak_bytes, 0.0))
     chosen = ((float(plan.peak_bytes), plan.extra_s / max(plan.step_s, 1e-12)),)

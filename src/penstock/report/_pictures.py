@@ -7,6 +7,9 @@ from typing import Any
 
 from penstock.errors import PenstockError
 
+_MOST_LABELS = 20
+"""Jobs in a legend."""
+
 _COLOURS = ("#6b7280", "#0f766e", "#b45309", "#4338ca", "#be123c")
 _MIB = 2**20
 
@@ -144,16 +147,19 @@ def gantt(
     figure, axes = _axes("time (s)", "", title)
     jobs = list(dict.fromkeys(job for units in rows.values() for _, _, job in units))
     colours = importlib.import_module("matplotlib").colormaps["tab20"]
-    for at, (_, units) in enumerate(rows.items()):
-        for job in jobs:
-            bars = [(begin, end - begin) for begin, end, one in units if one == job]
-            axes.broken_barh(bars, (at - 0.4, 0.8), color=colours(jobs.index(job) % 20), linewidth=0)
+    number_of = {job: number for number, job in enumerate(jobs)}
+    for at, units in enumerate(rows.values()):
+        bars: dict[str, list[tuple[float, float]]] = {}
+        for begin, end, job in units:
+            bars.setdefault(job, []).append((begin, end - begin))
+        for job, own in bars.items():
+            axes.broken_barh(own, (at - 0.4, 0.8), color=colours(number_of[job] % 20), linewidth=0)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.invert_yaxis()
     axes.set_xlim(left=min((begin for units in rows.values() for begin, _, _ in units), default=0.0))
     axes.grid(visible=False, axis="y")
-    for job in jobs[:20]:
-        axes.barh(0, 0, color=colours(jobs.index(job) % 20), label=job)
+    for number, job in enumerate(jobs[:_MOST_LABELS]):
+        axes.barh(0, 0, color=colours(number), label=job)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     _save(figure, path)
 
@@ -174,7 +180,8 @@ def curves(
         values = series[name]
         marker = "o" if len(values) == 1 else None
         steps = range(1, len(values) + 1)
-        axes.plot(steps, values, color=colours(at % 20), linewidth=1.2, marker=marker, label=name)
+        label = name if at < _MOST_LABELS else "_"  # which legends leave out
+        axes.plot(steps, values, color=colours(at % 20), linewidth=1.2, marker=marker, label=label)
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     _save(figure, path)
 

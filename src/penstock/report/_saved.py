@@ -13,7 +13,8 @@ from penstock.report._model import Section
 from penstock.report._part import Part, trace_names
 
 _FORMAT = 1
-_NAME = "report.json"
+REPORT_FILE = "report.json"
+"""In a folder of what `save` left."""
 _MOST_BYTES = 32 * 2**20
 _TRACE = re.compile(r"[a-z]+(-\d+)?\.trace\.json")
 
@@ -32,7 +33,7 @@ class _Saved:
 
 def is_saved(folder: Path) -> bool:
     """Whether `write` was here."""
-    return (folder / _NAME).is_file()
+    return (folder / REPORT_FILE).is_file()
 
 
 def write(folder: Path, parts: list[Part]) -> Path:
@@ -43,8 +44,8 @@ def write(folder: Path, parts: list[Part]) -> Path:
         if name is not None:
             part.write_trace(folder / name)
     saved = _Saved(_FORMAT, tuple(_SavedPart(one.section, name) for one, name in zip(parts, names, strict=True)))
-    path = folder / _NAME
-    draft = folder / f"{_NAME}.{os.getpid()}"
+    path = folder / REPORT_FILE
+    draft = folder / f"{REPORT_FILE}.{os.getpid()}"
     draft.write_bytes(TypeAdapter(_Saved).dump_json(saved))
     draft.replace(path)
     return path
@@ -52,7 +53,7 @@ def write(folder: Path, parts: list[Part]) -> Path:
 
 def load(folder: Path) -> list[Part]:
     """What `write` left. Raises ``PenstockError`` where it is damaged, too large, or of another version."""
-    path = folder / _NAME
+    path = folder / REPORT_FILE
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it has {path.stat().st_size:,} bytes, and no report has more than {_MOST_BYTES:,}")
