@@ -3,11 +3,16 @@
 import json
 from typing import get_args
 
+import pytest
+import torch
 from typer.testing import CliRunner
 
 import penstock
 from penstock.cli import app
 from penstock.cli._choices import PlanMethod
+from penstock.errors import PenstockError
+from penstock.report import save_asked
+from penstock.report._parts import parts_of_folder
 
 
 def run(*arguments):
@@ -68,6 +73,27 @@ def test_plan_prints_budgets_and_draws_them(tmp_path):
     for name in ("pareto.png", "memory.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     assert penstock.remat.RematProblem.load(tmp_path / "out" / "problem.json").operators
+    (part,) = parts_of_folder(tmp_path / "out")
+    assert part.section.headline.budget_bytes == 300 * 1024
+
+
+def test_a_report_shows_the_plan_that_was_asked_for(tmp_path):
+    problem = penstock.remat.RematProblem.load(_saved_problem(tmp_path))
+    smallest, most = penstock.remat.smallest_budget_bytes(problem, method="recompute"), 2**40
+    save_asked(tmp_path, [smallest + 10_000, most], "recompute")
+    (part,) = parts_of_folder(tmp_path)
+    assert part.section.headline.budget_bytes == smallest + 10_000
+    assert "tightest" not in part.section.headline.what
+    (tmp_path / "asked.json").write_text('{"method": "magic"}')
+    with pytest.raises(PenstockError, match="method"):
+        parts_of_folder(tmp_path)
+
+
+def _saved_problem(folder):
+    model = torch.nn.Sequential(*[layer for _ in range(4) for layer in (torch.nn.Linear(32, 32), torch.nn.GELU())])
+    planned = penstock.remat.optimize(lambda x: model(x).square().mean(), [torch.randn(64, 32)], None).plan
+    planned.problem.save(folder / "problem.json")
+    return folder / "problem.json"
 
 
 def test_plan_prints_json_with_the_largest_batch(tmp_path):
@@ -78,6 +104,10 @@ def test_plan_prints_json_with_the_largest_batch(tmp_path):
     asked = rows[400 * 1024]
     assert asked["peak_bytes"] <= 400 * 1024
     assert asked["max_batch"] > 64
+    refused = run("plan", f"{tmp_path}/train.py:make_step", "--budget", "100KiB", "--json", "--method", "recompute")
+    rows = {row["budget_bytes"]: row for row in json.loads(refused.stdout)["plans"]}
+    assert rows[100 * 1024]["is_refused"]
+    assert rows[100 * 1024]["max_batch"] is not None
     assert asked["swapped_bytes"] == 0
     times = [row["extra_s"] for row in report["plans"] if not row["is_refused"]]
     assert times == sorted(times, reverse=True)

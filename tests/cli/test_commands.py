@@ -401,7 +401,9 @@ def completed(words, number):
 def test_shells_complete_what_there_is(workplace, monkeypatch):
     for name in ("gpt-1", "gpt-2", "other"):
         (workplace / "runs" / "1" / "jobs" / name).mkdir(parents=True)
+    (workplace / "runs" / "1" / "jobs" / "grid lr=0.1,batch=4").mkdir()
     assert completed("penstock fleet pause runs/1 gpt", 4) == ["gpt-1", "gpt-2"]
+    assert completed("penstock fleet pause runs/1 gr", 4) == ["grid\\", "lr=0.1,batch=4"]  # one word to the shell
     assert completed("penstock fleet stop nowhere gpt", 4) == []
     assert completed("penstock fleet simulate p.yaml --scheduler sh", 5) == ["sharded-lrtf", "shortest-first"]
     assert completed("penstock plan train.py:make --method s", 4) == ["swap"]

@@ -14,13 +14,13 @@ from penstock.cli._progress import Steps
 @pytest.mark.timeout(300)
 def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
-    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console)
+    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, batch=6)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [Path(one).name for one in answer.data["files"]] == [
         "summary.json",
-        "memory.png",
         "trace.json",
         "report.html",
+        "memory.png",
     ]
     assert {**summary, "files": answer.data["files"]} == json.loads(as_json(answer.data))
     assert "can't allocate memory" in summary["plain_failure"]

@@ -19,6 +19,7 @@ from penstock.cli._sweep import read_sweep
 from penstock.cli._sweep_jobs import make_jobs, maker_of
 from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import FleetState, SchedulerName
+from penstock.report._parts import parts_of_folder
 
 PATIENCE_S = 60
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -268,6 +269,9 @@ def test_a_sweep_runs_and_goes_on(written, tmp_path):
     assert [one["parameters"] for one in report["jobs"]] == [{"lr": 0.01}, {"lr": 0.1}]
     assert all(one["num_steps"] == 3 and Path(one["checkpoint"]).is_dir() for one in report["jobs"])
     assert report["devices"][0]["budget_bytes"] == 4 * 2**20
+    (part,) = parts_of_folder(run_dir)
+    assert part.section.headline.budget_bytes == 4 * 2**20
+    assert any("written to disk" in one.columns for one in part.section.tables)
 
     shown = penstock("ps", run_dir)
     assert shown.exit_code == 0

@@ -1,11 +1,13 @@
 """Words that options take, and what a shell completes: read from folders, without PyTorch."""
 
 import os
-import shlex
+import re
 from enum import StrEnum
 from pathlib import Path
 
 import typer
+
+_SPECIAL = re.compile(r"[^\w@%+=:,./-]")
 
 
 class PlanMethod(StrEnum):
@@ -40,4 +42,4 @@ def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
     found = sorted(one.name for one in (Path(run_dir) / "jobs").glob("*") if one.is_dir())
     fits = [name for name in found if name.startswith(incomplete)]
     is_bash = os.environ.get("_PENSTOCK_COMPLETE") == "complete_bash"
-    return [shlex.quote(name) for name in fits] if is_bash else fits  # which puts in what it is given
+    return [_SPECIAL.sub(r"\\\g<0>", name) for name in fits] if is_bash else fits  # bash puts in what it is given

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -77,17 +77,27 @@ class _Outcome:
         return min(self.methods, key=self.step_time_ratio)
 
 
-def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | None = None) -> Answer:
+def run(
+    out: Path,
+    disk: Path,
+    num_steps: int,
+    steps: Steps,
+    console: Console | None = None,
+    *,
+    num_layers: int = 8,
+    batch: int = 16,
+) -> Answer:
     """Runs the demo, telling what it does, and writes its files into ``out``."""
+    size = ("--layers", str(num_layers), "--batch", str(batch))
     console = console or Console(quiet=not steps.is_wanted)
     out.mkdir(parents=True, exist_ok=True)
     outcome = _Outcome()
     with ExitStack() as stack:
-        plain = stack.enter_context(_child())
+        plain = stack.enter_context(_child(*size))
         hello = plain.hello
         console.print(
-            f"A GPT of {hello['num_parameters'] / 1e6:.1f}M parameters (8 layers, width 256) trains on Python's own "
-            "standard library, 16 x 512 bytes a step, with AdamW."
+            f"A GPT of {hello['num_parameters'] / 1e6:.1f}M parameters ({num_layers} layers, width 256) trains on "
+            f"Python's own standard library, {batch} x 512 bytes a step, with AdamW."
         )
         steps.phase("measuring the plain run")
         outcome.plain = plain.ask("measure")
@@ -99,7 +109,7 @@ def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | 
             f"({_CAP_SHARE:.0%} of the activations, RLIMIT_DATA)."
         )
         steps.phase("running plainly under the cap")
-        outcome.failure = _fail_plainly(outcome.cap_bytes)
+        outcome.failure = _fail_plainly(size, outcome.cap_bytes)
         console.print(f"Plain under the cap: [red]fails[/]\n  [dim]{escape(outcome.failure)}[/]", highlight=False)
         outcome.budget_bytes = outcome.plain["start_bytes"] + int(_BUDGET_SHARE * outcome.cap_bytes)
         capped = {}
@@ -107,7 +117,7 @@ def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | 
             steps.phase(f"starting {label}")
             limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
             files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
-            capped[name] = stack.enter_context(_child("--method", name, *limits, *files))
+            capped[name] = stack.enter_context(_child(*size, "--method", name, *limits, *files))
             capped[name].ask("measure")  # takes the batch that the plain run took
         _train_in_turn(plain, capped, num_steps, outcome, steps)
         steps.phase("measuring the peaks of the capped runs")
@@ -118,9 +128,9 @@ def run(out: Path, disk: Path, num_steps: int, steps: Steps, console: Console | 
     return _report(outcome, out, disk, console)
 
 
-def _fail_plainly(cap_bytes: int) -> str:
+def _fail_plainly(size: Sequence[str], cap_bytes: int) -> str:
     """PyTorch's own error when the plain script meets the cap."""
-    with _child("--cap", str(cap_bytes)) as capped:
+    with _child(*size, "--cap", str(cap_bytes)) as capped:
         answer = capped.ask("step", may_fail=True)
     if "error" not in answer:
         raise PenstockError("the plain run did not fail under the cap, so this machine cannot show the difference")

@@ -18,13 +18,12 @@ from penstock.cli._trainer import METHODS, Size, Trainer, standard_library
 from penstock.report import save
 from penstock.tiers import write_trace
 
-SIZE = Size(num_layers=8, width=256, length=512, batch=16)
-
 
 def main() -> None:
     """Trains as told."""
     arguments = _arguments()
-    trainer = Trainer(arguments.method, SIZE, disk=arguments.disk, budget=arguments.budget)
+    size = Size(num_layers=arguments.layers, width=256, length=512, batch=arguments.batch)
+    trainer = Trainer(arguments.method, size, disk=arguments.disk, budget=arguments.budget)
     trainer.run_tiny_step()  # optimizer state, worker threads and library buffers exist from here on
     if trainer.method == "remat":
         trainer.plan(arguments.budget, disk=arguments.disk, reserve=standard_library().nbytes)
@@ -111,6 +110,8 @@ def _say(answer: dict[str, Any]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--method", choices=METHODS, default="plain")
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--budget", type=int)
