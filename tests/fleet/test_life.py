@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from penstock import fleet
 from penstock.errors import TierDegradedWarning
 from penstock.fleet import JobState
 from penstock.testing import GPT
+from penstock.tiers import Budget
 
 
 def job(name="job", **changes):
@@ -352,3 +354,25 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
     assert results["job"].error is None
     assert hits[-1] > hits[0]
     assert list(results["job"].losses) == train_plainly(one)[0]
+
+
+def test_a_fleet_that_cannot_begin_takes_nothing(tmp_path, monkeypatch):
+    account, interval_s = Budget(device="64MiB", host="64MiB"), sys.getswitchinterval()
+    monkeypatch.setattr(fleet.FleetState, "create", mock.Mock(side_effect=KeyboardInterrupt))
+    made = fleet.Fleet([fleet.Device(name="cpu", threads=1)], account, progress=None)
+    with pytest.raises(KeyboardInterrupt), made:
+        pass
+    assert not any(one.held_bytes for one in account.uses())
+    assert sys.getswitchinterval() == interval_s
+
+
+def test_a_checkpoint_that_goes_while_it_is_cloned_is_copied_from_the_next(tmp_path, monkeypatch):
+    account = Budget(device="64MiB", host="64MiB")
+    made = fleet.Fleet([fleet.Device(name="cpu", threads=1)], account, run_dir=tmp_path / "run", progress=None)
+    newest = iter([tmp_path / "step-1", tmp_path / "step-2"])
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "tensors.safetensors").write_bytes(b"whole")
+    monkeypatch.setattr("penstock.fleet._checkpoint.latest", lambda _: next(newest))
+    made._copy_checkpoint(tmp_path, tmp_path / "job" / "origin", "job")
+    assert [one.name for one in (tmp_path / "job").iterdir()] == ["origin"]
+    assert (tmp_path / "job" / "origin" / "step-2" / "tensors.safetensors").read_bytes() == b"whole"

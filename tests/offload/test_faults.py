@@ -297,3 +297,10 @@ def test_kinds_beyond_the_last_that_is_planned_for_still_train(tmp_path, monkeyp
     assert offloader.statistics().predicted_peak_bytes is None
     assert len(offloader._learner._lessons) == 2
     offloader.close()
+
+
+def test_an_offloader_that_cannot_be_made_leaves_the_model_as_it_was(tmp_path):
+    model = make_model()
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        offload.activations(model, disk=tmp_path / "missing")
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())

@@ -23,7 +23,9 @@ def captured_from(function, *inputs):
         found.append(_capture.read(joint.graph, num_forward_outputs))
         raise _Seen
 
-    run = torch.compile(function, backend=_capture.backend(partition, _capture.boxed, _capture.boxed), fullgraph=True)
+    run = torch.compile(
+        function, backend=_capture.backend(partition, _capture.boxed, _capture.boxed, _capture.boxed), fullgraph=True
+    )
     with pytest.raises(Exception) as caught:  # noqa: PT011  # Dynamo wraps it
         run(*inputs)
     assert isinstance(_capture.cause_of(caught.value), _Seen)
@@ -88,7 +90,7 @@ def test_gradients_are_known_by_their_leaves():
 
     def backend(module, given):
         inputs.append(given)
-        return _capture.backend(partition, _capture.boxed, _capture.boxed)(module, given)
+        return _capture.backend(partition, _capture.boxed, _capture.boxed, _capture.boxed)(module, given)
 
     with pytest.raises(Exception):  # noqa: B017, PT011  # Dynamo wraps it
         torch.compile(lambda x: layer(x).sum(), backend=backend)(torch.randn(4, 8))

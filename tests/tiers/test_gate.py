@@ -83,6 +83,24 @@ def test_who_waits_lets_others_trace():
         assert gate._num_computing == 1
 
 
+def test_a_thread_knows_whether_others_compute():
+    gate, inside, leave = Gate(), threading.Event(), threading.Event()
+
+    def computes():
+        with gate.computing():
+            inside.set()
+            leave.wait()
+
+    with gate.computing(), gate.computing():
+        assert not gate.others_compute
+        other = in_a_thread(computes)
+        inside.wait()
+        assert gate.others_compute
+        leave.set()
+        other.join()
+        assert not gate.others_compute
+
+
 def test_errors_leave_the_gate_open():
     gate = Gate()
     for enter in (gate.computing, gate.tracing, gate.released):

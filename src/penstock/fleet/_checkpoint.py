@@ -308,7 +308,10 @@ def _restore_states(run: JobRun, path: Path) -> None:
     training, home = run.training, run.home
     assert home is not None
     memory = home.memory
-    stored = dict(_stored(path, "optimizer-*.safetensors"))
+    try:
+        stored = dict(_stored(path, "optimizer-*.safetensors"))
+    except _FAULTS as error:
+        raise _unusable(path, error) from error
     for group in training.groups:
         if group.kind != "trained":
             continue

@@ -39,7 +39,7 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
     on_cuda = torch.device(devices[0].name).type == "cuda"
     if account.host_bytes is None and (not account.disk_bytes or on_cuda):
         account = account.named("fleet")  # whose limit is the fleet's alone
-        account.host_bytes = int(0.6 * _free_main_memory())
+        account.host_bytes = account.held_bytes("host") + int(0.6 * _free_main_memory())
     return account
 
 

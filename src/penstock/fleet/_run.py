@@ -47,6 +47,8 @@ _SAVE_S = 600.0
 _HOST_RATE = 4e9
 _LEAST_SLACK_BYTES = 512 * 2**20
 """That heaps of CPU devices may grow by, beyond what is alive, before they are trimmed."""
+_COPIES = 5
+"""Times a checkpoint is copied that goes meanwhile."""
 _SWITCH_S = 5e-4
 """Python's threads change places that often at most: a device's thread must not wait 5 ms for the interpreter."""
 
@@ -203,39 +205,42 @@ class Fleet:
 
     def __enter__(self) -> Self:
         sizes = [worker.memory.budget_bytes for worker in self._engine.workers]
-        self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.callback(sys.setswitchinterval, sys.getswitchinterval())
+            stack.callback(trim_freed_memory)
+            stack.callback(self._charges.give_back)
+            stack.callback(self._close_waterfalls)
+            self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
             self.state.create()
             self._known = {row.name: row for row in self.state.jobs()} if self._resume else {}
-        except BaseException:
-            self._charges.give_back()
-            raise
-        self._num_threads, self._switch_s = torch.get_num_threads(), sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch_s, _SWITCH_S))
-        self._started_s = time.time()
-        if can_record("cpu"):
-            with torch.autograd.profiler.profile(profile_memory=True):  # pilots use it in other threads
-                pass
+            sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+            self._started_s = time.time()
+            if can_record("cpu"):
+                with torch.autograd.profiler.profile(profile_memory=True):  # pilots use it in other threads
+                    pass
+            self._taken = stack.pop_all()
         return self
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        with self._engine.condition:
-            self._engine.is_stopping = True
-            self._engine.condition.notify_all()
-        if self._is_started:
-            for worker in self._engine.workers:
-                worker.join()
+    def _close_waterfalls(self) -> None:
         for waterfall in self._waterfalls:
             waterfall.drain()
         for waterfall in self._waterfalls:
             waterfall.close()
-        self._charges.give_back()
-        trim_freed_memory()
-        sys.setswitchinterval(self._switch_s)
-        torch.set_num_threads(self._num_threads)
-        self._records.close()
-        self._write_state()  # the last, since the folder may be gone
-        self.state.say_ended()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.state.say_ended)
+            stack.callback(self._write_state)  # late, since the folder may be gone
+            stack.callback(self._records.close)
+            stack.enter_context(self._taken)
+            with self._engine.condition:
+                self._engine.is_stopping = True
+                self._engine.condition.notify_all()
+            if self._is_started:
+                with gate.released():  # a worker may wait to trace
+                    for worker in self._engine.workers:
+                        worker.join()
 
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Another job. Raises ``ValueError`` if one has its name already."""
@@ -302,12 +307,28 @@ class Fleet:
         else:
             job = original.with_changes(name=new_name, **changes)
         if warm:
-            path = _checkpoint.latest(self._records.folder(original))
+            self._copy_checkpoint(self._records.folder(original), self._records.folder(job) / "origin", name)
+        self.add(job, source)
+
+    def _copy_checkpoint(self, folder: Path, origin: Path, name: str) -> None:
+        """The newest, whole or not at all: the source's own goes when its next one is there."""
+        for attempt in range(_COPIES):
+            path = _checkpoint.latest(folder)
             if path is None:
                 raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
-            kept = self._records.folder(job) / "origin" / path.name
-            shutil.copytree(path, kept, dirs_exist_ok=True)  # the source's own goes when its next one is there
-        self.add(job, source)
+            draft = origin.with_name(f"{origin.name}-draft")
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                shutil.copytree(path, draft / path.name)
+                if not path.is_dir():
+                    raise FileNotFoundError(f"{path} went while it was copied")
+            except (OSError, shutil.Error):
+                if path.is_dir() or attempt == _COPIES - 1:
+                    raise
+                continue
+            shutil.rmtree(origin, ignore_errors=True)
+            draft.rename(origin)
+            return
 
     def wait(self, more: Callable[[], bool] | None = None) -> Results:
         """Trains until every job is over and returns the results. ``KeyboardInterrupt`` lets mini-batches at hand end.

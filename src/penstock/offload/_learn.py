@@ -23,7 +23,7 @@ from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
-from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall
+from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
 
 _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
@@ -99,7 +99,8 @@ class Learner:
         lesson = self._lesson = self._lesson_for(size_bytes, label, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
-        is_blind = is_fitting and not can_record(device)  # somebody profiles this cycle: the next one teaches
+        # somebody profiles this cycle, or runs Python while its memory is looked through: the next one teaches
+        is_blind = is_fitting and (not can_record(device) or (self._is_on_cpu and gate.others_compute))
         if lesson.is_open and not is_blind:
             is_cuda = device.type == "cuda"
             self._clock = _DeviceClock(device, is_fitting) if is_cuda else _HostClock(waterfall)

@@ -126,7 +126,6 @@ class Offloader:
         self._account = account
         self._rules = rules
         self._settings = settings
-        self._scope = ModuleScope(model)
         self._waterfalls: dict[torch.device, Waterfall] = {}
         self._entries: weakref.WeakValueDictionary[int, SavedEntry] = weakref.WeakValueDictionary()
         self._learner = Learner(settings)
@@ -147,6 +146,7 @@ class Offloader:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "cuda"):
             self._waterfall(device)  # so that unusable directories are found now
+        self._scope = ModuleScope(model)  # the last: its hooks are on the model
 
     def __enter__(self) -> Self:
         if self._is_closed:

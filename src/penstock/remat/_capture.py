@@ -391,7 +391,10 @@ Runner = Callable[[list[Any]], Any]
 
 
 def backend(
-    partition: Partition, forward: Callable[[fx.GraphModule], Runner], backward: Callable[[fx.GraphModule], Runner]
+    partition: Partition,
+    forward: Callable[[fx.GraphModule], Runner],
+    backward: Callable[[fx.GraphModule], Runner],
+    inference: Callable[[fx.GraphModule], Runner],
 ) -> Callable[..., Any]:
     """A backend for ``torch.compile``: ``partition`` splits joint graphs, the others make runners of the halves."""
     from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
@@ -406,7 +409,7 @@ def backend(
     return aot_autograd(  # type: ignore[no-any-return]
         fw_compiler=lambda module, _: forward(module),
         bw_compiler=lambda module, _: backward(module),
-        inference_compiler=lambda module, _: boxed(module),
+        inference_compiler=lambda module, _: inference(module),
         partition_fn=split,
     )
 

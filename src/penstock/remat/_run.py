@@ -114,7 +114,8 @@ class Compiler:
             )
         split = functools.partial(self.split, inputs)
         with generators_held(), gate.tracing():
-            return _capture.backend(split, self._forward, self._backward)(module, inputs)  # type: ignore[no-any-return]
+            made = _capture.backend(split, self._forward, self._backward, _without_gradients)
+            return made(module, inputs)  # type: ignore[no-any-return]
 
     def split(
         self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
@@ -251,6 +252,10 @@ def _at_the_gate(run: _capture.Runner) -> _capture.Runner:
             return run(arguments)
 
     return _capture.make_boxed_func_flag(runner)
+
+
+def _without_gradients(module: fx.GraphModule) -> _capture.Runner:
+    return _at_the_gate(_capture.boxed(module))
 
 
 class _RehearsalOver(Exception):

@@ -46,6 +46,11 @@ class Gate:
             mine.depth = 0
             self._change(-1)
 
+    @property
+    def others_compute(self) -> bool:
+        """Whether another thread does now."""
+        return self._num_computing > bool(self._mine.depth)
+
     @contextmanager
     def tracing(self) -> Iterator[None]:
         """Waits for those who compute, but for this thread itself. May be nested."""
