@@ -7,7 +7,7 @@ import pytest
 import torch
 from loops import EVERYTHING, TIGHT, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
 
-from penstock import probe, tiers
+from penstock import offload, probe, tiers
 from penstock.errors import BudgetError
 from penstock.integrations import offloading
 
@@ -267,3 +267,15 @@ def test_unknown_options_are_told(disk):
     loop = Loop()
     with pytest.raises(TypeError, match="minsize.*min_size"), offloading(loop.accelerator, loop.model, minsize=1):
         pass
+
+
+def test_a_model_whose_regions_are_compiled_is_not_taken_for_one_region(disk):
+    model = gpt2()
+    model.__dict__["_orig_mod"] = model  # as Accelerate leaves it: an attribute, no wrapper
+    with everything_parked():
+        offloader = offload.activations(model, disk=disk, min_size=0)
+        with offloader:
+            ids = torch.randint(64, (2, 16))
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert offloader.statistics().parked_bytes > 0
+    offloader.close()

@@ -27,6 +27,9 @@ app = typer.Typer(
 )
 app.add_typer(fleet_app, name="fleet")
 
+_Host = Annotated[
+    int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
+]
 _Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False)]
 
 
@@ -90,6 +93,7 @@ def plan(
         typer.Option(parser=size, metavar="SIZE", help="Also this budget, such as 6GiB; may be repeated."),
     ] = None,
     disk: _Disk = None,
+    host: _Host = None,
     method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
     out: Annotated[
         Path | None, typer.Option(help="Folder for problem.json, pareto.png and memory.png.", show_default=False)
@@ -104,7 +108,7 @@ def plan(
     """
     from penstock.cli import _plan
 
-    return _plan.answer(target, budget or [], disk, method.value, out, steps)
+    return _plan.answer(target, budget or [], {"disk": disk, "host": host, "method": method.value}, out, steps)
 
 
 @command(app)
@@ -120,9 +124,7 @@ def advise(
     budget: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Bytes of the device at the true peak, such as 6GiB.")
     ],
-    host: Annotated[
-        int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
-    ] = None,
+    host: _Host = None,
     disk: _Disk = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every option is timed.")] = 5,
 ) -> Answer:

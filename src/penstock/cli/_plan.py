@@ -1,7 +1,7 @@
 """`penstock plan`: what budgets cost a step, before it is trained."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,9 @@ class PlanTable:
     """The largest batch per budget that was asked for, where the factory takes a batch."""
 
 
-def answer(
-    target: str, budgets: list[int], disk: Path | None, method: remat.Method, out: Path | None, steps: Steps
-) -> Answer:
-    """`penstock plan`; a budget that was asked for and is refused is exit code 3."""
-    found = make(target, budgets, disk, method, steps)
+def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Path | None, steps: Steps) -> Answer:
+    """`penstock plan`, with ``disk``, ``host`` and ``method`` of `remat.optimize`; a refused budget is exit code 3."""
+    found = make(target, budgets, options, steps)
     files = []
     if out is not None:
         steps.phase(f"drawing into {out}")
@@ -63,11 +61,11 @@ def answer(
     )
 
 
-def make(target: str, budgets: list[int], disk: Path | None, method: remat.Method, steps: Steps) -> PlanTable:
+def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Steps) -> PlanTable:
     """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
     factory = function_of(target, "makes the step", "() returns (step, example_inputs)")
     step, inputs = _step_of(target, factory)
-    options: dict[str, Any] = {"disk": disk, "method": method}
+    method: remat.Method = options["method"]
     steps.phase("capturing the step and measuring its operators")
     problem = remat.optimize(step, inputs, None, **options).plan.problem
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
