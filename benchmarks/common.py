@@ -37,7 +37,12 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def interleaved(
-    steps: Mapping[str, Callable[[], Any]], *, rounds: int, device: str, after_round: Callable[[], None] | None = None
+    steps: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    device: str,
+    least_s: float = 0.0,
+    after_round: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
     """`penstock.probe.in_rounds`, telling what it does."""
 
@@ -46,7 +51,7 @@ def interleaved(
             after_round()
         print(f"round {number} of {rounds}", flush=True)
 
-    return in_rounds(steps, rounds=rounds, device=device, after_round=told)
+    return in_rounds(steps, rounds=rounds, device=device, least_s=least_s, after_round=told)
 
 
 def synchronize(device: str) -> None:

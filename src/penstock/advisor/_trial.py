@@ -15,6 +15,8 @@ from penstock.advisor._ways import Limits, Running, Way, quiet
 from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
 
+LEAST_S = 1.0
+"""Shorter steps are run several times in their turn."""
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""
 
@@ -112,7 +114,7 @@ def _in_turn(
 
     tell(0)
     ways = {name: functools.partial(step, name) for name in running}
-    seconds = in_rounds(ways, rounds=rounds, device=str(task.device), after_round=told)
+    seconds = in_rounds(ways, rounds=rounds, device=str(task.device), least_s=LEAST_S, after_round=told)
     return {name: found for name, found in seconds.items() if not trials[name].step_failed}
 
 

@@ -15,6 +15,7 @@ import torch
 from penstock._version import __version__
 
 _NUM_RESAMPLES = 10_000
+_MOST_RUNS = 4
 
 
 class Ratio(NamedTuple):
@@ -33,10 +34,12 @@ def in_rounds(
     *,
     rounds: int,
     device: str = "cpu",
+    least_s: float = 0.0,
     after_round: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of each of ``ways`` in every round: all of them in turn, in another order each round.
 
+    What takes less than ``least_s`` is run again in its turn, at most four times in all, and its mean counts.
     ``after_round`` is called with the number of the round, from 1; its time is not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -45,10 +48,12 @@ def in_rounds(
         shuffle(order)
         for name in order:
             _synchronize(device)
-            start_s = time.perf_counter()
-            ways[name]()
-            _synchronize(device)
-            seconds[name].append(time.perf_counter() - start_s)
+            start_s, taken_s, count = time.perf_counter(), 0.0, 0
+            while not count or (taken_s < least_s and count < _MOST_RUNS):
+                ways[name]()
+                _synchronize(device)
+                taken_s, count = time.perf_counter() - start_s, count + 1
+            seconds[name].append(taken_s / count)
         if after_round is not None:
             after_round(number)
     return seconds
