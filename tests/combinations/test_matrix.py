@@ -360,6 +360,7 @@ def test_an_index_that_does_not_fit_is_refused():
     edges = graph()
     account = Budget(device=edges.edge_index.nbytes + edges.edge_type.nbytes + 1)
     edges.charge_to(account)
+    assert edges.charge_to(account) is edges  # once
     layer = relational.RGCNConv(64, 64, num_relations=5)
     with pytest.raises(BudgetError, match="more on device"):
         layer(torch.randn(500, 64), edges)

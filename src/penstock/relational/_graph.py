@@ -187,6 +187,8 @@ class RelationalGraph:
         Given back when the graph dies. Returns the graph. Raises ``BudgetError`` where they do not fit, as a layer does
         whose index would not.
         """
+        if self._charges.are_of(budget):
+            return self
         charges = Charges(budget, "relational")
         with self._lock:
             held = (

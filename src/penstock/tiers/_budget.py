@@ -220,6 +220,10 @@ class Charges:
         self._charged: list[tuple[str, int]] = []
         self._footprint: Footprint | None = None
 
+    def are_of(self, budget: Budget) -> bool:
+        """Whether they stand in that account."""
+        return self._budget is not None and self._budget._books is budget._books
+
     def charge(self, place: str, size_bytes: int) -> None:
         """Raises ``BudgetError`` where there is no room."""
         if self._budget is not None:
