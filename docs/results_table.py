@@ -94,7 +94,7 @@ ENTRIES = {
         ),
     ),
     "cpu-advisor": Entry(
-        shows="What `advise` picks and predicts beside training with every option; the machine was busy",
+        shows="What `advise` picks and predicts beside training with every option",
         command="advisor --scale 0.6",
         figures=(
             Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),

@@ -251,7 +251,8 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
 
 
 def test_without_nodes_it_says_how_to_go_on(tmp_path, cluster, one_thread):
-    """Comes after the test that leaves one node."""
+    for node in list(cluster.worker_nodes)[1:]:
+        cluster.remove_node(node)
     run_dir, gate = tmp_path / "run", tmp_path / "go"
     jobs = [make_job("over", steps=4), make_job("begun", steps=8, gate=gate)]
     is_ready = node_with_checkpoint(run_dir, cluster)

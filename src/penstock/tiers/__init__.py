@@ -27,8 +27,7 @@ tensor(999999)
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `Gate`, `gate`: nobody computes while somebody traces a model.
-- `generator_state`, `set_generator_state`, `drawing_from`, `Generators`: what random operators of a thread draw from;
-  `generators_held`: for whoever swaps the process's for a while.
+- `generator_state`, `set_generator_state`, `drawing_from`, `generators_held`, `Generators`: where a thread draws from.
 - `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
