@@ -113,9 +113,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--limit-s", type=float, default=300.0, help="of the solver, for each budget")
     given = options.parse_args(arguments)
     rows: list[Row] = []
-    _curve(captured(2 if given.quick else 8), rows)
+    first = captured(2 if given.quick else 8)
+    _curve(first, rows)
     _beside_optimum({8: 1} if given.quick else {8: 5, 12: 5, 16: 5, 20: 2}, given.limit_s, rows)
-    _large(captured(4 if given.quick else given.layers), rows)
+    _large(first if given.quick else captured(given.layers), rows)
     write(given.json, {"flops": FLOPS, "bytes_per_s": BYTES_PER_S, "lane_bytes_per_s": LANE_BYTES_PER_S}, rows)
     return rows
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import penstock
 from penstock.advisor import Option, choose
-from penstock.advisor._ways import blocks_of
+from penstock.advisor._ways import blocks_of, checkpointed
 from penstock.errors import PenstockError
 from penstock.probe import peak_bytes
 from penstock.testing import GPT
@@ -180,6 +180,20 @@ def test_a_model_of_hugging_face_takes_its_batch_by_name(tmp_path):
     exec(by_name["checkpoint"].code, names)
     assert model.training  # as in the trial, with dropout
     assert any(getattr(one, "gradient_checkpointing", False) for one in model.modules())
+
+
+def test_checkpointing_in_between_does_not_have_a_step_captured_anew():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+    model, ids = transformers.GPT2LMHeadModel(config).train(), torch.randint(64, (4, 32))
+    step = penstock.remat.optimize(lambda ids: model(input_ids=ids, labels=ids).loss, [ids], None)
+    for _ in range(3):
+        step(ids).backward()
+        with checkpointed(model, blocks_of(model)):
+            model(input_ids=ids, labels=ids).loss.backward()
+    step(ids).backward()
+    assert len(step.plans) == 1
+    step.close()
 
 
 class Shares(nn.Module):

@@ -109,12 +109,15 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     """Inside, each block saves its inputs alone; as Hugging Face's own checkpointing does it, where there is one."""
     if (own := _with_own_checkpointing(model)) is not None:
         owner = model.get_submodule(own)
-        kind = _kind(owner)
+        kind, attributes = _kind(owner), {one: dict(vars(one)) for one in owner.modules()}
         getattr(owner, f"{kind}_enable")(**{f"{kind}_kwargs": {"use_reentrant": False}})
         try:
             yield
         finally:
             getattr(owner, f"{kind}_disable")()
+            for one, before in attributes.items():  # what it leaves would have planned steps captured anew
+                vars(one).clear()
+                vars(one).update(before)
         return
     modules = dict.fromkeys(model.get_submodule(one) for one in blocks)
     found = {one: vars(one).get("forward") for one in modules}
