@@ -15,7 +15,7 @@ from penstock.advisor._ways import Limits, Running, Way, quiet
 from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
 
-LEAST_S = 1.0
+LEAST_S = 0.5
 """Shorter steps are run several times in their turn."""
 Progress = Callable[[str, int, int], None]
 """Told what is being done, how much of it is done, and how much there is."""

@@ -109,15 +109,13 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
     """Inside, each block saves its inputs alone; as Hugging Face's own checkpointing does it, where there is one."""
     if (own := _with_own_checkpointing(model)) is not None:
         owner = model.get_submodule(own)
-        kind, attributes = _kind(owner), {one: dict(vars(one)) for one in owner.modules()}
-        getattr(owner, f"{kind}_enable")(**{f"{kind}_kwargs": {"use_reentrant": False}})
-        try:
-            yield
-        finally:
-            getattr(owner, f"{kind}_disable")()
-            for one, before in attributes.items():  # what it leaves would have planned steps captured anew
-                vars(one).clear()
-                vars(one).update(before)
+        kind = _kind(owner)
+        with _left_alone(owner):
+            getattr(owner, f"{kind}_enable")(**{f"{kind}_kwargs": {"use_reentrant": False}})
+            try:
+                yield
+            finally:
+                getattr(owner, f"{kind}_disable")()
         return
     modules = dict.fromkeys(model.get_submodule(one) for one in blocks)
     found = {one: vars(one).get("forward") for one in modules}
@@ -130,6 +128,22 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
             del one.forward  # the class's own again
             if forward is not None:
                 one.forward = forward
+
+
+@contextlib.contextmanager
+def _left_alone(owner: nn.Module) -> Iterator[None]:
+    """Attributes and hooks are afterwards what they were: any left would have planned steps captured anew."""
+    attributes = {one: dict(vars(one)) for one in owner.modules()}
+    hooks = [(value, dict(value)) for one in attributes.values() for value in one.values() if isinstance(value, dict)]
+    try:
+        yield
+    finally:
+        for one, before in attributes.items():
+            vars(one).clear()
+            vars(one).update(before)
+        for found, before in hooks:
+            found.clear()
+            found.update(before)
 
 
 def _with_own_checkpointing(model: nn.Module) -> str | None:
