@@ -95,7 +95,7 @@ ENTRIES = {
     ),
     "cpu-advisor": Entry(
         shows="What `advise` picks and predicts beside training with every option",
-        command="advisor --scale 0.4",
+        command="advisor --scale 0.6",
         figures=(
             Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),
             Figure(label="peak {} of the measured", metric="predicted peak over measured", of="value", form=".4f"),

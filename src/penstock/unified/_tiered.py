@@ -106,15 +106,8 @@ class TieredFeatures:
         verify: bool = False,
         progress: bool = True,
     ):
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
         device_bytes = parse_bytes(device_budget)
-        if device_bytes and self.device.type == "cpu":
-            raise ValueError(
-                "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
-                "TieredFeatures(source, host_budget='1GiB')"
-            )
+        self.device = _device_with(device_bytes, device)
         if budget is not None:
             host_budget = budget.room_bytes("host") if host_budget is None else host_budget
             disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
@@ -421,6 +414,18 @@ def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[t
     if bad >= 0:
         raise out_of_range(int(index[bad]), bad, len(places))
     return slots, positions, counts.tolist()
+
+
+def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:
+    device = torch.device(name)
+    if budget_bytes and device.type == "cpu":
+        raise ValueError(
+            "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
+            "TieredFeatures(source, host_budget='1GiB')"
+        )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | None]:
