@@ -43,8 +43,8 @@ CASES = [(model, share) for model in _MODELS for share in (0.7, _TIGHT.get(model
 _HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Freed memory stays with the process, as a device's does with its allocator.
 
-Otherwise page faults decide: a planned step of ResNet-50 took 0.40 s with 25,000 of them and, planned for the same budget
-later in the same process, 0.57 s with 200,000; without any it took 0.36 s both times.
+Otherwise page faults decide: a planned step of ResNet-50 took 0.40 s with 25,000 of them and, planned for the same
+budget later in the same process, 0.57 s with 200,000; without any it took 0.36 s both times.
 """
 LEAST_S = 0.5
 """Steps that take less are run several times in their turn."""
