@@ -1,5 +1,6 @@
 """Advice on small models: what is tried, what is left as it was, and code that trains."""
 
+import collections
 import copy
 import gc
 
@@ -300,6 +301,8 @@ def test_misuse_is_told_with_the_call_that_works(tmp_path):
         penstock.advise(model, batch, Budget(), disk=tmp_path)
     with pytest.raises(ValueError, match=r"model\.to\(device\)"):
         penstock.advise(model, tuple(one.to("meta") for one in batch), None)
+    with pytest.raises(ValueError, match=r"model\.to\(device\)"):  # such as a BatchEncoding
+        penstock.advise(model, collections.UserDict(tokens=batch[0].to("meta")), None)
     with torch.autograd.profiler.profile(), pytest.raises(PenstockError, match="outside of it"):
         penstock.advise(model, batch, None)
 

@@ -74,12 +74,13 @@ def advise(
     if plain_peak is not None and not plain_can_run(task, plain_peak):
         ways = ways[1:]
     trials = try_all(task, ways, limits=limits, rounds=rounds, progress=tell)
-    options = [_option(way, trials[way.name], planned) for way in ways]
+    plain_s = _plain_s(trials, planned)
+    options = [_option(way, trials[way.name], plain_s) for way in ways]
     if planned is None:
         options.append(_refused("remat", ("remat",), why_not))
     if all(one.is_refused for one in options):
         tell("trying a fleet of one", 0, 1)
-        options.append(fleet_of_one(task, limits, _plain_s(trials, planned)))
+        options.append(fleet_of_one(task, limits, plain_s))
     best, plain = choose(options), trials.get("plain", Trial())
     return Advice(
         options=tuple(sorted(options, key=lambda one: (one.is_refused, one.ratio or math.inf))),
@@ -142,9 +143,9 @@ def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
         return None, first_line(error)
 
 
-def _option(way: Way, trial: Trial, planned: remat.Planned | None) -> Option:
-    """With what was measured; ratios without a plain step are to the sum of its operators' times."""
-    ratio, plain_s = trial.ratio, _plain_s({}, planned)
+def _option(way: Way, trial: Trial, plain_s: float | None) -> Option:
+    """With what was measured."""
+    ratio = trial.ratio
     if ratio is None and trial.step_s is not None and plain_s is not None:
         ratio = trial.step_s / plain_s
     return Option(

@@ -23,7 +23,7 @@ class Task:
         self.evaluates = not any(one.training for one in model.modules())
         """Whether the model is in evaluation mode, as ``from_pretrained`` leaves it; it is tried in training mode."""
         self._has_loss_attribute = False
-        places = {one.device for one in [*model.parameters(), *_tensors(batch)]}
+        places = {one.device for one in [*model.parameters(), *_tensors(self.batch)]}
         if len({one.type for one in places}) > 1:
             raise ValueError(
                 f"the model and the batch are on {sorted(map(str, places))}; move both to one device: "
