@@ -11,7 +11,9 @@ import penstock
 from penstock.cli import app
 from penstock.cli._choices import PlanMethod
 from penstock.errors import PenstockError
-from penstock.report import save_asked
+from penstock.report import _saved, save_asked
+from penstock.report._model import Headline, Section, Wear
+from penstock.report._part import Part
 from penstock.report._parts import parts_of_folder
 
 
@@ -75,6 +77,21 @@ def test_plan_prints_budgets_and_draws_them(tmp_path):
     assert penstock.remat.RematProblem.load(tmp_path / "out" / "problem.json").operators
     (part,) = parts_of_folder(tmp_path / "out")
     assert part.section.headline.budget_bytes == 300 * 1024
+
+
+def test_a_report_counts_the_life_of_a_rated_drive(tmp_path):
+    section = Section(
+        kind="offload",
+        title="Offloaded activations",
+        text="",
+        headline=Headline(what="a run", wear=Wear(written_bytes=3 * 10**9, duration_s=10.0, capacity_bytes=None)),
+    )
+    _saved.write(tmp_path / "run", [Part(section=section)])
+    assert run("report", tmp_path / "run", "--rated", "300TB", "--out", tmp_path / "run.html").exit_code == 0
+    page = (tmp_path / "run.html").read_text()
+    assert "a drive rated for 300 TB of writes" in page and "12 days" in page  # 10**6 seconds
+    wrong = run("report", tmp_path / "run", "--rated", "much", "--out", tmp_path / "run.html")
+    assert wrong.exit_code == 2
 
 
 def test_a_report_shows_the_plan_that_was_asked_for(tmp_path):

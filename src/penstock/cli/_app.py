@@ -184,6 +184,10 @@ def report(
     ],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("run.html"),
     title: Annotated[str | None, typer.Option(help="Its title.", show_default=False)] = None,
+    rated: Annotated[
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Writes that your SSD is rated to stand (TBW), such as 600TB."),
+    ] = None,
 ) -> Answer:
     """Write one HTML page of what happened in runs: one file, which needs no network.
 
@@ -191,4 +195,4 @@ def report(
     """
     from penstock.cli import _report
 
-    return _report.answer(folders, out, title, steps)
+    return _report.answer(folders, out, title, rated, steps)

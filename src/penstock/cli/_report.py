@@ -9,7 +9,7 @@ from penstock.cli._progress import Steps
 from penstock.errors import PenstockError
 
 
-def answer(folders: list[Path], out: Path, title: str | None, steps: Steps) -> Answer:
+def answer(folders: list[Path], out: Path, title: str | None, rated_bytes: int | None, steps: Steps) -> Answer:
     """Writes the page. Raises ``PenstockError`` for a folder that is none, and what `write_html` raises."""
     for folder in folders:
         if not folder.is_dir():
@@ -22,7 +22,7 @@ def answer(folders: list[Path], out: Path, title: str | None, steps: Steps) -> A
 
     of_demos = {one: sorted((one / "runs").glob("*/report.json")) for one in folders}
     found = [run for one in folders for run in ([file.parent for file in of_demos[one]] or [one])]
-    files = write_html(out, *found, title=title)
+    files = write_html(out, *found, title=title, rated_bytes=rated_bytes)
 
     def show(console: Console) -> None:
         for file in files:

@@ -105,7 +105,7 @@ def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
         notes.append(
             "SSD life: how long the drive lasts at this rate of writing. Its rating is not known; 600 bytes written "
             "for each byte of the disk are assumed, as of common consumer drives. Give yours, as its data sheet has "
-            "it: rated_bytes='600TB'."
+            "it: rated_bytes='600TB', or penstock report --rated 600TB."
         )
     return notes
 
