@@ -57,7 +57,7 @@ def option(name, *, is_refused=False, peak_bytes=100, ratio=1.0):
     )
 
 
-def advise(model, batch, budget, *, loss=None, optimizer=None, rounds=5, progress=None):
+def advise(model, batch, budget, *, loss=None, optimizer=None, host=None, disk=None, rounds=5, progress=None):
     """In the shape of `penstock.advise`."""
     options = (option("plain", is_refused=True, peak_bytes=900), option("offload", ratio=1.1))
     return SimpleNamespace(options=options, best=options[1], explain=lambda: "offload fits:\n\n    offload(model)",

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from cli_examples import advise, demo_child, option, write_files
 from rich.console import Console
@@ -306,8 +307,7 @@ def test_advise_hands_everything_on(workplace, monkeypatch):
     (workplace / "own.py").write_text("import torch\n" + MAPPING.format(more=more))
     result = penstock_says("advise", "own.py:make", "--budget", "1GiB", "--disk", workplace, "--host", "2GiB", "--json")
     report = json.loads(result.stdout)
-    assert (given["budget"].device_bytes, given["budget"].host_bytes) == (2**30, 2**31)
-    assert list(given["budget"].disk_bytes) == [workplace]
+    assert (given["budget"], given["host"], given["disk"]) == (2**30, 2**31, workplace)
     assert given["loss"](given["model"], given["batch"]).ndim == 0
     assert given["optimizer"].__name__ == "SGD"
     assert report["budget_bytes"] == 2**30
@@ -330,6 +330,11 @@ def test_advice_is_asked_for_and_given(tmp_path, monkeypatch):
     found = json.loads(result.stdout)
     assert found["best"] in {one["name"] for one in found["options"]}
     assert all(one["is_measured"] and one["peak_bytes"] <= 2**30 for one in found["options"])
+    (code,) = (one["code"] for one in found["options"] if one["name"] == "remat")
+    model = torch.nn.Linear(8, 8)
+    names = {"model": model, "batches": [torch.randn(4, 8)], "optimizer": torch.optim.SGD(model.parameters())}
+    exec(code, names | {"loss": lambda model, batch: model(batch).mean()})
+    assert "penstock.tiers.Budget(device='1GiB')" in code
 
 
 def test_advice_that_refuses_all_is_3(workplace, monkeypatch):

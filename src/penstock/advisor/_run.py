@@ -83,7 +83,7 @@ def advise(
         options.append(fleet_of_one(task, limits, plain_s))
     best, plain = choose(options), trials.get("plain", Trial())
     return Advice(
-        options=tuple(sorted(options, key=lambda one: (one.is_refused, one.ratio or math.inf))),
+        options=tuple(sorted(options, key=lambda one: (one is not best, one.is_refused, one.ratio or math.inf))),
         budget_bytes=account.device_bytes,
         plain_peak_bytes=plain_peak if plain.peak_bytes is None else plain.peak_bytes,
         plain_is_measured=plain.ratio is not None,
@@ -184,6 +184,14 @@ def _notes(task: Task, budget: Budget) -> Iterator[str]:
 
 def _spelled(budget: Budget) -> str:
     sizes = [("device", budget.device_bytes), ("host", budget.host_bytes)]
-    given = [f"{name}={size}" for name, size in sizes if size is not None]
+    given = [f"{name}={_exactly(size)}" for name, size in sizes if size is not None]
     disk = {str(path): limit for path, limit in budget.disk_bytes.items()}
     return f"penstock.tiers.Budget({', '.join(given + ([f'disk={disk}'] if disk else []))})"
+
+
+def _exactly(size_bytes: int) -> str:
+    """As a user would write it: ``'6GiB'``, or the number where it is of no unit."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size_bytes and not size_bytes % 1024**power:
+            return f"'{size_bytes // 1024**power}{unit}'"
+    return str(size_bytes)

@@ -13,7 +13,6 @@ from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
-from penstock.tiers import Budget
 from penstock.units import format_bytes
 
 _KEYS = ("model", "batch", "loss", "optimizer")
@@ -41,7 +40,6 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
     factory = function_of(target, "makes the model", "() returns (model, batch)")
     subject = subject_of(target, called(target, factory))
     steps.phase(f"measuring what fits {format_bytes(budget)}")
-    limits = budget if host is None and disk is None else Budget(device=budget, host=host, disk=disk)
     said: list[str] = []
 
     def progress(what: str, done: int, total: int) -> None:
@@ -51,8 +49,8 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
         steps.advance(done, total)
 
     advice = advisor.advise(
-        subject.model, subject.batch, limits, loss=subject.loss, optimizer=subject.optimizer, rounds=rounds,
-        progress=progress,
+        subject.model, subject.batch, budget, loss=subject.loss, optimizer=subject.optimizer, host=host, disk=disk,
+        rounds=rounds, progress=progress,
     )  # fmt: skip
     fits = any(not one.is_refused for one in advice.options)
     return Answer(

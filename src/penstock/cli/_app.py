@@ -87,7 +87,9 @@ def demo(
 @command(app)
 def plan(
     steps: Steps,
-    target: Annotated[str, typer.Argument(help="FACTORY() returns (step, example_inputs).", metavar="FILE.py:FACTORY")],
+    target: Annotated[
+        str, typer.Argument(help="FACTORY() returns (step, inputs[, optimizer]).", metavar="FILE.py:FACTORY")
+    ],
     budget: Annotated[
         list[int] | None,
         typer.Option(parser=size, metavar="SIZE", help="Also this budget, such as 6GiB; may be repeated."),
@@ -95,9 +97,7 @@ def plan(
     disk: _Disk = None,
     host: _Host = None,
     method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for problem.json, pareto.png and memory.png.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the problem and pictures.", show_default=False)] = None,
 ) -> Answer:
     """Show what byte budgets cost a training step, before it is trained. Exit code 3 if a given budget is refused.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+from torch import optim
 
 from penstock import remat
 from penstock.cli._answer import Answer, ExitCode
@@ -63,8 +64,9 @@ def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Pat
 
 def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Steps) -> PlanTable:
     """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
-    factory = function_of(target, "makes the step", "() returns (step, example_inputs)")
-    step, inputs = _step_of(target, factory)
+    factory = function_of(target, "makes the step", "() returns (step, example_inputs[, optimizer])")
+    step, inputs, optimizer = _step_of(target, factory)
+    options = {**options, "optimizer": optimizer}
     method: remat.Method = options["method"]
     steps.phase("capturing the step and measuring its operators")
     problem = remat.optimize(step, inputs, None, **options).plan.problem
@@ -77,7 +79,7 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
     if budgets and _takes_a_batch(factory):
         steps.phase("looking for the largest batch", len(budgets))
         for number, one in enumerate(budgets, 1):
-            max_batches[one] = remat.max_batch(lambda batch: _step_of(target, factory, batch=batch), one, **options)
+            max_batches[one] = remat.max_batch(lambda batch: _step_of(target, factory, batch=batch)[:2], one, **options)
             steps.advance(number, len(budgets))
     return PlanTable(
         problem=problem,
@@ -170,14 +172,16 @@ def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
     return [(one.peak_bytes, one.extra_s / max(one.step_s, 1e-12)) for one in plans if one is not None]
 
 
-def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any]]:
+def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any], Any]:
     """What the factory makes. Raises ``PenstockError`` where it is no step with its inputs."""
     made = called(target, factory, **parameters)
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], list | tuple):
-        return made
+    if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], list | tuple):
+        optimizer = made[2] if len(made) == 3 else None
+        if optimizer is None or isinstance(optimizer, optim.Optimizer):
+            return made[0], made[1], optimizer
     raise PenstockError(
         f"{target} returns {shown_kind(made)}, not (step, example_inputs): `return model, [tokens, targets]`, or "
-        "`return (lambda x: model(x).square().mean()), [x]`"
+        "`return (lambda x: model(x).square().mean()), [x], optimizer`"
     )
 
 

@@ -13,6 +13,7 @@ from penstock.fleet._checkpoint import latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
 from penstock.fleet._random import Randomness
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,9 @@ class Results(Mapping[str, JobResult]):
             loss = f", loss {one.losses[-1]:.4f}" if one.losses else ""
             error = f", {one.error}" if one.error else ""
             lines.append(f"{one.name}: {one.state.value} after {len(one.losses)} steps{loss}{error}")
+        for device in self.devices:
+            peak, budget = format_bytes(device.peak_bytes), format_bytes(device.budget_bytes)
+            lines.append(f"{device.name}: held {peak} of {budget} at most, {device.num_units} units")
         return "\n".join(lines)
 
 
