@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import random
+import threading
 
 import pytest
 import torch
@@ -266,9 +267,9 @@ def test_a_device_that_ignores_waits_is_caught(tmp_path):
     assert num_failures > 0
 
 
-def faulty_waterfall(streams, tmp_path, **faults):
-    tier = FaultyTier(DiskTier(tmp_path), **faults)
-    mover = StreamMover(streams, HostTier("1MiB", pinned=False), EventLog(), max_in_flight_bytes=2 * SIZE, verify=True)
+def faulty_waterfall(streams, tmp_path, *, disk=None, staging="1MiB", **faults):
+    tier = FaultyTier(DiskTier(disk or tmp_path), **faults)
+    mover = StreamMover(streams, HostTier(staging, pinned=False), EventLog(), max_in_flight_bytes=2 * SIZE, verify=True)
     return _joined([tier], mover, mover._events), tier
 
 
@@ -283,6 +284,111 @@ def test_a_failed_write_leaves_the_bytes_in_host_memory(tmp_path):
     assert device.failures == []
     assert waterfall.statistics().num_failed_writes == 8
     assert waterfall.statistics().held_bytes == {"disk": 0}
+    waterfall.close()
+
+class HeldBack:
+    """Holds the transfers of a tier back until the test lets them go on."""
+
+    def __init__(self):
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+
+
+def kept_with_its_write_under_way(waterfall, device, write):
+    """A storage that was wanted again before its copy out ended; its bytes are still on their way to disk."""
+    handle = waterfall.park(device.produce(1))
+    assert handle.prefetch()
+    assert write.begun.wait(60)
+    while handle.state is HandleState.LEAVING:
+        waterfall.reap()
+    assert handle.state is HandleState.KEPT
+    return handle
+
+
+def test_room_of_a_storage_that_stays_is_kept_until_its_write_has_ended(tmp_path):
+    """The write reads staging memory and fills an extent; given to the next storage, either would corrupt it."""
+    streams, write = FakeStreams(0), HeldBack()
+    waterfall, tier = faulty_waterfall(streams, tmp_path, wait=write)
+    device = Device(streams)
+    handle = kept_with_its_write_under_way(waterfall, device, write)
+    staging = waterfall._mover._staging
+    assert (tier.used_bytes, staging.used_bytes) == (12288, 12288)
+    write.may_go_on.set()
+    device.consume(handle.get(), 1)
+    waterfall.drain()
+    streams.finish()
+    assert device.failures == []
+    assert (tier.used_bytes, staging.used_bytes) == (0, 0)
+    waterfall.close()
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_full_disk_waits_for_the_write_of_a_storage_that_stays(tmp_path, is_released):
+    """Its room comes back in a moment, so the next storage is not kept on the device for want of it."""
+    streams, write = FakeStreams(0), HeldBack()
+    waterfall, _ = faulty_waterfall(streams, tmp_path, disk={tmp_path: 12288}, wait=write)
+    device = Device(streams)
+    first = kept_with_its_write_under_way(waterfall, device, write)
+    device.consume(first.get(), 1)
+    if is_released:
+        first.release()
+    threading.Timer(0.05, write.may_go_on.set).start()
+    second = waterfall.park(device.produce(2))
+    assert second.state is HandleState.LEAVING
+    waterfall.drain()
+    device.consume(second.get(), 2)
+    first.release()
+    second.release()
+    assert finished(waterfall, device).parked_bytes == SIZE
+    assert waterfall._num_leaving_room == 0
+    waterfall.close()
+
+
+def test_failed_writes_that_hold_all_staging_memory_stop_no_fetch(tmp_path):
+    streams = FakeStreams(0)
+    waterfall, tier = faulty_waterfall(streams, tmp_path, staging="24KiB")
+    device = Device(streams)
+    handles = [waterfall.park(device.produce(1))]
+    waterfall.drain()
+    tier._probability["write_error"] = 1.0
+    with pytest.warns(TierDegradedWarning, match="Input/output error"):
+        handles += [waterfall.park(device.produce(value)) for value in (2, 3)]
+        waterfall.drain()
+    assert waterfall._mover._staging.used_bytes == 24 * 1024
+    assert [handle.prefetch() for handle in handles] == [True] * 3
+    for value, handle in enumerate(handles, 1):
+        device.consume(handle.get(), value)
+        device.scribble()
+        handle.release()
+    assert finished(waterfall, device).fetched_bytes == 3 * SIZE
+    assert waterfall._mover._staging.used_bytes == 0
+    waterfall.close()
+
+
+def test_a_fetch_that_could_not_begin_may_be_tried_again(tmp_path, monkeypatch):
+    """No thread to be had, say: the bytes stay where they are."""
+    streams = FakeStreams(0)
+    waterfall, _ = faulty_waterfall(streams, tmp_path)
+    device = Device(streams)
+    handle = waterfall.park(device.produce(1))
+    waterfall.drain()
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(waterfall._mover._from_disk, "submit", refuse)
+        assert not handle.prefetch()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            handle.get()
+    assert handle.state is HandleState.PARKED
+    assert waterfall._mover._staging.used_bytes == 0
+    device.consume(handle.get(), 1)
+    handle.release()
+    finished(waterfall, device)
     waterfall.close()
 
 

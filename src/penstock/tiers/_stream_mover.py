@@ -10,11 +10,13 @@ somebody's published bug (docs/design/streams.md lists them):
 - The bytes on their way out are bounded by letting the computing stream wait, so the host never has to.
 
 Bytes for the disk pass through staging slabs of pinned memory; until the disk has them they are fetched from there. A
-failed write leaves them there. ``verify`` covers the way to disk and back. Where device and disk talk directly
+failed write leaves them there; where that leaves no room for a fetch, the fetch takes pageable memory of its own.
+``verify`` covers the way to disk and back. Where device and disk talk directly
 (`_direct_disk.py`) there is no staging, and a failed write leaves the storage on the device; checksums need the bytes
 in host memory, so ``verify`` goes the long way.
 """
 
+import mmap
 import threading
 import time
 import zlib
@@ -73,6 +75,8 @@ class _Copy:
     started: StreamEvent
     passed: StreamEvent
     start_s: float
+    source: torch.Tensor | None = None
+    """Of a copy in: the host memory it reads, which may live for this copy alone."""
 
 
 class _Rate:
@@ -138,15 +142,16 @@ class StreamMover:
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
-    def is_fetching(self) -> bool:
-        return bool(self._arriving or self._from_disk.in_flight_bytes or self._direct.back.in_flight_bytes)
+    def is_fetching(self) -> bool:  # the lanes first: they pass on to the stream
+        return bool(self._from_disk.in_flight_bytes or self._direct.back.in_flight_bytes or self._arriving)
 
     def wait_for_a_copy(self) -> bool:
+        is_lane_busy = any(lane.in_flight_bytes for lane in self._lanes())  # first, as above
         if self._arriving:
             self._streams.synchronize(self._arriving[0].passed)
         elif self._leaving:
             self._streams.synchronize(self._leaving[0].passed)
-        elif any(lane.in_flight_bytes for lane in self._lanes()):
+        elif is_lane_busy:
             with self._condition:
                 self._condition.wait(timeout=0.01)  # bounded, since the end of a copy may come before the wait
         else:
@@ -340,7 +345,7 @@ class StreamMover:
                 return self._staging.reserve(size_bytes)
             except TierFullError:
                 if not self.wait_for_a_copy():
-                    raise
+                    return self._staging.reserve(size_bytes)  # the last may have ended in between
 
     def _let_wait(self, stream: Stream, event: StreamEvent) -> None:
         if self._streams.is_done(event):
@@ -386,7 +391,7 @@ class StreamMover:
             started = self._streams.record(self._in)
             self._streams.copy(self._in, _as_bytes(box[0]), source[: handle.size_bytes])
             transit.arrived = self._streams.record(self._in)
-            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, time.time()))
+            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, time.time(), source))
         transit.is_queued.set()
 
     def _write_to_disk(self, handle: Handle, transit: _Transit, tier: Tier, extent: Extent) -> None:
@@ -429,22 +434,27 @@ class StreamMover:
     ) -> None:
         try:
             staging = self._reserve_staging(extent.size_bytes)
-        except TierFullError as error:
-            raise RuntimeError(f"no staging memory to fetch {handle!r}: {error}") from error
-        with self._condition:
-            transit.staging, transit.num_staging_users = staging, 1
-        memory = self._staging.view(staging)
+        except TierFullError:  # failed writes hold all of it, maybe for long, and these bytes are needed now
+            memory = torch.frombuffer(mmap.mmap(-1, extent.size_bytes), dtype=torch.uint8)
+        else:
+            memory = self._staging.tensor(staging)
+            with self._condition:
+                transit.staging, transit.num_staging_users = staging, 1
         pieces, at = [], 0
         for index, piece in enumerate(extent.pieces):
-            view = memory[at : at + piece.size_bytes]
+            view = memoryview(memory[at : at + piece.size_bytes].numpy())
             pieces.append(partial(self._read_piece, tier, piece, view, transit, index))
             at += piece.size_bytes
-        self._from_disk.submit(
-            pieces,
-            size_bytes=handle.size_bytes,
-            label=handle.label,
-            on_done=partial(self._read_done, handle, box, transit, ready),
-        )
+        try:
+            self._from_disk.submit(
+                pieces,
+                size_bytes=handle.size_bytes,
+                label=handle.label,
+                on_done=partial(self._read_done, handle, box, transit, ready, memory),
+            )
+        except RuntimeError:  # no thread to be had
+            self._drop_staging(transit)
+            raise
 
     def _read_piece(self, tier: Tier, piece: Piece, view: memoryview, transit: _Transit, index: int) -> None:
         tier.read(piece, view)
@@ -458,14 +468,19 @@ class StreamMover:
             )
 
     def _read_done(
-        self, handle: Handle, box: list[torch.UntypedStorage], transit: _Transit, ready: StreamEvent, job: LaneJob
+        self,
+        handle: Handle,
+        box: list[torch.UntypedStorage],
+        transit: _Transit,
+        ready: StreamEvent,
+        memory: torch.Tensor,
+        job: LaneJob,
     ) -> None:
         self._events.add(
             lane="disk->host", kind="fetch", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
         )
         if job.error is None:
-            assert transit.staging is not None
-            self._queue_in(handle, box, transit, ready, self._staging.tensor(transit.staging))
+            self._queue_in(handle, box, transit, ready, memory)
             return
         handle._error = job.error
         self._drop_staging(transit)
@@ -484,11 +499,12 @@ class StreamMover:
             self._condition.notify_all()
 
     def forget(self, handle: Handle) -> None:
-        """The handle's room is being given back; so is what it still holds of the staging memory."""
+        """The handle's room is being given back; so is the staging memory in which a failed write left its bytes."""
         transit = handle._in_transit
         if isinstance(transit, _Transit):
-            transit.is_on_disk = True
-            transit.num_staging_users = min(transit.num_staging_users, 1)
+            with self._condition:
+                transit.is_on_disk = True
+                transit.num_staging_users += 1  # the one that is dropped here
             self._drop_staging(transit)
 
     def _note(self, lane: str, kind: str, copy: _Copy) -> None:

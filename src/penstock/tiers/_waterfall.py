@@ -120,7 +120,7 @@ class Waterfall:
             "num_live_handles": 0,
             "num_failed_writes": 0,
         }
-        self._num_leaving_room = 0  # released handles whose room waits for the end of a copy
+        self._num_leaving_room = 0  # handles that need their room no more, but for the copies that still touch it
         self._stall_s = 0.0
         _waterfalls.add(self)
 
@@ -229,13 +229,16 @@ class Waterfall:
 
     def _reserve(self, handle: Handle) -> tuple[Tier, Extent]:
         while True:
+            may_come_back = self._num_leaving_room or self._mover.is_fetching  # asked first: it may end meanwhile
             try:
                 return self._mover.reserve(self.tiers, handle)
             except TierFullError:
-                may_come_back = self._num_leaving_room or self._mover.is_fetching
-                if not self._abandoned and not (may_come_back and self._mover.wait_for_a_copy()):
+                if self._abandoned or (may_come_back and self._mover.wait_for_a_copy()):
+                    self.reap()
+                elif may_come_back:
+                    return self._mover.reserve(self.tiers, handle)
+                else:
                     raise
-                self.reap()
 
     def _get(self, handle: Handle) -> torch.UntypedStorage:
         self._refuse_if_gone()
@@ -294,6 +297,9 @@ class Waterfall:
         try:
             self._mover.start_in(handle)
         except BaseException:
+            with self._lock:
+                if handle._state is HandleState.ARRIVING:
+                    handle._state, handle._storage = HandleState.PARKED, None
             self._note_change(-handle.size_bytes)
             self._landed(handle)
             raise
@@ -303,10 +309,11 @@ class Waterfall:
         with self._lock:
             if handle._state is HandleState.RELEASED:
                 return
+            needed_room = handle._state is not HandleState.KEPT
             handle._state = HandleState.RELEASED
             self._counts["num_live_handles"] -= 1
             is_moving = handle._num_moving > 0
-            self._num_leaving_room += is_moving
+            self._num_leaving_room += is_moving and needed_room
         if not is_moving:
             self._give_back(handle)
 
@@ -345,7 +352,7 @@ class Waterfall:
             if handle._state is HandleState.LEAVING:
                 self._settle(handle, error, has_moved)
             self._leftovers.append((handle, box))  # last: what the computing thread drops must be the last reference
-        self._landed(handle, room_is_useless=handle._state is HandleState.KEPT)
+        self._landed(handle)
 
     def _settle(self, handle: Handle, error: Exception | None, has_moved: bool) -> None:
         """Parked, or kept: wanted again, or the copy failed, or somebody freed the storage under it. Holds the lock."""
@@ -356,6 +363,7 @@ class Waterfall:
                 self._counts["written_to_disk_bytes"] += handle.size_bytes
             return
         handle._state = HandleState.KEPT
+        self._num_leaving_room += 1
         if handle._is_wanted:
             return
         self._counts["kept_bytes"] += handle.size_bytes
@@ -376,14 +384,18 @@ class Waterfall:
             self._leftovers.append((None, box))
         self._landed(handle)
 
-    def _landed(self, handle: Handle, room_is_useless: bool = False) -> None:
+    def _landed(self, handle: Handle) -> None:
+        """One of the copies that touch the handle's room has ended. After the last, room that nobody needs goes."""
         with self._lock:
             handle._num_moving -= 1
-            is_done = handle._num_moving == 0 and handle._state is HandleState.RELEASED
-            self._num_leaving_room -= is_done
-        if is_done:
+            state = handle._state
+            is_leaving_room = not handle._num_moving and state in (HandleState.RELEASED, HandleState.KEPT)
+            self._num_leaving_room -= is_leaving_room
+        if not is_leaving_room:
+            return
+        if state is HandleState.RELEASED:
             self._give_back(handle)
-        elif room_is_useless:
+        else:
             self._give_back_room(handle)
 
     def _keep(self, handle: Handle, trouble: str) -> None:
