@@ -286,6 +286,7 @@ def test_a_failed_write_leaves_the_bytes_in_host_memory(tmp_path):
     assert waterfall.statistics().held_bytes == {"disk": 0}
     waterfall.close()
 
+
 class HeldBack:
     """Holds the transfers of a tier back until the test lets them go on."""
 

@@ -442,7 +442,7 @@ class StreamMover:
                 transit.staging, transit.num_staging_users = staging, 1
         pieces, at = [], 0
         for index, piece in enumerate(extent.pieces):
-            view = memoryview(memory[at : at + piece.size_bytes].numpy())
+            view = memory[at : at + piece.size_bytes].numpy().data
             pieces.append(partial(self._read_piece, tier, piece, view, transit, index))
             at += piece.size_bytes
         try:
