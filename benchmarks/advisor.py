@@ -6,6 +6,9 @@ ranked. Reported per case: the regret of the pick (its step over that of the bes
 paired medians), its predicted peak over the measured one, its predicted ratio to plain's step over the measured one.
 
     python -m benchmarks.advisor --disk /nvme --json FILE
+
+The cases run where malloc keeps what is freed; one alone, ``--case 6``, runs as the environment says. Page faults are
+reported for both (docs/design/main-memory.md).
 """
 
 import argparse
@@ -13,12 +16,13 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -43,8 +47,7 @@ CASES = [(model, share) for model in _MODELS for share in (0.7, _TIGHT.get(model
 _HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Freed memory stays with the process, as a device's does with its allocator.
 
-Otherwise page faults decide: a planned step of ResNet-50 took 0.40 s with 25,000 of them and, planned for the same
-budget later in the same process, 0.57 s with 200,000; without any it took 0.36 s both times.
+Otherwise page faults decide, and their number changes from one way to set a step up to another.
 """
 LEAST_S = 0.5
 """Steps that take less are run several times in their turn."""
@@ -60,6 +63,14 @@ class Trained:
     close: Callable[[], None]
     peak_bytes: int = 0
     error: str = ""
+    seconds: list[float] = field(default_factory=list)
+    page_faults: list[int] = field(default_factory=list)
+    """Of each timed step."""
+
+    def timed_step(self) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        self.step()
+        self.page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
@@ -107,16 +118,17 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
     print(advice.explain(), flush=True)
     names = [one.name for one in advice.options if one.name != "fleet"]
     measured = measure(names, workload, batch, budget, rounds)
-    ratios = {name: paired_ratio(seconds, measured["plain"][1])[0] for name, (_, seconds) in measured.items()}
-    keeps = {name: ratios[name] for name, (peak, _) in measured.items() if peak <= limit}
+    plain_s = measured["plain"].seconds
+    ratios = {name: paired_ratio(one.seconds, plain_s)[0] for name, one in measured.items()}
+    keeps = {name: ratios[name] for name, one in measured.items() if one.peak_bytes <= limit}
     case = f"{workload} x {batch} within {format_bytes(limit)}"
     if advice.best_name is None or not keeps:
         raise SystemExit(f"{case}: nothing keeps the budget: {advice.explain()}")
     best = min(keeps, key=lambda name: keeps[name])
     pick = advice.best
-    peak, _ = measured[pick.name]
+    peak = measured[pick.name].peak_bytes
     assert pick.peak_bytes is not None and pick.ratio is not None
-    regret = paired_ratio(measured[pick.name][1], measured[best][1])[0] - 1
+    regret = paired_ratio(measured[pick.name].seconds, measured[best].seconds)[0] - 1
     return [
         Row(name=case, metric=REGRET, value=regret, unit="share", peer=f"{pick.name} / {best}"),
         Row(
@@ -128,16 +140,21 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
         ),
         Row(name=case, metric="peak of the pick", value=peak, unit="B", peer="budget", ratio=peak / limit),
         *(
-            Row(name=case, metric=f"step of {name}", value=median(seconds), unit="s", peer="plain", ratio=ratios[name])
-            for name, (_, seconds) in measured.items()
+            Row(
+                name=case, metric=f"step of {name}", value=median(one.seconds), unit="s", peer="plain",
+                ratio=ratios[name],
+            )
+            for name, one in measured.items()
+        ),
+        *(
+            Row(name=case, metric=f"page faults in a step of {name}", value=median(one.page_faults), unit="faults")
+            for name, one in measured.items()
         ),
     ]  # fmt: skip
 
 
-def measure(
-    names: list[str], workload: str, batch: int, budget: Budget, rounds: int
-) -> dict[str, tuple[int, list[float]]]:
-    """Peak and seconds of every option that trains."""
+def measure(names: list[str], workload: str, batch: int, budget: Budget, rounds: int) -> dict[str, Trained]:
+    """Every option that trains, timed."""
     made: dict[str, Trained] = {}
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -155,9 +172,11 @@ def measure(
                 trained.peak_bytes -= alone.device_bytes - budget.device_bytes
                 made[name] = trained
         seconds = interleaved(
-            {name: one.step for name, one in made.items()}, rounds=rounds, device="cpu", least_s=LEAST_S
+            {name: one.timed_step for name, one in made.items()}, rounds=rounds, device="cpu", least_s=LEAST_S
         )
-    return {name: (made[name].peak_bytes, seconds[name]) for name in made}
+    for name, one in made.items():
+        one.seconds = seconds[name]
+    return made
 
 
 def budget_of(budget: Budget) -> Budget:
