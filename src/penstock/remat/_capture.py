@@ -95,14 +95,14 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
         if node.op == "placeholder":
             _place_input(captured, node)
         elif node.op == "call_function" and node.target is not operator.getitem and not is_view(node):
-            (backward if _is_backward(node) else forward).append(node)
+            (backward if is_backward(node) else forward).append(node)
         elif node.op not in ("call_function", "get_attr", "output"):
             raise CaptureError(
                 f"the captured graph has a node of kind {node.op!r} ({node.name}), which cannot be planned"
             )
     for node in captured.primals:
         for tensor in tensors_of(node):
-            static[_key(tensor)] = tensor.untyped_storage().nbytes()
+            static[storage_key(tensor)] = tensor.untyped_storage().nbytes()
     captured.static_inputs_bytes = sum(static.values())
     captured.changed = _changed(captured)
     captured.num_forward = len(forward)
@@ -110,14 +110,14 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     for call in captured.calls:
         for value in _values_of(call):
             for tensor in tensors_of(value):
-                key = _key(tensor)
+                key = storage_key(tensor)
                 if key not in static and key not in owners:
                     owners[key] = len(captured.values)
                     captured.values.append(value)
     for node in graph.nodes:
         for tensor in tensors_of(node):
-            if _key(tensor) in owners:
-                captured.storage_of[node] = owners[_key(tensor)]
+            if storage_key(tensor) in owners:
+                captured.storage_of[node] = owners[storage_key(tensor)]
     return captured
 
 
@@ -222,6 +222,11 @@ def is_view(node: fx.Node) -> bool:
     return _all_alias(node, tensors)
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd tells that the node is part of backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether ``node`` draws from a generator, so that running it again must replay the generator's state."""
     if not isinstance(node.target, torch._ops.OpOverload) or _RANDOM not in node.target.tags:
@@ -236,6 +241,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     parts = value if isinstance(value, list | tuple) else [value]
     return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Which storage a fake tensor looks at."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def taken_from(call: fx.Node) -> set[int] | None:
@@ -298,10 +308,6 @@ def _changed(captured: Captured) -> set[fx.Node]:
     return {node for node in captured.primals if node.meta.get("desc") is not None and node.meta["desc"] in changed}
 
 
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
 def _correct_norms(graph: fx.Graph) -> None:
     """Gives means and deviations of norms their dtype.
 
@@ -344,14 +350,14 @@ def _read_by(captured: Captured, call: fx.Node) -> list[int]:
 
 
 def _all_alias(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
-    if not tensors or node.op != "call_function" or node.target is operator.getitem:
+    if not tensors or node.op != "call_function" or node.target is operator.getitem or _changes_an_input(node):
         return False
-    known = {_key(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
-    return all(_key(tensor) in known for tensor in tensors)
+    known = {storage_key(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
+    return all(storage_key(tensor) in known for tensor in tensors)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _changes_an_input(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def _size_bytes(value: fx.Node) -> int:
@@ -370,7 +376,7 @@ def _must_run_once(call: fx.Node) -> str:
     if isinstance(call.target, torch._ops.OpOverload):
         if call.target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
             return "a collective"
-        if call.target._schema.is_mutable:
+        if _changes_an_input(call):
             return "it changes its input"
     if isinstance(call.target, torch._ops.HigherOrderOperator):
         return "its effects are not known"

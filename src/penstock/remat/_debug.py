@@ -49,6 +49,7 @@ class _Checker(fx.Interpreter):
         super().__init__(module)
         self._slots, self._problem, self._plan, self._expected = slots, problem, plan, expected
         self._static = static  # themselves, since an identity is used again
+        self._returned_bytes = 0
 
     def run_node(self, node: fx.Node) -> Any:
         """Runs a node, and checks what is held while the inputs that die with it still are."""
@@ -60,7 +61,9 @@ class _Checker(fx.Interpreter):
             taken = node.meta[TAKEN]
             self._check(node, slot, result if taken is None else [result[at] for at in taken])
         if node.target is deliver:  # a gradient that was not added is one that exists from here on
-            self._static |= _storages(result)
+            returned = _storages(result)
+            self._returned_bytes += sum(one.nbytes() for one in returned.values())
+            self._static |= returned
         return result
 
     def _check(self, node: fx.Node, slot: int, result: Any) -> None:
@@ -77,6 +80,7 @@ class _Checker(fx.Interpreter):
         storages = self._problem.storages
         edges = 3 * self._problem.swap_page_bytes  # at most
         unseen = sum(storages[one].size_bytes + edges for one in self._plan.gone_slots)
+        unseen += self._returned_bytes  # until they are read for the last time
         if slot >= self._problem.num_forward:
             forward = [one for one in storages if one.producer < self._problem.num_forward]
             unseen += sum(one.size_bytes for one in forward if one.is_output)

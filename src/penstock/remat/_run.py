@@ -21,6 +21,7 @@ from penstock.remat import _capture, _swap
 from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
 from penstock.remat._explain import Planned
+from penstock.remat._in_place import add_in_place
 from penstock.remat._optimizer import optimizer_state_bytes
 from penstock.remat._plan import Method, RematPlan, plan
 from penstock.remat._problem import RematProblem
@@ -123,6 +124,8 @@ class Compiler:
         """Profiles and plans the joint graph of a step on ``inputs``, and emits what is planned."""
         if self.settings.accumulates and self.settings.adds_gradients:
             _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
+        if self.settings.compiler == "eager":  # Inductor wants functional graphs, and does this itself
+            add_in_place(joint.graph)
         captured = _capture.read(joint.graph, num_forward_outputs)
         problem = self._problem(captured)
         parameters = self._parameter_bytes(inputs)
