@@ -120,6 +120,33 @@ def test_finishing_a_copy_out_frees_the_device_copy_at_once(tmp_path):
     waterfall.close()
 
 
+class Waiting(FakeStreams):
+    """A device that has not come to anything yet, unless somebody waits for it."""
+
+    def is_done(self, event):
+        return event.is_passed
+
+
+def test_room_stays_taken_until_a_copy_that_the_device_waits_for_has_passed(tmp_path):
+    """Another device that shares the tier knows nothing of this one's order of work."""
+    streams = Waiting(0)
+    waterfall = make(streams, tmp_path, host="1MiB", disk=False)
+    (tier,) = waterfall.tiers
+    device = Device(streams)
+    handle = waterfall.park(device.produce(1))
+    handle.finish_out()
+    assert handle.state is HandleState.PARKED
+    assert not handle.is_settled
+    handle.release()
+    waterfall.reap()
+    assert tier.used_bytes == 12288
+    streams.finish()
+    waterfall.reap()
+    assert tier.used_bytes == 0
+    assert finished(waterfall, device).parked_bytes == SIZE
+    waterfall.close()
+
+
 class DirectFile:
     """GPUDirect Storage for the fake device, whose memory is main memory: bytes go the moment they are asked for."""
 

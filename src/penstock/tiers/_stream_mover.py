@@ -117,6 +117,7 @@ class StreamMover:
         self._condition = threading.Condition(threading.RLock())
         self._in_flight_bytes = 0
         self._leaving: deque[_Copy] = deque()
+        self._passing: deque[_Copy] = deque()  # the device has given their storages up, and waits for them
         self._arriving: deque[_Copy] = deque()
         self._out_rate, self._in_rate = _Rate(), _Rate()
         self._stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
@@ -149,8 +150,8 @@ class StreamMover:
         is_lane_busy = any(lane.in_flight_bytes for lane in self._lanes())  # first, as above
         if self._arriving:
             self._streams.synchronize(self._arriving[0].passed)
-        elif self._leaving:
-            self._streams.synchronize(self._leaving[0].passed)
+        elif self._passing or self._leaving:
+            self._streams.synchronize((self._passing or self._leaving)[0].passed)
         elif is_lane_busy:
             with self._condition:
                 self._condition.wait(timeout=0.01)  # bounded, since the end of a copy may come before the wait
@@ -187,7 +188,7 @@ class StreamMover:
         self._in_flight_bytes += handle.size_bytes
         self._in_flight_peak_bytes = max(self._in_flight_peak_bytes, self._in_flight_bytes)
         if transit.staging is not None:
-            handle._num_moving += 1
+            self.waterfall._begun(handle)
             self._write_to_disk(handle, transit, tier, extent)
 
     def cancel_out(self, handle: Handle) -> bool:
@@ -255,6 +256,10 @@ class StreamMover:
         return waited_s
 
     def poll(self) -> None:
+        while self._passing and self._streams.is_done(self._passing[0].passed):
+            copy = self._passing.popleft()
+            self._out_rate.add(copy, self._streams)
+            self.waterfall._landed(copy.handle)
         while self._leaving and self._streams.is_done(self._leaving[0].passed):
             self._out_rate.add(self._leaving[0], self._streams)
             self._finish_leaving()
@@ -289,9 +294,9 @@ class StreamMover:
         return self._stall_s
 
     def drain(self) -> None:
-        while self._leaving:
-            self._streams.synchronize(self._leaving[0].passed)
-            self._finish_leaving()
+        for copy in (*self._passing, *self._leaving):
+            self._streams.synchronize(copy.passed)
+        self.poll()
         for lane in self._lanes():
             lane.drain()
         for copy in list(self._arriving):
@@ -361,6 +366,8 @@ class StreamMover:
         current = self._streams.current()
         if current != oldest.transit.home:
             self._streams.wait(current, oldest.passed)
+        self.waterfall._begun(oldest.handle)  # its room is in use until the copy has passed
+        self._passing.append(oldest)
         self._finish_leaving()
 
     def _finish_leaving(self) -> None:

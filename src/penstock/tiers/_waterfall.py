@@ -291,8 +291,7 @@ class Waterfall:
         return True
 
     def _start_in(self, handle: Handle) -> None:
-        with self._lock:
-            handle._num_moving += 1
+        self._begun(handle)
         self._note_change(handle.size_bytes)  # before the allocation, so that no sum of both ever shows it twice
         try:
             self._mover.start_in(handle)
@@ -383,6 +382,11 @@ class Waterfall:
         with self._lock:
             self._leftovers.append((None, box))
         self._landed(handle)
+
+    def _begun(self, handle: Handle) -> None:
+        """One more copy touches the handle's room, which stays until it has ``_landed``."""
+        with self._lock:
+            handle._num_moving += 1
 
     def _landed(self, handle: Handle) -> None:
         """One of the copies that touch the handle's room has ended. After the last, room that nobody needs goes."""
