@@ -155,3 +155,18 @@ def test_what_backward_was_given_is_not_written_to():
     planned(x).backward(given)
     assert torch.equal(given, kept)
     assert torch.equal(leaf.grad, given + given * x)
+
+
+def test_a_sum_that_was_written_into_a_term_is_a_term_itself():
+    """The sum of two branches goes to two leaves: once it is one's gradient, the other's sum is made anew."""
+    torch.manual_seed(0)
+    weight = torch.randn(16, 16)
+    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
+
+    def step():
+        first, second, third = leaves
+        upper, lower = first + second, second + third
+        return (upper @ weight).tanh().sum() + (upper @ weight.sin()).sin().sum() + (lower @ weight.cos()).sin().sum()
+
+    compare(step, leaves, (), (1, 1), adds_gradients=False)
+    compare(step, leaves, (), (1, 1))

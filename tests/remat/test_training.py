@@ -450,3 +450,42 @@ def test_dropout_of_half_precision_rounds_as_eager_pytorch_does(dtype, p):
         losses[-1].backward()
     assert torch.equal(*losses)
     assert_gradients_equal(plain, ours)
+
+
+class Scaled(torch.autograd.Function):
+    """A function with a backward of its own, which reads what it saved."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum(0)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_functions_with_a_backward_of_their_own(share):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+    scale = nn.Parameter(torch.rand(32))
+    leaves = [*layers.parameters(), scale]
+
+    def step(x):
+        for layer in layers:
+            x = Scaled.apply(torch.tanh(layer(x)), scale)
+        return x.square().mean()
+
+    x = torch.randn(64, 32)
+    step(x).backward()
+    expected = [leaf.grad.clone() for leaf in leaves]
+    problem = remat.optimize(step, (x,), None).plan.problem
+    low = smallest(problem, "recompute")
+    budget = int(low + share * (remat.plan(problem, 2**62).keep_all_peak_bytes - low)) + 1024
+    planned = remat.optimize(step, (x,), budget, method="recompute", verify=True)
+    for leaf in leaves:
+        leaf.grad.zero_()
+    planned(x).backward()
+    assert all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, expected, strict=True))

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import random
 import threading
+import warnings
 
 import pytest
 import torch
@@ -363,8 +364,15 @@ def test_a_full_disk_waits_for_the_write_of_a_storage_that_stays(tmp_path, is_re
     device.consume(first.get(), 1)
     if is_released:
         first.release()
-    threading.Timer(0.05, write.may_go_on.set).start()
+    wait_for_a_copy = waterfall._mover.wait_for_a_copy
+
+    def wait():
+        write.may_go_on.set()  # not before the disk was found full
+        return wait_for_a_copy()
+
+    waterfall._mover.wait_for_a_copy = wait
     second = waterfall.park(device.produce(2))
+    assert write.may_go_on.is_set()
     assert second.state is HandleState.LEAVING
     waterfall.drain()
     device.consume(second.get(), 2)
@@ -392,6 +400,96 @@ def test_failed_writes_that_hold_all_staging_memory_stop_no_fetch(tmp_path):
         device.scribble()
         handle.release()
     assert finished(waterfall, device).fetched_bytes == 3 * SIZE
+    assert waterfall._mover._staging.used_bytes == 0
+    waterfall.close()
+
+
+def test_a_second_fetch_keeps_its_staging_when_the_first_went_without(tmp_path):
+    streams, transfer = Waiting(0), HeldBack()
+    transfer.may_go_on.set()
+    waterfall, tier = faulty_waterfall(streams, tmp_path, staging="24KiB", wait=transfer)
+    device = Device(streams)
+    handle = waterfall.park(device.produce(1))
+    waterfall.drain()
+    tier._probability["write_error"] = 1.0
+    with pytest.warns(TierDegradedWarning, match="Input/output error"):
+        stuck = [waterfall.park(device.produce(value)) for value in (2, 3)]
+        waterfall.drain()
+    tier._probability["write_error"] = 0.0
+    device.consume(handle.get(), 1)  # its copy in is queued, from memory of its own
+    for one in stuck:
+        one.release()
+    transfer.may_go_on.clear()
+    assert handle.prefetch()
+    streams.finish()
+    waterfall.reap()  # the first copy has passed; the second one's read is still filling its staging memory
+    assert waterfall._mover._staging.used_bytes == 12288
+    transfer.may_go_on.set()
+    device.consume(handle.get(), 1)
+    handle.release()
+    assert finished(waterfall, device).fetched_bytes == 2 * SIZE
+    assert waterfall._mover._staging.used_bytes == 0
+    waterfall.close()
+
+
+def test_a_dropped_handle_whose_copy_has_not_passed_leaves_its_room_to_the_next(tmp_path):
+    streams = Waiting(0)
+    waterfall = make(streams, tmp_path, host=12288, disk=False)
+    device = Device(streams)
+    handle = waterfall.park(device.produce(1))
+    handle.finish_out()
+    del handle
+    second = waterfall.park(device.produce(2))
+    assert second.state is HandleState.LEAVING
+    device.consume(second.get(), 2)
+    second.release()
+    assert finished(waterfall, device).kept_bytes == 0
+    waterfall.close()
+
+
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_a_device_that_takes_no_copy_is_heard_of(tmp_path, monkeypatch, is_on_disk):
+    """On a lane's thread, or where the bytes are in staging memory; nothing hangs, and nothing is left behind."""
+    streams = FakeStreams(0)
+    waterfall, tier = faulty_waterfall(streams, tmp_path)
+    tier._probability["write_error"] = 0.0 if is_on_disk else 1.0
+    device = Device(streams)
+    handle = waterfall.park(device.produce(1))
+    waterfall._mover.drain()
+
+    def refuse(*_):
+        raise RuntimeError("no event to be had")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams, "copy", refuse)
+        with pytest.raises(RuntimeError, match="no event to be had"):
+            handle.get()
+        waterfall._mover.drain()
+    device.consume(handle.get(), 1)
+    handle.release()
+    with warnings.catch_warnings(action="ignore", category=TierDegradedWarning):
+        finished(waterfall, device)
+    assert waterfall._mover._staging.used_bytes == 0
+    waterfall.close()
+
+
+@pytest.mark.parametrize("refused", ["copy", "submit"])
+def test_a_copy_out_that_cannot_begin_leaves_the_bytes_where_they_are(tmp_path, monkeypatch, refused):
+    streams = FakeStreams(0)
+    waterfall, _ = faulty_waterfall(streams, tmp_path)
+    device = Device(streams)
+
+    def refuse(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streams if refused == "copy" else waterfall._mover._to_disk, refused, refuse)
+        with pytest.warns(TierDegradedWarning, match="can't start new thread"):
+            handle = waterfall.park(device.produce(1))
+            waterfall.drain()
+    device.consume(handle.get(), 1)
+    handle.release()
+    assert finished(waterfall, device).held_bytes == {"disk": 0}
     assert waterfall._mover._staging.used_bytes == 0
     waterfall.close()
 

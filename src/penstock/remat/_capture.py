@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
 
+_IS_BACKWARD = "is_backward"
 _RANDOM = torch.Tag.nondeterministic_seeded
 _ROOT = re.compile(r"^(G\['__import_\w+'\]\.\w+|[LG]\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*)\.?")
 """How Dynamo's names of modules begin: the variable or the closure that holds the model."""
@@ -121,6 +122,17 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     return captured
 
 
+def tag_backward(graph: fx.Graph) -> None:
+    """Tags what depends on tangents. AOTAutograd leaves out what a ``torch.autograd.Function`` does in its backward."""
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = node.op == "placeholder" and "tangents" in node.name
+        if is_tangent or is_backward(node) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+            if node.op == "call_function":
+                node.meta["partitioner_tag"] = _IS_BACKWARD
+
+
 def accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     """Stands in a joint graph for adding a gradient to what its leaf has; costs as much, and is never run as it is."""
     leaf.add_(gradient)
@@ -143,7 +155,7 @@ def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence
         if _is_plain_leaf(inputs[number]):
             with graph.inserting_after(_last_of_group(results[index])):
                 results[index] = graph.call_function(accumulate, (primals[of], results[index]))
-            results[index].meta["partitioner_tag"] = "is_backward"
+            results[index].meta["partitioner_tag"] = _IS_BACKWARD
     output.args = (tuple(results),)
 
 
@@ -224,7 +236,14 @@ def is_view(node: fx.Node) -> bool:
 
 def is_backward(node: fx.Node) -> bool:
     """Whether AOTAutograd tells that the node is part of backward."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+    return node.meta.get("partitioner_tag") == _IS_BACKWARD
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` takes part in communication, which may read its input until it is waited for."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
+        "_c10d_functional", "c10d_functional", "c10d",
+    )  # fmt: skip
 
 
 def is_random(node: fx.Node) -> bool:
@@ -374,7 +393,7 @@ def _must_run_once(call: fx.Node) -> str:
     if call.op == "placeholder":
         return "an input"
     if isinstance(call.target, torch._ops.OpOverload):
-        if call.target.namespace in ("_c10d_functional", "c10d_functional", "c10d"):
+        if is_collective(call):
             return "a collective"
         if _changes_an_input(call):
             return "it changes its input"

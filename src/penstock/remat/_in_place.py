@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from penstock.remat._capture import accumulate, is_backward, storage_key, tensors_of
+from penstock.remat._capture import accumulate, is_backward, is_collective, storage_key, tensors_of
 
 _aten = torch.ops.aten
 _MAKERS = {
@@ -72,7 +72,9 @@ def _dies_with(node: fx.Node, holders: list[fx.Node], position: dict[fx.Node, in
     if maker.target not in _MAKERS or not is_backward(maker):
         return False
     readers = {reader for one in holders for reader in one.users}
-    return all(position[reader] <= position[node] and reader.target is not accumulate for reader in readers)
+    if any(reader.target is accumulate or is_collective(reader) for reader in readers):
+        return False
+    return all(position[reader] <= position[node] for reader in readers)
 
 
 def _have_dtype_of_sum(holders: list[fx.Node], node: fx.Node) -> bool:

@@ -122,6 +122,7 @@ class Compiler:
         self, inputs: Sequence[Any], joint: fx.GraphModule, num_forward_outputs: int
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Profiles and plans the joint graph of a step on ``inputs``, and emits what is planned."""
+        _capture.tag_backward(joint.graph)
         if self.settings.accumulates and self.settings.adds_gradients:
             _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
         if self.settings.compiler == "eager":  # Inductor wants functional graphs, and does this itself

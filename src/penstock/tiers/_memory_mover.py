@@ -70,7 +70,7 @@ class MemoryMover:
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
-    def is_fetching(self) -> bool:
+    def holds_handles(self) -> bool:
         return bool(self._in.in_flight_bytes)
 
     def wait_for_a_copy(self) -> bool:

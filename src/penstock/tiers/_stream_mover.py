@@ -16,7 +16,6 @@ failed write leaves them there; where that leaves no room for a fetch, the fetch
 in host memory, so ``verify`` goes the long way.
 """
 
-import mmap
 import threading
 import time
 import zlib
@@ -40,6 +39,7 @@ from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.tiers._waterfall import Waterfall
 
 _DISK_THREADS = 4
+_PAGE_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +77,8 @@ class _Copy:
     start_s: float
     source: torch.Tensor | None = None
     """Of a copy in: the host memory it reads, which may live for this copy alone."""
+    uses_staging: bool = False
+    """Of a copy in: whether it is one of the staging extent's users."""
 
 
 class _Rate:
@@ -143,8 +145,10 @@ class StreamMover:
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
-    def is_fetching(self) -> bool:  # the lanes first: they pass on to the stream
-        return bool(self._from_disk.in_flight_bytes or self._direct.back.in_flight_bytes or self._arriving)
+    def holds_handles(self) -> bool:  # the lanes first: they pass on to the stream
+        return bool(
+            self._from_disk.in_flight_bytes or self._direct.back.in_flight_bytes or self._arriving or self._passing
+        )
 
     def wait_for_a_copy(self) -> bool:
         is_lane_busy = any(lane.in_flight_bytes for lane in self._lanes())  # first, as above
@@ -214,10 +218,14 @@ class StreamMover:
         ready = self._streams.record(transit.home)
         with self._condition:
             in_memory = isinstance(tier, HostTier) or transit.staging is not None
-            if transit.staging is not None:
-                transit.num_staging_users += 1
+            uses_staging = transit.staging is not None
+            transit.num_staging_users += uses_staging
         if in_memory:
-            self._queue_in(handle, box, transit, ready, self._host_bytes(tier, extent, transit))
+            try:
+                self._queue_in(handle, box, transit, ready, self._host_bytes(tier, extent, transit), uses_staging)
+            except RuntimeError:
+                self._drop_staging(transit)
+                raise
         elif self._is_direct(tier):
             transit.arrived = None
             self._direct.start(
@@ -270,7 +278,8 @@ class StreamMover:
                 copy = self._arriving.popleft()
             self._in_rate.add(copy, self._streams)
             self._note(self.in_lane, "fetch", copy)
-            self._drop_staging(copy.transit)
+            if copy.uses_staging:
+                self._drop_staging(copy.transit)
             self.waterfall._arrived(copy.handle, copy.box)
 
     def borrow(self, handle: Handle, original: Handle) -> None:
@@ -389,6 +398,7 @@ class StreamMover:
         transit: _Transit,
         ready: StreamEvent,
         source: torch.Tensor,
+        uses_staging: bool,
     ) -> None:
         """Queues the last hop, from pinned memory to the device. May run on a lane thread."""
         with self._condition:
@@ -398,7 +408,9 @@ class StreamMover:
             started = self._streams.record(self._in)
             self._streams.copy(self._in, _as_bytes(box[0]), source[: handle.size_bytes])
             transit.arrived = self._streams.record(self._in)
-            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, time.time(), source))
+            self._arriving.append(
+                _Copy(handle, box, transit, started, transit.arrived, time.time(), source, uses_staging)
+            )
         transit.is_queued.set()
 
     def _write_to_disk(self, handle: Handle, transit: _Transit, tier: Tier, extent: Extent) -> None:
@@ -410,9 +422,15 @@ class StreamMover:
             view = memory[at : at + piece.size_bytes]
             pieces.append(partial(self._write_piece, tier, piece, view, transit, index))
             at += piece.size_bytes
-        self._to_disk.submit(
-            pieces, size_bytes=handle.size_bytes, label=handle.label, on_done=partial(self._written, handle, transit)
-        )
+        try:
+            self._to_disk.submit(
+                pieces,
+                size_bytes=handle.size_bytes,
+                label=handle.label,
+                on_done=partial(self._written, handle, transit),
+            )
+        except RuntimeError as error:  # no thread to be had
+            self._write_ended(handle, transit, error)
 
     def _write_piece(self, tier: Tier, piece: Piece, view: memoryview, transit: _Transit, index: int) -> None:
         self._streams.synchronize(transit.left)
@@ -424,9 +442,12 @@ class StreamMover:
         self._events.add(
             lane="host->disk", kind="park", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
         )
-        transit.is_on_disk = job.error is None
-        if job.error is not None:
-            self.waterfall._write_failed(handle, job.error)  # the bytes stay in pinned memory
+        self._write_ended(handle, transit, job.error)
+
+    def _write_ended(self, handle: Handle, transit: _Transit, error: Exception | None) -> None:
+        transit.is_on_disk = error is None
+        if error is not None:
+            self.waterfall._write_failed(handle, error)  # the bytes stay in pinned memory
         self._drop_staging(transit)
         self.waterfall._landed(handle)
 
@@ -442,9 +463,9 @@ class StreamMover:
         try:
             staging = self._reserve_staging(extent.size_bytes)
         except TierFullError:  # failed writes hold all of it, maybe for long, and these bytes are needed now
-            memory = torch.frombuffer(mmap.mmap(-1, extent.size_bytes), dtype=torch.uint8)
+            memory, uses_staging = _whole_pages(extent.size_bytes), False
         else:
-            memory = self._staging.tensor(staging)
+            memory, uses_staging = self._staging.tensor(staging), True
             with self._condition:
                 transit.staging, transit.num_staging_users = staging, 1
         pieces, at = [], 0
@@ -457,10 +478,11 @@ class StreamMover:
                 pieces,
                 size_bytes=handle.size_bytes,
                 label=handle.label,
-                on_done=partial(self._read_done, handle, box, transit, ready, memory),
+                on_done=partial(self._read_done, handle, box, transit, ready, memory, uses_staging),
             )
         except RuntimeError:  # no thread to be had
-            self._drop_staging(transit)
+            if uses_staging:
+                self._drop_staging(transit)
             raise
 
     def _read_piece(self, tier: Tier, piece: Piece, view: memoryview, transit: _Transit, index: int) -> None:
@@ -481,16 +503,22 @@ class StreamMover:
         transit: _Transit,
         ready: StreamEvent,
         memory: torch.Tensor,
+        uses_staging: bool,
         job: LaneJob,
     ) -> None:
         self._events.add(
             lane="disk->host", kind="fetch", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
         )
-        if job.error is None:
-            self._queue_in(handle, box, transit, ready, memory)
-            return
-        handle._error = job.error
-        self._drop_staging(transit)
+        error = job.error
+        if error is None:
+            try:
+                self._queue_in(handle, box, transit, ready, memory, uses_staging)
+                return
+            except RuntimeError as raised:  # the device's; whoever waits for the bytes is to see it
+                error = raised
+        handle._error = error
+        if uses_staging:
+            self._drop_staging(transit)
         self.waterfall._arrived(handle, box)
         transit.is_queued.set()
 
@@ -510,8 +538,7 @@ class StreamMover:
         transit = handle._in_transit
         if isinstance(transit, _Transit):
             with self._condition:
-                transit.is_on_disk = True
-                transit.num_staging_users += 1  # the one that is dropped here
+                transit.is_on_disk, transit.num_staging_users = True, 1  # this one, dropped here
             self._drop_staging(transit)
 
     def _note(self, lane: str, kind: str, copy: _Copy) -> None:
@@ -523,6 +550,13 @@ class StreamMover:
 def _whole_blocks(handle: Handle, tier: Tier) -> int:
     """What the handle takes in ``tier``: direct transfers move whole blocks, and staging memory has them to spare."""
     return -(-max(1, handle.size_bytes) // tier.alignment_bytes) * tier.alignment_bytes
+
+
+def _whole_pages(size_bytes: int) -> torch.Tensor:
+    """Pageable host memory that begins with a page, as direct reads want it; ``uint8``, shape ``[size_bytes]``."""
+    block = torch.empty(size_bytes + _PAGE_BYTES, dtype=torch.uint8)
+    start = -block.data_ptr() % _PAGE_BYTES
+    return block[start : start + size_bytes]
 
 
 def _slowest(*rates: float | None) -> float | None:

@@ -49,8 +49,8 @@ class Mover(Protocol):
         """Room for the handle in the first tier that has it; sets ``handle._edges``. Raises ``TierFullError``."""
 
     @property
-    def is_fetching(self) -> bool:
-        """Whether copies into the device are under way, whose handles may be nobody's by now."""
+    def holds_handles(self) -> bool:
+        """Whether it holds handles for copies that go on after ``park`` or ``get``; they may be nobody's by now."""
 
     def wait_for_a_copy(self) -> bool:
         """Waits for a copy whose end may give room back; ``False`` when there is none to wait for."""
@@ -149,7 +149,12 @@ class Waterfall:
             ledger.charge(edge_bytes)
             self._counts["bounced_bytes"] += edge_bytes
             handle._num_moving = 1
-            self._mover.start_out(handle)
+            try:
+                self._mover.start_out(handle)
+            except RuntimeError as error:  # nothing has begun: no thread or no event to be had
+                handle._num_moving = 0
+                self._give_back_room(handle)
+                self._keep(handle, str(error))
         self._warn_of_troubles()
         return handle
 
@@ -229,7 +234,7 @@ class Waterfall:
 
     def _reserve(self, handle: Handle) -> tuple[Tier, Extent]:
         while True:
-            may_come_back = self._num_leaving_room or self._mover.is_fetching  # asked first: it may end meanwhile
+            may_come_back = self._num_leaving_room or self._mover.holds_handles  # asked first: it may end meanwhile
             try:
                 return self._mover.reserve(self.tiers, handle)
             except TierFullError:
