@@ -256,7 +256,7 @@ def test_a_step_of_several_graphs_is_advised_on_without_remat():
     advice = penstock.advise(Breaks(), torch.randn(64, 16), None, rounds=1)
     refused = [one for one in advice.options if one.is_refused]
     assert [one.name for one in refused] == ["remat"]
-    assert refused[0].reason
+    assert "reads the value of a tensor" in refused[0].reason
     assert advice.smallest_bytes is None
     assert advice.best.name == "plain"
 

@@ -454,8 +454,9 @@ def test_a_device_that_takes_no_copy_is_heard_of(tmp_path, monkeypatch, is_on_di
     waterfall, tier = faulty_waterfall(streams, tmp_path)
     tier._probability["write_error"] = 0.0 if is_on_disk else 1.0
     device = Device(streams)
-    handle = waterfall.park(device.produce(1))
-    waterfall._mover.drain()
+    with warnings.catch_warnings(action="ignore", category=TierDegradedWarning):
+        handle = waterfall.park(device.produce(1))
+        waterfall.drain()
 
     def refuse(*_):
         raise RuntimeError("no event to be had")
@@ -464,11 +465,10 @@ def test_a_device_that_takes_no_copy_is_heard_of(tmp_path, monkeypatch, is_on_di
         patch.setattr(streams, "copy", refuse)
         with pytest.raises(RuntimeError, match="no event to be had"):
             handle.get()
-        waterfall._mover.drain()
+        waterfall.drain()
     device.consume(handle.get(), 1)
     handle.release()
-    with warnings.catch_warnings(action="ignore", category=TierDegradedWarning):
-        finished(waterfall, device)
+    finished(waterfall, device)
     assert waterfall._mover._staging.used_bytes == 0
     waterfall.close()
 

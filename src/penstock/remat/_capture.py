@@ -93,6 +93,11 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
+        if _knows_too_little(node):
+            raise CaptureError(
+                f"the step reads the value of a tensor ({node.name} depends on it) and cannot be planned before it is "
+                "known. Leave it a tensor: y * y.sum() instead of y * y.sum().item()"
+            )
         if node.op == "placeholder":
             _place_input(captured, node)
         elif node.op == "call_function" and node.target is not operator.getitem and not is_view(node):
@@ -325,6 +330,24 @@ def _changed(captured: Captured) -> set[fx.Node]:
     descriptions = _output_of(captured.graph).meta.get("desc") or []
     changed = [getattr(one, "mutated_input", None) for one in descriptions]
     return {node for node in captured.primals if node.meta.get("desc") is not None and node.meta["desc"] in changed}
+
+
+def _knows_too_little(node: fx.Node) -> bool:
+    """Whether the fake value is a symbol, or that of a view which is not on its input's storage.
+
+    What ``item()`` gives becomes a symbol, or leaves stale fake values behind where Dynamo makes it a tensor again.
+    """
+    if isinstance(node.meta.get("val"), torch.SymFloat | torch.SymInt | torch.SymBool):
+        return True
+    return _looks_at_an_input(node) and bool(tensors_of(node)) and not is_view(node)
+
+
+def _looks_at_an_input(node: fx.Node) -> bool:
+    """Whether the operator is one that gives views, by its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and any(one.alias_info is not None for one in schema.returns)
 
 
 def _correct_norms(graph: fx.Graph) -> None:
