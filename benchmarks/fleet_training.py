@@ -197,7 +197,7 @@ def scaling(given: Any, rows: list[Row]) -> None:
     cases |= {f"{count} devices": {"devices": count} for count in (1, 2) if given.device == "cpu"}
     cases |= {f"{factor} x layers": {"layers": int(given.layers * factor)} for factor in (0.5, 1, 2)}
     if given.quick:
-        cases = {name: cases[name] for name in ("2 jobs",)}
+        cases = {"2 jobs": cases["2 jobs"]}
     for name, changes in cases.items():
         one = SimpleNamespace(**{**vars(given), "jobs": 4, **changes})
         run = Run(one, jobs_of(one, one.jobs, max(1, given.steps // 2)))

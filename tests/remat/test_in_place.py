@@ -109,18 +109,22 @@ def test_backward_that_recomputes_between_the_sums(share):
     assert len(step.plan.plan.slots) > len(step.plan.problem.operators)
 
 
-def test_a_gradient_that_is_handed_out_is_not_written_to():
-    """The other two leaves get the very terms of the first one's sum."""
+def both_terms_go_to_other_leaves(first, second, third, weight):
+    return ((first + second) @ weight).tanh().sum() + ((first + third) @ weight).sin().sum()
+
+
+def a_sum_is_a_term_itself(first, second, third, weight):
+    """Once the sum of two branches is one leaf's gradient, another leaf's sum with it is made anew."""
+    upper, lower = first + second, second + third
+    return (upper @ weight).tanh().sum() + (upper @ weight.sin()).sin().sum() + (lower @ weight.cos()).sin().sum()
+
+
+@pytest.mark.parametrize("adds_gradients", [True, False])
+@pytest.mark.parametrize("function, sums", [(both_terms_go_to_other_leaves, (1, 0)), (a_sum_is_a_term_itself, (1, 1))])
+def test_a_gradient_that_is_handed_out_is_not_written_to(function, sums, adds_gradients):
     torch.manual_seed(0)
-    weight = torch.randn(16, 16)
-    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
-
-    def step():
-        first, second, third = leaves
-        return ((first + second) @ weight).tanh().sum() + ((first + third) @ weight).sin().sum()
-
-    compare(step, leaves, (), (1, 0), adds_gradients=False)
-    compare(step, leaves, (), (1, 0))
+    weight, leaves = torch.randn(16, 16), [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
+    compare(lambda: function(*leaves, weight), leaves, (), sums, adds_gradients=adds_gradients)
 
 
 def test_the_other_term_is_taken_where_the_first_is_handed_out():
@@ -155,18 +159,3 @@ def test_what_backward_was_given_is_not_written_to():
     planned(x).backward(given)
     assert torch.equal(given, kept)
     assert torch.equal(leaf.grad, given + given * x)
-
-
-def test_a_sum_that_was_written_into_a_term_is_a_term_itself():
-    """The sum of two branches goes to two leaves: once it is one's gradient, the other's sum is made anew."""
-    torch.manual_seed(0)
-    weight = torch.randn(16, 16)
-    leaves = [torch.randn(4, 16, requires_grad=True) for _ in range(3)]
-
-    def step():
-        first, second, third = leaves
-        upper, lower = first + second, second + third
-        return (upper @ weight).tanh().sum() + (upper @ weight.sin()).sin().sum() + (lower @ weight.cos()).sin().sum()
-
-    compare(step, leaves, (), (1, 1), adds_gradients=False)
-    compare(step, leaves, (), (1, 1))

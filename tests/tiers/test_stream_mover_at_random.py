@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import random
 import time
 import warnings
@@ -17,6 +18,7 @@ from penstock.tiers._build import _joined
 from penstock.tiers._host import HostTier
 from penstock.tiers._stream_mover import StreamMover
 
+SEEDS = range(int(os.environ.get("PENSTOCK_SEEDS", "30")))
 SIZES = (64, 8192, 8192 + 64, 5 * 4096 - 1)
 LARGEST_PAGES = 5
 CALLS = ("park", "prefetch", "get") * 2 + ("finish", "release", "drop", "pass")
@@ -81,7 +83,7 @@ def let_go(waterfalls):
             return
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_right_bytes_after_any_calls(tmp_path, seed):
     choices, streams = random.Random(seed), FakeStreams(seed)
     waterfall, staging = random_waterfall(streams, choices, tmp_path)
@@ -96,7 +98,7 @@ def test_right_bytes_after_any_calls(tmp_path, seed):
     waterfall.close()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_two_devices_fetch_what_either_parked(tmp_path, seed):
     """Borrowed handles, as a fleet's devices have them, while their originals come and go."""
     choices = random.Random(seed)

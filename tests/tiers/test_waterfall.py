@@ -580,7 +580,7 @@ def test_a_device_without_memory_is_asked_again(waterfall, monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.tiers._memory_mover._allocate", refuse)
+        patch.setattr("penstock.tiers._memory_mover.allocate", refuse)
         assert handle.prefetch() is False
         with pytest.raises(RuntimeError, match="out of memory"):
             handle.get()

@@ -1,4 +1,4 @@
-"""Sums of backward that overwrite their first term, as eager autograd's do where nobody else holds it.
+"""Sums of backward that overwrite one of their terms, as eager autograd's do where nobody else holds it.
 
 A captured graph is functional: where gradients meet, each sum is a new tensor beside both of its terms. That is a
 gradient's bytes at the peak, and on a CPU fresh pages for each sum: a weight that a loop uses 64 times has 63.

@@ -108,7 +108,7 @@ class MemoryMover:
 
     def start_in(self, handle: Handle) -> None:
         tier, extent = handle._room()
-        storage = _allocate(handle.size_bytes, handle.address_remainder)
+        storage = allocate(handle.size_bytes, handle.address_remainder)
         head, tail = handle._edges
         address = storage.data_ptr()
         _memory(address, len(head))[:] = head
@@ -210,7 +210,7 @@ def _memory(address: int, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
-def _allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
+def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
     """Main memory from PyTorch's allocator, whose address is ``address_remainder`` modulo 4096."""
     if not size_bytes:
         return torch.UntypedStorage(0)

@@ -34,12 +34,12 @@ from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle, HandleState
 from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane, LaneJob
+from penstock.tiers._memory_mover import allocate
 from penstock.tiers._streams import Stream, StreamEvent, Streams
 from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.tiers._waterfall import Waterfall
 
 _DISK_THREADS = 4
-_PAGE_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -463,7 +463,7 @@ class StreamMover:
         try:
             staging = self._reserve_staging(extent.size_bytes)
         except TierFullError:  # failed writes hold all of it, maybe for long, and these bytes are needed now
-            memory, uses_staging = _whole_pages(extent.size_bytes), False
+            memory, uses_staging = _as_bytes(allocate(extent.size_bytes, address_remainder=0)), False
         else:
             memory, uses_staging = self._staging.tensor(staging), True
             with self._condition:
@@ -550,13 +550,6 @@ class StreamMover:
 def _whole_blocks(handle: Handle, tier: Tier) -> int:
     """What the handle takes in ``tier``: direct transfers move whole blocks, and staging memory has them to spare."""
     return -(-max(1, handle.size_bytes) // tier.alignment_bytes) * tier.alignment_bytes
-
-
-def _whole_pages(size_bytes: int) -> torch.Tensor:
-    """Pageable host memory that begins with a page, as direct reads want it; ``uint8``, shape ``[size_bytes]``."""
-    block = torch.empty(size_bytes + _PAGE_BYTES, dtype=torch.uint8)
-    start = -block.data_ptr() % _PAGE_BYTES
-    return block[start : start + size_bytes]
 
 
 def _slowest(*rates: float | None) -> float | None:
