@@ -66,30 +66,6 @@ def test_autocast(dtype):
     assert_equal(gradients_of(model), gradients_of(plain))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layer_norm_in_half_with_weights_in_float(dtype):
-    """BERT's head under autocast: fake tensors have another dtype than the kernel gives."""
-
-    def made():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.LayerNorm(32))
-
-    def step_of(model):
-        def step(x):
-            with torch.autocast("cpu", dtype=dtype):
-                return model(x).float().square().mean()
-
-        return step
-
-    plain, model, x = made(), made(), torch.randn(64, 32)
-    step = tight(step_of(model), (x,), accumulates=False)
-    expected, loss = step_of(plain)(x), step(x)
-    assert torch.equal(loss, expected)
-    expected.backward()
-    loss.backward()
-    assert_equal(gradients_of(model), gradients_of(plain))
-
-
 def test_gradient_scaling():
     plain, batch = make()
     model, _ = make()
@@ -213,19 +189,35 @@ def test_results_that_nobody_takes_are_workspace():
     assert operators[0].workspace_bytes >= 500 * 4
 
 
+NORMS = {
+    "batch": lambda: nn.BatchNorm2d(8),
+    "batch without weights": lambda: nn.BatchNorm2d(8, affine=False),
+    "batch without statistics": lambda: nn.BatchNorm2d(8, track_running_stats=False),
+    "group": lambda: nn.GroupNorm(2, 8),
+    "instance": lambda: nn.InstanceNorm2d(8, affine=True),
+    "layer": lambda: nn.LayerNorm((8, 10, 10)),
+}
+
+
+@pytest.mark.parametrize("is_weight_float", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_batch_norm_in_half_with_weights_in_float(dtype):
+def test_norms_in_half(dtype, norm, is_weight_float):
+    """Fake tensors have other dtypes than kernels give, with weights in float under autocast and with all in half."""
     torch.manual_seed(0)
-    layers = [torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)]
-    plain = torch.nn.Sequential(*layers, torch.nn.BatchNorm2d(8))
-    ours, x = copy.deepcopy(plain), torch.randn(8, 3, 12, 12)
+    made = NORMS[norm]
+    layers = [nn.Conv2d(3, 8, 3), made(), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), made()]
+    plain, x = nn.Sequential(*layers), torch.randn(8, 3, 12, 12)
+    if not is_weight_float:
+        plain, x = plain.to(dtype), x.to(dtype)
+    ours = copy.deepcopy(plain)
 
     def loss(model, x):
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=dtype, enabled=is_weight_float):
             return model(x).float().square().mean()
 
     loss(plain, x).backward()
-    remat.optimize(lambda x: loss(ours, x), [x], 0.95)(x).backward()
+    remat.optimize(lambda x: loss(ours, x), [x], 0.95, verify=True)(x).backward()
     for (name, left), right in zip(plain.named_parameters(), ours.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad), name
     assert all(torch.equal(*two) for two in zip(plain.buffers(), ours.buffers(), strict=True))

@@ -351,33 +351,50 @@ def _looks_at_an_input(node: fx.Node) -> bool:
 
 
 def _correct_norms(graph: fx.Graph) -> None:
-    """Gives means and deviations of norms their dtype.
+    """Gives results of norms the dtype of the tensor that kernels take it from.
 
-    For bfloat16 or float16 with float32 weights PyTorch's fake tensors have the dtype of the input, and its CPU kernels
-    give float32: twice the bytes, and what backward's kernel asks for.
+    For bfloat16 or float16 PyTorch's fake tensors have another one: that of the input for means and deviations, where
+    CPU kernels give that of the weights; float32 for running statistics, which keep theirs; and for the gradient of a
+    group norm's input that of the weights.
     """
+    anew: set[fx.Node] = set()
     for node in graph.nodes:
-        place, value = _WEIGHTS_OF_NORMS.get(node.target), node.meta.get("val")
-        weight = None if place is None else node.args[place]
-        if not isinstance(weight, fx.Node) or not isinstance(value, list | tuple) or value[0].device.type != "cpu":
+        value = node.meta.get("val")
+        if anew.intersection(node.all_input_nodes) and (node.target is operator.getitem or _looks_at_an_input(node)):
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda one: one.meta["val"]), **node.kwargs)
+            anew.add(node)
             continue
-        dtype = weight.meta["val"].dtype
-        node.meta["val"] = tuple(
-            torch.empty_like(one, dtype=dtype) if at in (1, 2) and one.dtype != dtype else one
-            for at, one in enumerate(value)
-        )
-        for user in node.users:
-            if user.target is operator.getitem:
-                user.meta["val"] = node.meta["val"][user.args[1]]
+        if node.target not in _NORMS or not isinstance(value, list | tuple):
+            continue
+        corrected = list(value)
+        for at, places in _NORMS[node.target].items():
+            like = next((one for one in map(node.args.__getitem__, places) if isinstance(one, fx.Node)), None)
+            if like is None or (value[0].device.type != "cpu" and at in _MEAN_AND_DEVIATION):
+                continue
+            dtype = like.meta["val"].dtype
+            if corrected[at].dtype != dtype:
+                corrected[at] = torch.empty_like(corrected[at], dtype=dtype)
+                anew.add(node)
+        node.meta["val"] = tuple(corrected)
 
 
-_WEIGHTS_OF_NORMS: dict[Any, int] = {
-    torch.ops.aten.native_layer_norm.default: 2,
-    torch.ops.aten._native_batch_norm_legit_functional.default: 1,
-    torch.ops.aten._native_batch_norm_legit.default: 1,
-    torch.ops.aten.native_batch_norm.default: 1,
+_MEAN_AND_DEVIATION = (1, 2)
+"""Where norms give them."""
+
+_NORMS: dict[Any, dict[int, tuple[int, ...]]] = {
+    torch.ops.aten.native_layer_norm.default: dict.fromkeys(_MEAN_AND_DEVIATION, (2,)),
+    torch.ops.aten.native_group_norm.default: dict.fromkeys(_MEAN_AND_DEVIATION, (1,)),
+    torch.ops.aten.native_group_norm_backward.default: {0: (1,)},
+    torch.ops.aten._native_batch_norm_legit_functional.default: {
+        **dict.fromkeys(_MEAN_AND_DEVIATION, (1, 3)),
+        3: (3,),
+        4: (4,),
+    },
+    torch.ops.aten._native_batch_norm_legit.default: dict.fromkeys(_MEAN_AND_DEVIATION, (1, 3)),
+    torch.ops.aten._native_batch_norm_legit.no_stats: dict.fromkeys(_MEAN_AND_DEVIATION, (1,)),
+    torch.ops.aten.native_batch_norm.default: dict.fromkeys(_MEAN_AND_DEVIATION, (1, 3)),
 }
-"""Where an operator whose second and third results are mean and deviation has its weight."""
+"""For results of norms by their place: the arguments whose dtype they have, the first that is a tensor."""
 
 
 def _values_of(call: fx.Node) -> list[fx.Node]:
