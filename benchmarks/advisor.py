@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     workload, share = ("ViT", 0.5) if given.quick else CASES[given.case]
     batch = 1 if given.quick else max(1, int(given.scale * WORKLOADS[workload].batch))
     rows = compare(workload, batch, share, given.disk, 1 if given.quick else given.rounds)
-    write(given.json, configuration, rows)
+    write(given.json, configuration, rows, device=given.device)
     summarize(rows)
     return rows
 
@@ -211,7 +211,7 @@ def in_processes(given: argparse.Namespace, configuration: dict[str, object]) ->
             command += ["--rounds", str(given.rounds), "--scale", str(given.scale), "--disk", str(given.disk)]
             subprocess.run(command, check=True, env={**os.environ, **_HEAP})
             rows += [Row(**one) for one in json.loads(Path(file.name).read_text())["rows"]]
-        write(given.json, configuration | {"malloc": _HEAP}, rows)
+        write(given.json, configuration | {"malloc": _HEAP}, rows, device=given.device)
     summarize(rows)
     return rows
 

@@ -71,12 +71,13 @@ def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[s
     return found
 
 
-def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Writes machine, configuration and rows as JSON."""
+def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu") -> None:
+    """Writes machine, configuration and rows as JSON; ``device`` is what was measured."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": provenance(), "configuration": dict(configuration), "rows": [asdict(row) for row in rows]}
+    found = [asdict(row) for row in rows]
+    content = {"machine": provenance(device), "configuration": dict(configuration), "rows": found}
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"wrote {path}")
 

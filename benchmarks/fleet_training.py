@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     data = "images with planted classes"
     if given.model == "gpt":
         data = "tinyshakespeare" if TEXT.is_file() else "bytes in order; tinyshakespeare was not beside the checkout"
-    write(given.json, {"data": data, **{name: getattr(given, name) for name in names}}, rows)
+    write(given.json, {"data": data, **{name: getattr(given, name) for name in names}}, rows, device=given.device)
     return rows
 
 

@@ -348,10 +348,10 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         rows += lanes(given.device, given.disk, given.quick)
     if given.only in (None, "compare"):
         rows += compare(size, given.device, given.disk, given.quick)
-        write(given.json, configuration, rows)  # a long run: what is measured is kept, whatever comes after
+        write(given.json, configuration, rows, device=given.device)  # what is measured is kept, whatever comes after
     if given.only in (None, "curve"):
         rows += curve(size, given.device, given.disk, given.quick, picture)
-    write(given.json, configuration, rows)
+    write(given.json, configuration, rows, device=given.device)
     return rows
 
 

@@ -327,13 +327,13 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             case(layer, graph, width, rounds, rows, given.device)
         if "ablations" in parts and width in (16, 64) and graph in (*REAL, "small", "AIFB by class"):
             ablation(layer, graph, width, rounds, rows, given.device)
-        write(given.json, config, rows)
+        write(given.json, config, rows, device=given.device)
     if "first" in parts:
         first_calls("small" if given.quick else "FB15k-237", rows, given.device)
     if "blocks" in parts and given.device == "cpu":
         blocks(rows, rounds)
     summary(rows)
-    write(given.json, config, rows)
+    write(given.json, config, rows, device=given.device)
     return rows
 
 

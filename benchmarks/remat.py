@@ -314,7 +314,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         rows += bench.rows
         lines.append(_line(bench, outcomes))
         print(lines[-1], flush=True)
-        write(given.json, {"device": given.device, "quick": given.quick, "parts": parts}, rows)
+        write(given.json, {"device": given.device, "quick": given.quick, "parts": parts}, rows, device=given.device)
     _summary(lines, rows)
     return rows
 

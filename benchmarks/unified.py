@@ -441,7 +441,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
         "batch",
         "epochs",
     )
-    write(given.json, {name: getattr(given, name) for name in names}, rows)
+    write(given.json, {name: getattr(given, name) for name in names}, rows, device=given.device)
     return rows
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock.relational import CompGCNConv, RelationalGraph, RGATConv, RGCNConv, RGraphSAGEConv, SimpleHGNConv
+from penstock.tiers import Budget
 
 MADE = {
     "RGCN": lambda: RGCNConv(24, 40, 6),
@@ -66,6 +67,16 @@ def test_no_edges_and_a_captured_graph():
             found = layer(x, graph)
         captured.replay()
     torch.testing.assert_close(found, expected)
+
+
+def test_a_graph_takes_its_account_along():
+    account = Budget(device="1MiB")
+    graph = graph_of(100, 1000, 0).charge_to(account)
+    (one,) = [use.held_bytes for use in account.uses() if use.place == "device"]
+    there = graph.to("cuda")
+    del graph
+    (both,) = [use.held_bytes for use in account.uses() if use.place == "device"]
+    assert one == both == there.edge_index.nbytes + there.edge_type.nbytes
 
 
 def test_attention_trains_where_gathered_matrices_would_not_fit():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from penstock.probe import LaneBandwidth, _bandwidth, _machine, in_rounds, machine
+from penstock.probe import LaneBandwidth, _bandwidth, _machine, in_rounds, machine, provenance
 
 
 @pytest.fixture
@@ -87,3 +87,10 @@ def test_short_ways_are_run_again_in_their_turn(monkeypatch):
     seconds = in_rounds(ways, rounds=3, least_s=0.5)
     assert clock.counts == {"short": 6, "shorter": 12, "long": 3}
     assert seconds == {"short": [0.25] * 3, "shorter": [0.125] * 3, "long": [2.0] * 3}
+
+
+def test_results_name_what_was_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert provenance("cuda:0")["device"] == provenance()["device"] == "a GPU"
+    assert provenance("cpu")["device"] != "a GPU"

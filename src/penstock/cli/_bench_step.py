@@ -47,7 +47,7 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
         for one in trainers.values():
             one.close()
     configuration = {**asdict(size), "rounds": rounds, "device": device}
-    return {"machine": probe.provenance(), "configuration": configuration, "rows": rows}
+    return {"machine": probe.provenance(device), "configuration": configuration, "rows": rows}
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:

@@ -67,11 +67,15 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     return Ratio(median(ratios), medians[249], medians[9749])
 
 
-def provenance() -> dict[str, Any]:  # any: text and numbers, for JSON
-    """With what and where something was measured or went wrong: device, cores, memory, system, versions."""
+def provenance(device: str = "cuda") -> dict[str, Any]:  # any: text and numbers, for JSON
+    """With what and where something was measured or went wrong: device, cores, memory, system, versions.
+
+    ``device`` has the name of the GPU unless it is asked for "cpu", or there is none.
+    """
+    is_cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
+        "device": torch.cuda.get_device_name() if is_cuda else _processor(),
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",

@@ -147,7 +147,7 @@ class RelationalGraph:
         return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=graph.num_nodes())
 
     def to(self, device: torch.device | str) -> "RelationalGraph":
-        """The graph on another device, without its indexes; itself where it is there."""
+        """The graph on another device, without its indexes and on the same account; itself where it is there."""
         device = torch.empty(0, device=device).device  # "cuda" is the current one
         if device == self.device:
             return self
@@ -158,7 +158,8 @@ class RelationalGraph:
             node_type=(one, two) if self.is_block else one, num_node_types=self.num_node_types,
         )  # fmt: skip
         found.node_type_names, found.edge_type_names = self.node_type_names, self.edge_type_names
-        return found
+        budget = self._charges.budget
+        return found if budget is None else found.charge_to(budget)
 
     def save(self, path: str | Path) -> None:
         """Writes the graph and the indexes built so far, as safetensors; all of the file or nothing."""

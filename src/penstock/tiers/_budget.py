@@ -216,18 +216,19 @@ class Charges:
     """What one holder has taken of an account, or of none, and gives back as a whole."""
 
     def __init__(self, budget: Budget | None, holder: str):
-        self._budget = None if budget is None else budget.named(holder)
+        self.budget = None if budget is None else budget.named(holder)
+        """The account, under the holder's name."""
         self._charged: list[tuple[str, int]] = []
         self._footprint: Footprint | None = None
 
     def are_of(self, budget: Budget) -> bool:
         """Whether they stand in that account."""
-        return self._budget is not None and self._budget._books is budget._books
+        return self.budget is not None and self.budget._books is budget._books
 
     def charge(self, place: str, size_bytes: int) -> None:
         """Raises ``BudgetError`` where there is no room."""
-        if self._budget is not None:
-            self._budget.charge(place, size_bytes)
+        if self.budget is not None:
+            self.budget.charge(place, size_bytes)
             self._charged.append((place, size_bytes))
 
     def enter(self, footprint: Footprint, *, force: bool = False) -> None:
@@ -235,17 +236,17 @@ class Charges:
 
         Raises ``BudgetError``; then what it took before stays.
         """
-        if self._budget is None:
+        if self.budget is None:
             return
-        self._budget.enter(footprint, instead_of=self._footprint, force=force)
+        self.budget.enter(footprint, instead_of=self._footprint, force=force)
         self._footprint = footprint
 
     def give_back(self) -> None:
         """All of it."""
-        while self._charged and self._budget is not None:
-            self._budget.credit(*self._charged.pop())
-        if self._footprint is not None and self._budget is not None:
-            self._budget.leave(self._footprint)
+        while self._charged and self.budget is not None:
+            self.budget.credit(*self._charged.pop())
+        if self._footprint is not None and self.budget is not None:
+            self.budget.leave(self._footprint)
             self._footprint = None
 
 
