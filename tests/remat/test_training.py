@@ -84,7 +84,7 @@ CASES = {
     "gpt": (gpt, tokens),
     "convnet": (ConvNet, lambda: (torch.randn(8, 3, 24, 24), torch.randint(10, (8,)))),
     "dropouts": (Dropouts, lambda: (torch.randn(256, 64),)),
-    "lstm": (Unrolled, lambda: (torch.randn(10, 16, 32),)),
+    "lstm": (Unrolled, lambda: (torch.randn(5, 64, 32),)),
 }
 
 

@@ -228,7 +228,7 @@ def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str,
 
 def _prunes(trial: "Trial", step: int, value: float) -> bool:
     trial.report(value, step)
-    return trial.should_prune()
+    return bool(trial.should_prune())
 
 
 def _tell(study: "Study", trial: "Trial", state: JobState, value: float | None) -> None:
