@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock import probe, remat
+from penstock import probe, remat, units
 from penstock.errors import BudgetError, CaptureError, InternalError
 from penstock.testing import GPT, assert_gradients_equal
 
@@ -330,12 +330,14 @@ def test_reserve_and_gradients_count():
 
 def test_explain_names_decisions_and_reasons(tmp_path):
     model, batch = make("gpt")
-    text = remat.optimize(model, batch, 0.5, disk=tmp_path).plan.explain(most=None)
-    assert "without a plan" in text
+    planned = remat.optimize(model, batch, 0.5, disk=tmp_path).plan
+    text = planned.explain(most=None)
+    assert f"in a budget of {units.format_bytes(planned.budget_bytes)} (without a plan" in text
     assert "swapped: " in text
     assert "kept: " in text
     text = remat.optimize(model, batch, 0.6).plan.explain()
     assert "recomputed: " in text
+    assert "in a budget of" not in remat.optimize(model, batch, None).plan.explain()
     assert "smaller ones" in text
 
 

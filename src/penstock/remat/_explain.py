@@ -16,7 +16,12 @@ class Planned:
     plan: RematPlan
     """What to do with its storages."""
     budget_bytes: int
-    """What it was planned for."""
+    """What it was planned for; 2**62 without a budget."""
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether there was one."""
+        return self.budget_bytes < 2**62
 
     @property
     def peak_bytes(self) -> int:
@@ -35,11 +40,12 @@ class Planned:
         return [(index, self._reason(index)) for index in forward]
 
     def explain(self, most: int | None = 20) -> str:
-        """Peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
+        """Budget, peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
         plan, problem = self.plan, self.problem
+        budget = f" in a budget of {format_bytes(self.budget_bytes)}" if self.has_budget else ""
         lines = [
-            f"peak {format_bytes(plan.peak_bytes)} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), of which "
-            f"{format_bytes(problem.static_bytes)} are held all along",
+            f"peak {format_bytes(plan.peak_bytes)}{budget} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), "
+            f"of which {format_bytes(problem.static_bytes)} are held all along",
             f"extra time {format_duration(plan.extra_s)} on {format_duration(plan.step_s)} of operators "
             f"({plan.extra_s / max(plan.step_s, 1e-12):.1%}), of which stalls {format_duration(plan.stall_s)}",
         ]

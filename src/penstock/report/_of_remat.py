@@ -58,7 +58,7 @@ def part_of_planned(planned: remat.Planned, what: str = "the plan", asked: _Aske
     """A plan, and what other budgets would have cost."""
     problem, plan = planned.problem, planned.plan
     swapped_bytes = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
-    budget_bytes = planned.budget_bytes if planned.budget_bytes < 2**62 else None
+    budget_bytes = planned.budget_bytes if planned.has_budget else None
     num_again = len(plan.slots) - len(problem.operators)
     done = [f"runs {num_again:,} operators again"] if num_again else []
     if plan.gone_slots:
