@@ -441,3 +441,11 @@ def test_a_job_that_has_ended_holds_nothing(make):
     assert job.is_finished
     gc.collect()
     assert weak() is None
+
+
+def test_stacks_of_other_threads_keep_their_size(make, monkeypatch):
+    """The size is the process's: two lanes that set and reset it at once would leave it small."""
+    sizes = []
+    monkeypatch.setattr(threading, "stack_size", lambda *size: sizes.append(size))
+    submit(make(), [lambda: None]).wait()
+    assert not sizes

@@ -9,6 +9,7 @@ import argparse
 import json
 import resource
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +19,14 @@ from penstock.cli._trainer import METHODS, Size, Trainer, standard_library
 from penstock.report import save
 from penstock.tiers import write_trace
 
+_STACK_BYTES = 512 * 1024
+"""Of lane threads, which run a few frames: what they may take of their stacks, 8 MiB each, counts against the cap."""
+
 
 def main() -> None:
     """Trains as told."""
     arguments = _arguments()
+    threading.stack_size(_STACK_BYTES)
     size = Size(num_layers=arguments.layers, width=256, length=512, batch=arguments.batch)
     trainer = Trainer(arguments.method, size, disk=arguments.disk, budget=arguments.budget)
     trainer.run_tiny_step()  # optimizer state, worker threads and library buffers exist from here on

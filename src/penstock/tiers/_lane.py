@@ -17,9 +17,6 @@ from collections.abc import Callable, Sequence
 
 from penstock.errors import ForkedProcessError
 
-_STACK_BYTES = 512 * 1024
-"""Lane threads run a few frames; a default stack of 8 MiB each would count against ``RLIMIT_DATA``."""
-
 _IDLE_S = 10.0
 """A thread without work for so long ends, so that a lane nobody closed leaves none behind; another starts at need."""
 
@@ -155,19 +152,15 @@ class Lane:
     def _start_threads(self) -> None:
         if len(self._threads) == self.num_threads:
             return
-        stack_bytes = threading.stack_size(_STACK_BYTES)
-        try:
-            for index in range(len(self._threads), self.num_threads):
-                thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # no memory for another stack: fewer threads are slower, none is an error
-                    if not self._threads:
-                        raise
-                    return
-                self._threads.append(thread)
-        finally:
-            threading.stack_size(stack_bytes)
+        for index in range(len(self._threads), self.num_threads):
+            thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no memory for another stack: fewer threads are slower, none is an error
+                if not self._threads:
+                    raise
+                return
+            self._threads.append(thread)
 
     def _next_piece(self) -> tuple[LaneJob, Callable[[], None]] | None:
         """Waits for the next piece in order; ``None`` when this thread is to end. Holds the condition."""
