@@ -337,10 +337,14 @@ class Fleet:
         come; while it says so, devices wait for them. It may `add` some itself. Raises what ``more`` raises, and what
         a device's thread died of, if one did.
         """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         from penstock.fleet._show import Show
 
         self._ask(more)
         self._is_started = True
+        with FakeTensorMode():  # without a GPU, CUDA builds leave with the first thread what later traces use
+            pass
         for worker in self._engine.workers:
             worker.start()
         with gate.released(), Show(self._progress, self.rows, self._engine.workers) as show:
