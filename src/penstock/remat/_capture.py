@@ -9,7 +9,7 @@ import contextlib
 import logging
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -497,13 +497,40 @@ def make_boxed_func_flag(runner: Runner) -> Runner:
     return runner
 
 
-def without_logging() -> contextlib.AbstractContextManager[None]:
-    """Inside, Dynamo leaves calls of loggers out of a step instead of refusing it."""
+def tracing_a_step() -> contextlib.AbstractContextManager[None]:
+    """Inside, Dynamo leaves calls of loggers out of a step instead of refusing it, and guards every parameter.
+
+    PyTorch 2.11 skips those of a module whose attributes are the same objects, as they are after ``model.double()``
+    and ``parameter.requires_grad_(False)``.
+    """
     import torch._dynamo.config as dynamo_config
 
     names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
-    ignored = {getattr(logging.Logger, one) for one in names} | dynamo_config.ignore_logging_functions
-    return dynamo_config.patch(ignore_logging_functions=ignored)  # type: ignore[no-any-return]
+    ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
+    return dynamo_config.patch(  # type: ignore[no-any-return]
+        ignore_logging_functions=_Functions(ignored), skip_tensor_guards_with_matching_dict_tags=False
+    )
+
+
+def is_tracing_a_step() -> bool:
+    """Whether a graph that Dynamo makes now is guarded as a planned step has to be."""
+    import torch._dynamo.config as dynamo_config
+
+    return not dynamo_config.skip_tensor_guards_with_matching_dict_tags
+
+
+class _Functions(dict[Any, Any]):  # any: functions
+    """Functions for whoever iterates, and an empty object in JSON, as which PyTorch 2.11 logs its settings."""
+
+    def __init__(self, functions: set[Any]):
+        super().__init__()
+        self._functions = functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self._functions
 
 
 def break_after(module: fx.GraphModule) -> str:

@@ -262,6 +262,10 @@ def _without_gradients(module: fx.GraphModule) -> _capture.Runner:
     return _at_the_gate(_capture.boxed(module))
 
 
+class _TraceAgain(Exception):
+    """Dynamo has traced a step of its own accord, without the settings that it needs."""
+
+
 class _RehearsalOver(Exception):
     """Forward has been compiled and would run now."""
 
@@ -284,10 +288,10 @@ class OptimizedStep:
         if key in self._compiled:
             try:
                 return self._call(key, arguments, keywords)
-            except torch._dynamo.exc.Unsupported:  # what a guard looks at has changed, and Dynamo traces once more
-                with generators_held(), gate.tracing(), _capture.without_logging():
+            except (torch._dynamo.exc.Unsupported, _TraceAgain):  # what a guard looks at has changed
+                with generators_held(), gate.tracing(), _capture.tracing_a_step():
                     return self._call(key, arguments, keywords)
-        with generators_held(), gate.tracing(), _capture.without_logging():
+        with generators_held(), gate.tracing(), _capture.tracing_a_step():
             fresh = _with_code_of_its_own(self._function)
             self._codes.append(fresh.__code__)
             backend = _held_by_its_step(self._compiler)
@@ -509,6 +513,8 @@ def _held_by_its_step(compiler: Compiler) -> Callable[..., Any]:
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         held = found()
         assert held is not None  # whoever calls the step has it
+        if not _capture.is_tracing_a_step():
+            raise _TraceAgain
         return held(module, inputs)
 
     return backend
