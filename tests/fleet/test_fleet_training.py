@@ -69,11 +69,31 @@ def by_kind(named_parameters):
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others, "lr": 3e-3}], lr=1e-2)
 
 
+class Eager(torch.optim.Optimizer):
+    """Its state is there before its first step, as that of several optimizers is; Adagrad's up to PyTorch 2.11."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.state[one] = {"step": torch.tensor(0.0), "sum": torch.full_like(one, 0.1)}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                state["step"] += 1
+                state["sum"].addcmul_(one.grad, one.grad)
+                one.addcdiv_(one.grad, state["sum"].sqrt(), value=-group["lr"] / state["step"].item() ** 0.1)
+
+
 JOBS = {
     "sgd": job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
     "momentum": job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)),
     "adamw": job(),
     "adagrad": job(optimizer=lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
+    "state from the beginning": job(optimizer=Eager),
     "adafactor": job(optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.1)),
     "groups": job(optimizer=by_kind),
     "accumulation": job(accumulate=3, steps=4),

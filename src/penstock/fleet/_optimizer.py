@@ -6,6 +6,7 @@ parameters alone and whose state is theirs. That is exact for every optimizer wh
 that parameter, its gradient, its state and its group; others (L-BFGS) are refused.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,9 @@ class ShardedOptimizer:
         if unknown:
             raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
         self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
+        self._initial = {names[id(parameter)]: dict(state) for parameter, state in master.state.items() if state}
+        """What the factory made of states, each until its parameter's first step."""
+        master.state = defaultdict(dict)
 
     def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
         """Bytes of state per byte of parameters, tried on a copy of one of middling size."""
@@ -41,16 +45,38 @@ class ShardedOptimizer:
             return 0.0
         parameter = min(trained, key=lambda one: (one.dim() < 2, abs(one.numel() - _TRIED_ELEMENTS)))
         data = parameter.data
+        (name,) = (name for name, one in named.items() if one is parameter)
         parameter.data, parameter.grad = data.clone(), torch.zeros_like(data)
         try:
-            (state,) = self.step({"": parameter}, {}).values()
+            (state,) = self.try_step({name: parameter}).values()
         finally:
             parameter.data, parameter.grad = data, None
         tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
         return sum(one.nbytes for one in tensors) / data.nbytes
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
-        """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place."""
+        """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place.
+
+        An empty state is that of a first step.
+        """
+        begun = {name: states.get(name) or self._first(name, one) for name, one in parameters.items()}
+        found = self._step(parameters, begun)
+        for name in parameters:
+            self._initial.pop(name, None)
+        return found
+
+    def try_step(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, State]:
+        """Their first step, which remains to be made; returns the states that it would leave."""
+        return self._step(parameters, {name: copy.deepcopy(self._first(name, one)) for name, one in parameters.items()})
+
+    def _first(self, name: str, parameter: nn.Parameter) -> State:
+        """What the state begins with, where the parameter is; numbers, as counts of steps are, stay where they are."""
+        return {
+            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in self._initial.get(name, {}).items()
+        }
+
+    def _step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
         master, wanted = self.master, {id(one) for one in parameters.values()}
         part: torch.optim.Optimizer = object.__new__(type(master))
         part.__dict__.update(master.__dict__)

@@ -215,7 +215,7 @@ class _Pilot:
             states: dict[str, Any] = {}
 
             def step(parameters: Any = parameters, states: Any = states) -> None:
-                states.update(training.optimizer.step(parameters, {}))
+                states.update(training.optimizer.try_step(parameters))
                 fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
                 Packed.of("", {key: value for key, value in fields.items() if _is_tensor(value)})
 
