@@ -34,7 +34,7 @@ class ShardedOptimizer:
         if unknown:
             raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
         self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
-        self._initial = {names[id(parameter)]: dict(state) for parameter, state in master.state.items() if state}
+        self._initial = {names[id(one)]: dict(state) for one, state in master.state.items() if id(one) in names}
         """What the factory made of states, each until its parameter's first step."""
         master.state = defaultdict(dict)
 
