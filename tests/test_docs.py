@@ -27,7 +27,6 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \|", TROUBLES, re.MULTILINE)
 OF_PYTORCH = {
     "Memory block of unknown size was allocated before the profiling started",
-    "USDT: ... SyncActivityProfilerHandler.cpp ... profiler_start",
 }
 
 

@@ -2,10 +2,14 @@
 
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from penstock.probe import ledger, peak_bytes, record_memory
 from penstock.probe._peak import live_storages
@@ -290,3 +294,28 @@ def test_a_block_is_measured_like_a_call():
 def test_resident_memory_is_that_of_the_whole_process():
     report = peak_bytes(lambda: torch.ones(2**20), device="cpu")
     assert report.rss_bytes > 2**22
+
+
+def test_tensors_that_tracing_left_alive_count_as_what_they_own():
+    before = peak_bytes(lambda: None, device="cpu").start_bytes
+    kept = []
+    torch.vmap(lambda x: (kept.append(x), x * 2)[1])(torch.ones(KIB))  # a batched tensor around 4 KiB
+    with FakeTensorMode():
+        kept.append(torch.ones(KIB))
+        kept.append(torch._to_functional_tensor(torch.ones(KIB)))
+    assert peak_bytes(lambda: None, device="cpu").start_bytes - before == 4 * KIB
+    kept.clear()
+
+
+@pytest.mark.parametrize("level", [None, "0"])
+def test_the_profiler_is_quiet_unless_the_user_set_its_level(level):
+    code = (
+        "import os, penstock, torch\n"
+        "penstock.probe.peak_bytes(lambda: torch.ones(8))\n"
+        "print(os.environ.get('KINETO_LOG_LEVEL'))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
+    environment |= {} if level is None else {"KINETO_LOG_LEVEL": level}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(level)
+    assert level is not None or "USDT" not in done.stderr

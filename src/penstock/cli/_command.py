@@ -100,7 +100,6 @@ class _Run:
         self._name, self._wants_json, self._is_debugged = name, wants_json, is_debugged
 
     def __call__(self, function: Callable[..., Answer], given: dict[str, Any]) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which measures peaks, chats otherwise
         try:
             answer = self._answer(function, given)
             text = as_json(answer.data) if self._wants_json else None

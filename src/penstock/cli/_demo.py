@@ -277,7 +277,7 @@ def _child(*arguments: str) -> Iterator[_Child]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20), "KINETO_LOG_LEVEL": "6"},
+            env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20)},
         )
         try:
             yield _Child(process, errors)

@@ -12,6 +12,7 @@ inside what is measured). Memory that a library takes past PyTorch's allocator (
 
 import gc
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.probe._ledger import ledger
+
+_SILENT = "6"
+"""A level of Kineto's above all of its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +108,8 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
         if thing.is_leaf and thing.grad is not None:
             tensors.append(thing.grad)
         for tensor in tensors:
-            if tensor.device.type == device_type and tensor.layout is torch.strided:
-                for storage in _storages(tensor):
+            for storage in _storages(tensor):
+                if storage.device.type == device_type:
                     found[storage._cdata] = StorageWeakRef(storage)
     return found
 
@@ -143,7 +147,7 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
     addresses = {_weak_address(weak): alive[key] for key, weak in live.items()}
     start = 0 if this_thread_only else sum(alive.values()) + ledger.held_bytes
     _reset_peak_rss()
-    with ledger.record() as charges, torch.autograd.profiler.profile(profile_memory=True) as profiler:
+    with ledger.record() as charges, _quiet_profiler() as profiler:
         yield
     rss_bytes = _peak_rss_bytes()
     results = profiler.kineto_results
@@ -164,6 +168,29 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
         timeline=timeline,
         result=None,
     )
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[torch.autograd.profiler.profile]:
+    """A profiler of memory that writes no ``USDT`` lines to standard error.
+
+    Kineto reads its log level from the environment when the first profiler of the process starts; a level that the
+    user has set stays.
+    """
+    name, profiler = "KINETO_LOG_LEVEL", torch.autograd.profiler.profile(profile_memory=True)
+    before = os.environ.setdefault(name, _SILENT)
+    try:
+        profiler.__enter__()
+    finally:
+        if before is _SILENT:
+            del os.environ[name]
+    try:
+        yield profiler
+    except BaseException as error:
+        profiler.__exit__(type(error), error, error.__traceback__)
+        raise
+    else:
+        profiler.__exit__(None, None, None)
 
 
 def _changes(results: Any, addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:  # any: a binding of kineto
@@ -201,12 +228,24 @@ def _weak_address(weak: StorageWeakRef) -> int:
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return [tensor.untyped_storage()]
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return []  # fake and functional tensors own no bytes
-    names, _ = tensor.__tensor_flatten__()
-    return [storage for name in names for storage in _storages(getattr(tensor, name))]
+    """The storages with memory of their own under ``tensor``, whatever wraps them.
+
+    Fake and functional tensors, which tracing may leave alive, have none; a batched one is asked for what it wraps.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return _storages(torch._C._functorch.get_unwrapped(tensor))
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return []
+        names, _ = tensor.__tensor_flatten__()
+        return [storage for name in names for storage in _storages(getattr(tensor, name))]
+    if tensor.layout is not torch.strided or torch._is_functional_tensor(tensor):
+        return []
+    try:
+        storage = tensor.untyped_storage()
+        return [storage] if storage.data_ptr() else []
+    except (NotImplementedError, RuntimeError):  # what PyTorch says of a tensor without bytes
+        return []
 
 
 def _weak_size_bytes(weak: StorageWeakRef) -> int:
