@@ -121,7 +121,7 @@ def test_metadata_is_complete(built):
         (points,) = [one for one in wheel.namelist() if one.endswith("/entry_points.txt")]
         about = email.message_from_bytes(wheel.read(name), policy=email.policy.compat32)
         assert "penstock = penstock.cli:app" in wheel.read(points).decode()
-        assert "penstock = penstock.remat:compile_backend" in wheel.read(points).decode()
+        assert "penstock = penstock.remat._entry:compile_backend" in wheel.read(points).decode()
     assert about["Version"] == penstock.__version__
     assert set(about.get_all("Provides-Extra")) == EXTRAS
     assert about["License-Expression"] == "Apache-2.0"

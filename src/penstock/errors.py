@@ -9,6 +9,7 @@ from typing import Self
 
 __all__ = [
     "BudgetError",
+    "BudgetNotKeptWarning",
     "CaptureError",
     "CheckpointError",
     "CompilerDeclinedWarning",
@@ -16,6 +17,7 @@ __all__ = [
     "FeatureFileError",
     "FleetStateError",
     "ForkedProcessError",
+    "GraphBreakWarning",
     "InternalError",
     "NodeLostError",
     "NodeLostWarning",
@@ -122,8 +124,16 @@ class NodeLostWarning(PenstockWarning):
     """A machine was lost; its jobs go on elsewhere from their last checkpoints."""
 
 
+class BudgetNotKeptWarning(PenstockWarning):
+    """A compiled step takes more than its budget. The message says how much; with ``strict=True`` it is an error."""
+
+
 class CompilerDeclinedWarning(PenstockWarning):
     """A planned step was to be compiled and runs node by node instead. The message says why."""
+
+
+class GraphBreakWarning(PenstockWarning):
+    """A step could not be captured as one graph, and is planned in several. The message says where it breaks."""
 
 
 class OffloadDeclinedWarning(PenstockWarning):

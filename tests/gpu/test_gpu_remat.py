@@ -111,6 +111,6 @@ def test_through_inductor():
     model, _ = make("gpt")
     step = remat.optimize(model, batch, 0.7, compiler="inductor")
     found = train(step, model, batch)
-    assert step._compiler.trials[0].is_accepted is not None
+    assert step._session.trials[0].is_accepted is not None
     for one, two in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock import remat
-from penstock.remat import _capture
+from penstock.remat import _aot, _capture, _dynamo
 
 
 @pytest.fixture(autouse=True)
@@ -23,17 +23,22 @@ def captured_from(function, *inputs):
         found.append(_capture.read(joint.graph, num_forward_outputs))
         raise _Seen
 
-    run = torch.compile(
-        function, backend=_capture.backend(partition, _capture.boxed, _capture.boxed, _capture.boxed), fullgraph=True
-    )
+    def backend(module, given):
+        return _aot.compiled(module, given, partition, never, never, _aot.boxed)
+
+    run = torch.compile(function, backend=backend, fullgraph=True)
     with pytest.raises(Exception) as caught:  # noqa: PT011  # Dynamo wraps it
         run(*inputs)
-    assert isinstance(_capture.cause_of(caught.value), _Seen)
+    assert isinstance(_dynamo.cause_of(caught.value), _Seen)
     return found[0]
 
 
 class _Seen(Exception):
     pass
+
+
+def never(_):
+    raise AssertionError("nothing runs")
 
 
 def targets(calls):
@@ -90,7 +95,7 @@ def test_gradients_are_known_by_their_leaves():
 
     def backend(module, given):
         inputs.append(given)
-        return _capture.backend(partition, _capture.boxed, _capture.boxed, _capture.boxed)(module, given)
+        return _aot.compiled(module, given, partition, never, never, _aot.boxed)
 
     with pytest.raises(Exception):  # noqa: B017, PT011  # Dynamo wraps it
         torch.compile(lambda x: layer(x).sum(), backend=backend)(torch.randn(4, 8))

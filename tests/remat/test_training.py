@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock import probe, remat, units
-from penstock.errors import BudgetError, CaptureError, InternalError
+from penstock.errors import BudgetError, BudgetNotKeptWarning, InternalError
 from penstock.testing import GPT, assert_gradients_equal
 
 MIB = 2**20
@@ -21,7 +21,7 @@ def _no_compilation_of_before(monkeypatch):
     """And lanes that are fast by decree: what is swapped must not depend on the disk that runs the tests."""
     torch._dynamo.reset()
     rates = lambda _, account: (1e12, 1e12) if account.disk_bytes else (0.0, 0.0)  # noqa: E731
-    monkeypatch.setattr("penstock.remat._run._lane_rates", rates)
+    monkeypatch.setattr("penstock.remat._session.lane_rates", rates)
 
 
 class ConvNet(nn.Module):
@@ -218,7 +218,8 @@ def test_two_forwards_before_two_backwards_and_one_that_never_comes(tmp_path, me
         profile=problem,
     )
     torch.manual_seed(7)
-    losses = [step(batch) for batch in batches]
+    with pytest.warns(BudgetNotKeptWarning, match="this step needs"):  # three forwards hold three steps' activations
+        losses = [step(batch) for batch in batches]
     for loss, gradients in zip(losses[:2], expected, strict=True):
         loss.backward()
         assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), gradients, strict=True))
@@ -263,17 +264,6 @@ def test_a_module_whose_loss_is_outside():
     assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), expected, strict=True))
 
 
-def test_a_graph_break_is_refused_with_the_line():
-    model, batch = make("dropouts")
-
-    def broken(x):
-        torch._dynamo.graph_break()
-        return model(x)
-
-    with pytest.raises(Exception, match="graph_break"):
-        remat.optimize(broken, batch, None)
-
-
 def test_as_a_backend_of_torch_compile():
     model, batch = make("gpt")
     expected = run(lambda: model(*batch), model)
@@ -285,19 +275,6 @@ def test_as_a_backend_of_torch_compile():
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"unknown options \['bugdet'\]"):
         torch.compile(model, backend="penstock", options={"budget": 0.7, "bugdet": 1})(*batch)
-
-
-def test_a_graph_break_in_a_compiled_model_is_refused():
-    model, batch = make("dropouts")
-
-    def broken(x):
-        x = x * 2
-        torch._dynamo.graph_break()
-        return model(x)
-
-    with pytest.raises(Exception, match="several graphs, which cannot share one budget") as caught:
-        torch.compile(broken, backend="penstock", options={"budget": 0.7})(*batch)
-    assert isinstance(caught.value, CaptureError) or "CaptureError" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +338,8 @@ def test_a_profile_is_used_instead_of_measuring(monkeypatch, tmp_path):
     problem = remat.optimize(model, batch, None).plan.problem
     problem.save(tmp_path / "step.json")
     with monkeypatch.context() as patched:
-        patched.setattr("penstock.remat._run.measure", lambda _: pytest.fail("it was to be taken from the profile"))
+        measure = "penstock.remat._profile.Costs.measure"
+        patched.setattr(measure, lambda *_: pytest.fail("it was to be taken from the profile"))
         again = remat.optimize(model, batch, 0.8, profile=remat.RematProblem.load(tmp_path / "step.json"))
     assert again.plan.problem == problem
     other, batch = make("gpt")
@@ -408,15 +386,20 @@ def test_a_step_that_is_only_planned_opens_nothing(tmp_path):
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
-def test_a_hook_that_replaces_the_receipts_of_swaps_is_named(tmp_path):
+def test_hooks_on_saved_tensors_leave_a_planned_step_alone(tmp_path):
+    model, batch = make("dropouts")
+    torch.manual_seed(0)
+    model(*batch).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
     model, batch = make("dropouts")
     problem = remat.optimize(model, batch, None, disk=tmp_path).plan.problem
     low = smallest(problem, "swap") + 4096
     step = remat.optimize(model, batch, low, method="swap", disk=tmp_path, profile=problem)
+    torch.manual_seed(0)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
         loss = step(*batch)
-    with pytest.raises(CaptureError, match="Run the step outside of saved_tensors_hooks"):
-        loss.backward()
+    loss.backward()
+    assert all(torch.equal(one.grad, two) for one, two in zip(model.parameters(), expected, strict=True))
 
 
 def test_each_step_swaps_to_its_own_disk(tmp_path):
@@ -427,9 +410,9 @@ def test_each_step_swaps_to_its_own_disk(tmp_path):
         low = smallest(problem, "swap") + 4096
         step = remat.optimize(model, batch, low, method="swap", disk=tmp_path / name, profile=problem)
         step(*batch).backward()
-        (tier,) = step._compiler.tiers.waterfall.tiers
+        (tier,) = step._session.tiers.waterfall.tiers
         assert tier._files[0].spill.directory == tmp_path / name
-        assert step._compiler.tiers.waterfall.statistics().parked_bytes > 0
+        assert step._session.tiers.waterfall.statistics().parked_bytes > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

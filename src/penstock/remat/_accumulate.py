@@ -46,8 +46,8 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
     """In backward: adds ``gradient`` to that of a leaf, or returns it where autograd has to."""
     if _here.discards:
         return None
-    found: _Leaves | None = _ticket.thing_of(ticket)
-    if found is None or not accumulates_now(found.leaves[index]):
+    found: _Leaves = _ticket.thing_of(ticket)
+    if not accumulates_now(found.leaves[index]):
         return gradient
     held = found.leaves[index].grad
     if held is None or held.untyped_storage()._cdata in found.others:

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.remat._whole import BACKWARD, FORWARD, run_backward, run_forward
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
 def function_of(call: fx.Node) -> Callable[..., Any]:
     """What to run for an operator of a captured graph. It takes the same arguments, and as many bytes."""
     assert callable(call.target)
+    if call.target in FORWARD:  # called as they are: a dispatcher's kernel has no autograd
+        return run_forward
+    if call.target is BACKWARD:
+        return run_backward
     found = _FUNCTIONS.get(call.target)
     value = call.args[0].meta.get("val") if found is not None and isinstance(call.args[0], fx.Node) else None
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _HALF:

@@ -1,32 +1,27 @@
-"""From AOTAutograd's joint graph to a problem. The only file of this room that touches private PyTorch interfaces.
+"""From AOTAutograd's joint graph to a problem.
 
 What it leans on, each with a test that fails when PyTorch moves it: the joint graph's nodes are tagged forward or
 backward (``partitioner_tag``), their fake values share storages exactly where the real ones do (views are found so),
 and mutation has been turned into extra outputs.
 """
 
-import contextlib
-import logging
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
+from penstock.remat._whole import is_opaque
 
 _IS_BACKWARD = "is_backward"
 _RANDOM = torch.Tag.nondeterministic_seeded
 _ROOT = re.compile(r"^(G\['__import_\w+'\]\.\w+|[LG]\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*)\.?")
 """How Dynamo's names of modules begin: the variable or the closure that holds the model."""
-
-
-_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 @dataclass(slots=True)
@@ -170,9 +165,7 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
     Not where the graph is kept, since ``create_graph`` wants gradients of gradients, and not on a stream of the
     caller's own, which autograd would let the add wait for.
     """
-    if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-        return False
-    if torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+    if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1 or keeps_graph():  # type: ignore[attr-defined]
         return False
     if leaf.is_cuda and torch.cuda.current_stream(leaf.device) != torch.cuda.default_stream(leaf.device):
         return False
@@ -180,6 +173,13 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined]
     except RuntimeError:  # torch.autograd.grad wants it returned
         return False
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether the graph, and what it saved, is kept for another one."""
+    if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
 
 
 def problem_of(
@@ -218,6 +218,7 @@ def problem_of(
             size_bytes=_size_bytes(value),
             producer=producers[index],
             is_output=index in outputs,
+            must_stay=is_opaque(value),
         )
         for index, value in enumerate(captured.values)
     )
@@ -445,101 +446,3 @@ def _must_run_once(call: fx.Node) -> str:
 def _output_of(graph: fx.Graph) -> fx.Node:
     node: fx.Node = next(iter(reversed(graph.nodes)))
     return node
-
-
-Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
-"""Splits a joint graph with so many forward outputs into forward and backward."""
-
-
-Runner = Callable[[list[Any]], Any]
-"""A boxed function: takes a list, which it empties, so that arguments die with their last use."""
-
-
-def backend(
-    partition: Partition,
-    forward: Callable[[fx.GraphModule], Runner],
-    backward: Callable[[fx.GraphModule], Runner],
-    inference: Callable[[fx.GraphModule], Runner],
-) -> Callable[..., Any]:
-    """A backend for ``torch.compile``: ``partition`` splits joint graphs, the others make runners of the halves."""
-    from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    def split(
-        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        with unset_fake_temporarily(), disable_current_modes():
-            return partition(joint, num_fwd_outputs)
-
-    return aot_autograd(  # type: ignore[no-any-return]
-        fw_compiler=lambda module, _: forward(module),
-        bw_compiler=lambda module, _: backward(module),
-        inference_compiler=lambda module, _: inference(module),
-        partition_fn=split,
-    )
-
-
-def boxed(module: fx.GraphModule) -> Runner:
-    """``module`` node by node, each value freed after its last use."""
-    module.graph.set_codegen(fx.graph._BoxedCodeGen())
-    module.recompile()
-    run = module.forward
-
-    def runner(arguments: list[Any]) -> Any:
-        return run(arguments)
-
-    return make_boxed_func_flag(runner)
-
-
-def make_boxed_func_flag(runner: Runner) -> Runner:
-    """Marks a runner as boxed, which AOTAutograd looks for."""
-    runner._boxed_call = True  # type: ignore[attr-defined]
-    return runner
-
-
-def tracing_a_step() -> contextlib.AbstractContextManager[None]:
-    """Inside, Dynamo leaves calls of loggers out of a step instead of refusing it, and guards every parameter.
-
-    PyTorch 2.11 skips those of a module whose attributes are the same objects, as they are after ``model.double()``
-    and ``parameter.requires_grad_(False)``.
-    """
-    import torch._dynamo.config as dynamo_config
-
-    names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
-    ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
-    return dynamo_config.patch(  # type: ignore[no-any-return]
-        ignore_logging_functions=_Functions(ignored), skip_tensor_guards_with_matching_dict_tags=False
-    )
-
-
-def is_tracing_a_step() -> bool:
-    """Whether a graph that Dynamo makes now is guarded as a planned step has to be."""
-    import torch._dynamo.config as dynamo_config
-
-    return not dynamo_config.skip_tensor_guards_with_matching_dict_tags
-
-
-class _Functions(dict[Any, Any]):  # any: functions
-    """Functions for whoever iterates, and an empty object in JSON, as which PyTorch 2.11 logs its settings."""
-
-    def __init__(self, functions: set[Any]):
-        super().__init__()
-        self._functions = functions
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._functions)
-
-    def __contains__(self, function: object) -> bool:
-        return function in self._functions
-
-
-def break_after(module: fx.GraphModule) -> str:
-    """Why Dynamo ended this graph before the function ended; empty if it did not."""
-    reason = getattr(module, "compile_subgraph_reason", None)
-    return str(reason.reason) if reason is not None and reason.graph_break else ""
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What was raised inside a backend, without Dynamo's wrapping."""
-    inner = getattr(error, "inner_exception", None)
-    return error if inner is None else cause_of(inner)

@@ -8,10 +8,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import InternalError
 from penstock.remat._accumulate import deliver
-from penstock.remat._capture import Runner, make_boxed_func_flag
+from penstock.remat._aot import Runner, boxed_function
 from penstock.remat._emit import IS_STATIC, TAKEN
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
+from penstock.remat._ticket import held_bytes
 from penstock.remat._verify import live_bytes
 
 
@@ -31,7 +32,7 @@ def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem
                 static |= _storages(value)
         return _Checker(module, slots, problem, plan, expected, static).boxed_run(arguments)
 
-    return make_boxed_func_flag(runner)
+    return boxed_function(runner)
 
 
 class _Checker(fx.Interpreter):
@@ -70,7 +71,7 @@ class _Checker(fx.Interpreter):
         held: dict[int, torch.UntypedStorage] = {}
         for value in (*self.env.values(), result):
             held |= _storages(value)
-        actual = sum(storage.nbytes() for key, storage in held.items() if key not in self._static)
+        actual = sum(held_bytes(storage) for key, storage in held.items() if key not in self._static)
         expected = self._expected[slot] - self._problem.operators[self._plan.slots[slot]].workspace_bytes
         if not expected - self._unseen_bytes(slot) <= actual <= expected:
             raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")

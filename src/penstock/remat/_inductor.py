@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from penstock.remat._capture import Runner, is_random, is_view, make_boxed_func_flag
+from penstock.remat._aot import Runner, boxed_function
+from penstock.remat._capture import is_random, is_view
+from penstock.remat._whole import is_whole
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -62,7 +64,7 @@ def compiled(module: fx.GraphModule) -> Runner:
                 values.pop(one, None)
         return result
 
-    return make_boxed_func_flag(runner)
+    return boxed_function(runner)
 
 
 def _cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -85,7 +87,7 @@ def _is_pure(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return _is_pure(node.all_input_nodes[0])
-    return isinstance(node.target, torch._ops.OpOverload) and not is_random(node)
+    return isinstance(node.target, torch._ops.OpOverload) and not is_random(node) and not is_whole(node)
 
 
 def _piece(module: fx.GraphModule, nodes: list[fx.Node]) -> _Piece:

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, InternalError
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._simulate import Graph, Simulation, simulate
 from penstock.units import format_bytes
@@ -74,16 +74,64 @@ class RematPlan:
         return self.decisions[storage].recomputes and not problem.storages[storage].is_output
 
 
-def plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid", refine: bool = True) -> RematPlan:
+def plan(
+    problem: RematProblem,
+    budget_bytes: int,
+    *,
+    method: Method = "hybrid",
+    refine: bool = True,
+    like: Sequence[Decision] | None = None,
+) -> RematPlan:
     """The fastest plan found whose peak, static bytes included, is within ``budget_bytes``.
 
-    ``method`` and ``refine`` leave parts of the method out, for comparison. Raises ``BudgetError`` naming the smallest
-    budget that would work and the storages that hold it up.
+    ``method`` and ``refine`` leave parts of the method out, for comparison. ``like`` has the decisions of a plan for
+    the same operators on other sizes: they are adapted instead of searching anew, in a tenth of the time. Raises
+    ``BudgetError`` naming the smallest budget that would work and the storages that hold it up.
     """
-    (made,) = pareto(problem, [budget_bytes], method=method, refine=refine)
+    made = None
+    if like is not None and len(like) == len(problem.storages):
+        made = _adapted(problem, budget_bytes, method, like)
+    if made is None:
+        (made,) = pareto(problem, [budget_bytes], method=method, refine=refine)
     if made is None:
         raise _refusal(problem, budget_bytes, method)
     return made
+
+
+def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPlan:
+    """The plan with the smallest peak found, whatever its time."""
+    planner = _Planner(problem, method)
+    return planner.finished(planner.lowest())
+
+
+def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid") -> RematPlan:
+    """The plan that leaves the least for backward of those that fit; where none does, that with the smallest peak."""
+    planner = _Planner(problem, method)
+    room_bytes = budget_bytes - problem.static_bytes
+    fitting = [one for one in planner.seeds if one.peak_bytes <= room_bytes]
+    if not fitting:
+        return planner.finished(planner.lowest())
+    return planner.finished(min(fitting, key=planner.saved_bytes))
+
+
+def plan_of(problem: RematProblem, decisions: Sequence[Decision]) -> RematPlan:
+    """The plan of these decisions, one per storage. Raises ``InternalError`` if they recompute without end."""
+    graph = Graph(problem)
+    return _finished(graph, np.array(decisions, dtype=np.uint8))
+
+
+def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Sequence[Decision]) -> RematPlan | None:
+    """The plan for other sizes, lowered where it does not fit, and with what the budget leaves given back."""
+    planner = _Planner(problem, method, has_seeds=False)
+    start = planner.evaluated(np.array(like, dtype=np.uint8))
+    room_bytes = budget_bytes - problem.static_bytes
+    if start is None or not planner.allows(start):
+        return None
+    if start.peak_bytes > room_bytes:
+        start = planner.repaired(start, room_bytes)
+        if start.peak_bytes > room_bytes:
+            return None
+    return planner.finished(planner.relaxed(planner.given_back(start, room_bytes), room_bytes))
 
 
 def pareto(
@@ -113,7 +161,7 @@ class _Candidate:
 class _Planner:
     """The search over decisions for one problem."""
 
-    def __init__(self, problem: RematProblem, method: Method):
+    def __init__(self, problem: RematProblem, method: Method, *, has_seeds: bool = True):
         self.problem = problem
         self.graph = graph = Graph(problem)
         self.allows_recompute = method != "swap"
@@ -125,10 +173,23 @@ class _Planner:
         stays = graph.is_output.astype(bool)
         once = np.array([bool(problem.operators[one.producer].must_run_once) for one in problem.storages], dtype=bool)
         self.may_recompute = forward & ~stays & ~once & self.allows_recompute
-        self.may_swap = forward & ~stays & (graph.sizes >= MIN_SWAP_BYTES) & self.allows_swap
+        moves = np.array([not one.must_stay for one in problem.storages], dtype=bool)
+        self.may_swap = forward & ~stays & moves & (graph.sizes >= MIN_SWAP_BYTES) & self.allows_swap
         self.is_needed = forward & needed & ~stays
-        self.seeds = [one for one in map(self._evaluated, self._seeds()) if one is not None]
+        self.seeds = [one for one in map(self.evaluated, self._seeds()) if one is not None] if has_seeds else []
         self.found: list[_Candidate] = []
+
+    def allows(self, candidate: _Candidate) -> bool:
+        """Whether it decides nothing that this problem forbids."""
+        swapped = candidate.decisions == Decision.SWAP
+        return bool((~_recomputed(candidate.decisions) | self.may_recompute).all() and (~swapped | self.may_swap).all())
+
+    def saved_bytes(self, candidate: _Candidate) -> int:
+        """What is held when backward begins."""
+        simulation = simulate(self.graph, candidate.decisions)
+        assert simulation is not None
+        num_forward = self.problem.num_forward
+        return int(simulation.live_bytes[num_forward]) if num_forward < len(simulation.live_bytes) else 0
 
     def lowest(self) -> _Candidate:
         """The seed with the lowest peak, repaired as far as it goes, whatever the time.
@@ -154,7 +215,7 @@ class _Planner:
     def _lowered(self, start: _Candidate) -> _Candidate:
         best = start
         for target in np.linspace(start.peak_bytes, start.peak_bytes * 0.5, 6)[1:]:
-            repaired = self._repaired(best, int(target), weighs_time=False)
+            repaired = self.repaired(best, int(target), weighs_time=False)
             if repaired.peak_bytes >= best.peak_bytes:
                 break
             best = repaired
@@ -165,7 +226,7 @@ class _Planner:
         fitting = [one for one in self.seeds + self.found[-1:] if one.peak_bytes <= budget_bytes]
         if not fitting:
             for start in sorted(self.seeds, key=lambda one: (one.peak_bytes, one.extra_s))[:_MIN_STARTS]:
-                repaired = self._repaired(start, budget_bytes)
+                repaired = self.repaired(start, budget_bytes)
                 if repaired.peak_bytes <= budget_bytes:
                     fitting.append(repaired)
             fitting += [one for one in [self.lowest()] if one.peak_bytes <= budget_bytes]
@@ -175,7 +236,7 @@ class _Planner:
         if refine and best.extra_s > 0:
             best = self._refined(fitting, budget_bytes)
         if refine:
-            best = self._relaxed(best, budget_bytes)
+            best = self.relaxed(best, budget_bytes)
         self.found.append(best)
         return best
 
@@ -187,7 +248,7 @@ class _Planner:
         starts = fitting[:num_starts]
         if self.found and num_starts == _MIN_STARTS:
             starts = [self.found[-1]]  # the plan for the budget below is mostly done
-        refined = [self._given_back(start, budget_bytes) for start in starts]
+        refined = [self.given_back(start, budget_bytes) for start in starts]
         best = min([*fitting, *refined], key=lambda one: one.extra_s)
         if num_starts > _MIN_STARTS:
             best = self._exchanged(best, budget_bytes)
@@ -233,7 +294,7 @@ class _Planner:
             choices.append(Decision.SWAP)
         return choices
 
-    def _relaxed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+    def relaxed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
         """Keeps what is swapped though the budget and the clock do not ask for it: the disk need not wear."""
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         swapped = np.flatnonzero(best.decisions == Decision.SWAP)
@@ -258,35 +319,20 @@ class _Planner:
                 decisions = best.decisions.copy()
                 group = np.array(self.graph.outputs[producer], dtype=np.int64)
                 decisions[group[self.may_recompute[group]]] = Decision.RECOMPUTE
-                tried = self._evaluated(decisions)
+                tried = self.evaluated(decisions)
                 if tried is None or tried.peak_bytes > budget_bytes or tried.peak_bytes >= best.peak_bytes:
                     continue
-                tried = self._given_back(tried, budget_bytes)
+                tried = self.given_back(tried, budget_bytes)
                 if tried.extra_s < best.extra_s * (1 - 1e-9):
                     best, improves = tried, True
         return best
 
     def finished(self, made: _Candidate) -> RematPlan:
         """The plan of a candidate."""
-        keep_all = simulate(self.graph, np.zeros(self.graph.num_storages, dtype=np.uint8))
-        assert keep_all is not None
-        keep_all_peak_bytes = keep_all.peak_bytes
-        simulation = simulate(self.graph, made.decisions)
-        assert simulation is not None
-        swapped = np.flatnonzero(simulation.gone >= 0).tolist()
-        return RematPlan(
-            decisions=tuple(Decision(int(one)) for one in made.decisions),
-            slots=tuple(simulation.slots.tolist()),
-            gone_slots={one: int(simulation.gone[one]) for one in swapped},
-            fetch_slots={one: int(simulation.fetch[one]) for one in swapped},
-            peak_bytes=simulation.peak_bytes + self.problem.static_bytes,
-            keep_all_peak_bytes=keep_all_peak_bytes + self.problem.static_bytes,
-            extra_s=simulation.extra_s,
-            stall_s=simulation.stall_s,
-            step_s=self.graph.step_s,
-        )
+        return _finished(self.graph, made.decisions)
 
-    def _evaluated(self, decisions: _Decisions) -> _Candidate | None:
+    def evaluated(self, decisions: _Decisions) -> _Candidate | None:
+        """What decisions cost; ``None`` if they recompute without end."""
         simulation = simulate(self.graph, decisions)
         self.num_played += 1
         if simulation is None:
@@ -370,7 +416,7 @@ class _Planner:
             options += _RECOMPUTE[: _RECOMPUTE.index(Decision(now))]
         return options
 
-    def _given_back(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+    def given_back(self, start: _Candidate, budget_bytes: int) -> _Candidate:
         """Keeps, holds or swaps what was recomputed, most seconds per byte first, as long as all fits.
 
         Outputs of one operator go together: with one of them missing it would run again all the same.
@@ -422,7 +468,7 @@ class _Planner:
                 found = (saved_s / held, decisions, (simulation.peak_bytes, simulation.extra_s))
         return found
 
-    def _repaired(self, start: _Candidate, budget_bytes: int, weighs_time: bool = True) -> _Candidate:
+    def repaired(self, start: _Candidate, budget_bytes: int, weighs_time: bool = True) -> _Candidate:
         """Lowers the peak step by step at its worst slot, by whatever removes most excess, for its time or at all."""
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         for _ in range(_MAX_REPAIRS):
@@ -476,6 +522,26 @@ class _Planner:
         if now in _RECOMPUTE:
             options.append(Decision.KEEP)
         return options
+
+
+def _finished(graph: Graph, decisions: _Decisions) -> RematPlan:
+    static_bytes = graph.problem.static_bytes
+    keep_all = simulate(graph, np.zeros(graph.num_storages, dtype=np.uint8))
+    simulation = simulate(graph, decisions)
+    if keep_all is None or simulation is None:
+        raise InternalError("the decisions of a plan recompute without end")
+    swapped = np.flatnonzero(simulation.gone >= 0).tolist()
+    return RematPlan(
+        decisions=tuple(Decision(int(one)) for one in decisions),
+        slots=tuple(simulation.slots.tolist()),
+        gone_slots={one: int(simulation.gone[one]) for one in swapped},
+        fetch_slots={one: int(simulation.fetch[one]) for one in swapped},
+        peak_bytes=simulation.peak_bytes + static_bytes,
+        keep_all_peak_bytes=keep_all.peak_bytes + static_bytes,
+        extra_s=simulation.extra_s,
+        stall_s=simulation.stall_s,
+        step_s=graph.step_s,
+    )
 
 
 def _boundaries(cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ class Storage:
     """The operator that makes it."""
     is_output: bool = False
     """Whether the step hands it out (the loss, a gradient): it lives to the end."""
+    must_stay: bool = False
+    """Whether it cannot be swapped: it is no tensor's, but what an operator that is captured whole keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,20 +2,27 @@
 
 Every distinct operator (target, and shapes, strides, dtypes and constants of its arguments) is run alone on tensors
 made for it: the median of a few warm runs, and the bytes it takes beside its results. Generators are left as they were.
+
+`Costs` remembers what was measured. An operator on other sizes is not timed again: its time is that of the nearest
+sizes, scaled by floating-point operations where PyTorch counts them, else by bytes. Its workspace is measured by one
+run, unless operators of that kind had none so far.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
 from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
+from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
 from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
 from penstock.tiers import generators_held
@@ -25,68 +32,87 @@ _ENOUGH_S = 0.2
 """An operator is not run again once its runs have taken so long together."""
 _MARK_BYTES = 1_000_003
 """Allocations of about this size separate operators in the record of memory: its clock is not good enough for that."""
+_OVERHEAD_FLOPS, _OVERHEAD_BYTES = 250_000, 50_000
+"""What a core does in the time that starting an operator takes."""
+_UNKNOWN_BYTES_PER_S = 5e9
+"""The speed of operators that cannot be run alone, since they look at the numbers they are given."""
 
 
-def measure(captured: Captured) -> tuple[list[float], list[int]]:
-    """Seconds and workspace bytes of each operator of ``captured``, in its order."""
-    keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
-    distinct = {key: call for key, call in zip(keys, captured.calls, strict=True) if key is not None}
-    costs: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: a key of nested arguments
-    devices = [device for device in {device_of(call) for call in distinct.values()} if device.type == "cuda"]
-    with generators_held(), torch.random.fork_rng(devices), torch.no_grad():
-        durations_s = {key: _seconds(*_runnable(call)) for key, call in distinct.items()}
-        workspaces = _workspaces(distinct)
-    costs |= {key: (durations_s[key], workspaces[key]) for key in distinct}
-    return [costs[key][0] for key in keys], [costs[key][1] for key in keys]
+class _Sample(NamedTuple):
+    work: float
+    duration_s: float
+    workspace_bytes: int
 
 
-def _workspaces(distinct: dict[Any, fx.Node]) -> dict[Any, int]:
-    """Bytes that each operator takes at its peak beside its results; 0 where a profiler of somebody else runs."""
-    found: dict[Any, int] = dict.fromkeys(distinct, 0)
-    on_cpu: list[Any] = []
-    for key, call in distinct.items():
-        if device_of(call).type == "cuda":
-            run, device = _runnable(call)
-            found[key] = max(0, peak_bytes(run, device=device).activation_bytes - _made_bytes(call))
-        else:
-            on_cpu.append(key)
-    if not on_cpu or not can_record("cpu"):
-        return found
-    mark_bytes = _MARK_BYTES + max(map(_made_bytes, distinct.values()))  # no operator makes a storage of that size
-    with record_memory("cpu", this_thread_only=True) as recording:  # differences are all that matters
-        for key in on_cpu:
-            run, _ = _runnable(distinct[key])
-            torch.empty(mark_bytes, dtype=torch.uint8)
-            run()
-            torch.empty(mark_bytes, dtype=torch.uint8)
-    held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
-    marks = [at for at in range(1, len(held)) if held[at] - held[at - 1] == mark_bytes]
-    if len(marks) != 2 * len(on_cpu):
-        raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
-    for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
-        taken = held[begin + 1 : end]  # the mark itself is gone again
-        found[key] = max(0, max(taken) - taken[0] - _made_bytes(distinct[key]))
-    return found
+class Costs:
+    """What operators cost, as far as it was measured; for steps that share operators, or run them on other sizes."""
+
+    def __init__(self) -> None:
+        self._exact: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: keys are nested
+        self._samples: dict[Any, list[_Sample]] = {}
+
+    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+        """Seconds and workspace bytes of each operator, in its order, and whether some times were only scaled."""
+        keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
+        fresh = {
+            key: call
+            for key, call in zip(keys, captured.calls, strict=True)
+            if key is not None and key not in self._exact
+        }
+        devices = [device for device in {device_of(call) for call in fresh.values()} if device.type == "cuda"]
+        scaled = {key: made for key, call in fresh.items() if (made := self._scaled(call)) is not None}
+        with generators_held(), torch.random.fork_rng(devices), torch.no_grad():
+            runs = {
+                key: _Run(call, is_timed=key not in scaled)
+                for key, call in fresh.items()
+                if key not in scaled or scaled[key].workspace_bytes
+            }
+            workspaces = _workspaces({key: run for key, run in runs.items() if run.works})
+        costs = dict(self._exact)
+        for key, call in fresh.items():
+            if key in scaled:
+                costs[key] = (scaled[key].duration_s, workspaces.get(key, 0))
+            else:
+                costs[key] = self._exact[key] = (runs[key].seconds, workspaces.get(key, 0))
+                self._samples.setdefault(_target(call), []).append(_Sample(_work(call), *costs[key]))
+        return [costs[key][0] for key in keys], [costs[key][1] for key in keys], bool(scaled)
+
+    def _scaled(self, call: fx.Node) -> _Sample | None:
+        samples = self._samples.get(_target(call))
+        if not samples:
+            return None
+        work = _work(call)
+        nearest = min(samples, key=lambda one: abs(math.log(one.work / work)))
+        duration_s = nearest.duration_s * work / nearest.work
+        return _Sample(work, duration_s, max(one.workspace_bytes for one in samples))
 
 
-def _made_bytes(call: fx.Node) -> int:
-    taken, value = taken_from(call), call.meta.get("val")
-    tensors = tensors_of(call)
-    if taken is not None and value is not None:
-        tensors = [one for at, one in enumerate(value) if at in taken and isinstance(one, torch.Tensor)]
-    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(made.values())
+class _Run:
+    """An operator on tensors made for it, which live only while it is run."""
+
+    def __init__(self, call: fx.Node, *, is_timed: bool):
+        self.call, self.device = call, device_of(call)
+        self.seconds = _bytes_of(call) / _UNKNOWN_BYTES_PER_S
+        """The median of a few runs, after one that warms up; an estimate for an operator that cannot be run."""
+        self.works = False
+        """Whether it takes such tensors. Some look at the numbers and refuse them."""
+        for self._filler in (0, 1):
+            try:
+                run = self.made()
+                run()
+                self.works = True
+                if is_timed:
+                    self.seconds = _median_s(run, self.device)
+                break
+            except (RuntimeError, IndexError, ValueError):
+                continue
+
+    def made(self) -> Callable[[], Any]:
+        """The operator on fresh tensors."""
+        return _runnable(self.call, self._filler)
 
 
-def _runnable(call: fx.Node) -> tuple[Callable[[], Any], torch.device]:
-    """The operator on tensors made for it."""
-    arguments, keywords = pytree.tree_map(_real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
-    return functools.partial(function_of(call), *arguments, **keywords), device_of(call)
-
-
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Median of a few runs, after one that warms up."""
-    run()
+def _median_s(run: Callable[[], Any], device: torch.device) -> float:
     taken_s: list[float] = []
     while len(taken_s) < _MAX_RUNS and sum(taken_s) < _ENOUGH_S:
         if device.type == "cuda":
@@ -103,17 +129,82 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     return median(taken_s)
 
 
-def _real(argument: Any) -> Any:
-    """A tensor like a fake one. Indices are 0, which every table has."""
+def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
+    whole = _whole.runnable(call)
+    if whole is not None:
+        return whole
+    real = functools.partial(_real, filler=filler)
+    arguments, keywords = pytree.tree_map(real, (call.args, call.kwargs), is_leaf=lambda one: isinstance(one, fx.Node))
+    return functools.partial(function_of(call), *arguments, **keywords)
+
+
+def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
+    """Bytes that each operator takes at its peak beside its results; 0 where a profiler of somebody else runs."""
+    found: dict[Any, int] = dict.fromkeys(runs, 0)
+    on_cpu: list[Any] = []
+    for key, run in runs.items():
+        if run.device.type == "cuda":
+            taken_bytes = peak_bytes(run.made(), device=run.device).activation_bytes
+            found[key] = max(0, taken_bytes - _made_bytes(run.call))
+        else:
+            on_cpu.append(key)
+    if not on_cpu or not can_record("cpu"):
+        return found
+    mark_bytes = _MARK_BYTES + max(_made_bytes(run.call) for run in runs.values())  # no operator makes such a storage
+    with record_memory("cpu", this_thread_only=True) as recording:  # differences are all that matters
+        for key in on_cpu:
+            run = runs[key].made()
+            torch.empty(mark_bytes, dtype=torch.uint8)
+            run()
+            torch.empty(mark_bytes, dtype=torch.uint8)
+    held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
+    marks = [at for at in range(1, len(held)) if held[at] - held[at - 1] == mark_bytes]
+    if len(marks) != 2 * len(on_cpu):
+        raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
+    for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
+        taken = held[begin + 1 : end]  # the mark itself is gone again
+        found[key] = max(0, max(taken) - taken[0] - _made_bytes(runs[key].call))
+    return found
+
+
+def _made_bytes(call: fx.Node) -> int:
+    taken, value = taken_from(call), call.meta.get("val")
+    tensors = tensors_of(call)
+    if taken is not None and value is not None:
+        tensors = [one for at, one in enumerate(value) if at in taken and isinstance(one, torch.Tensor)]
+    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(made.values())
+
+
+def _work(call: fx.Node) -> float:
+    """Floating-point operations, or bytes where PyTorch does not count them, and what starting takes."""
+    packet = getattr(call.target, "overloadpacket", None)
+    if packet in flop_registry:
+        arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
+        return _OVERHEAD_FLOPS + float(flop_registry[packet](*arguments, **keywords, out_val=call.meta.get("val")))
+    return _OVERHEAD_BYTES + _bytes_of(call)
+
+
+def _bytes_of(call: fx.Node) -> float:
+    return float(sum(tensor.nbytes for node in (call, *call.all_input_nodes) for tensor in tensors_of(node)))
+
+
+def _real(argument: Any, filler: int) -> Any:
+    """A tensor like a fake one. Indices are ``filler``: 0, which every table has, or 1, where that is the first."""
     if not isinstance(argument, fx.Node):
         return argument
     value = argument.meta["val"]
     if isinstance(value, torch.Tensor):
         length = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         made = torch.empty(max(0, length) if value.numel() else 0, dtype=value.dtype, device=value.device)
-        made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.zero_()
+        made = made.uniform_(0.1, 0.9) if made.is_floating_point() else made.fill_(filler)
         return made.as_strided(value.shape, value.stride())
     return value
+
+
+def _target(call: fx.Node) -> Any:
+    """Operators that cost alike, but for sizes."""
+    return call.target, tuple(tensor.dtype for tensor in tensors_of(call)), tuple(sorted(taken_from(call) or ()))
 
 
 def _key(call: fx.Node) -> Any:

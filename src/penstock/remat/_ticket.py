@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from penstock.errors import InternalError
+
 TICKET_BYTES = 8
 _tickets: "weakref.WeakValueDictionary[int, _Memory]" = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -20,6 +22,7 @@ class _Memory(bytearray):
     """The memory of a ticket."""
 
     thing: Any
+    address: int
 
 
 def issue(thing: Any) -> torch.Tensor:
@@ -28,10 +31,25 @@ def issue(thing: Any) -> torch.Tensor:
     memory = _Memory(number.to_bytes(TICKET_BYTES, "little"))
     memory.thing = thing
     _tickets[number] = memory
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    ticket = torch.frombuffer(memory, dtype=torch.uint8)
+    memory.address = ticket.data_ptr()
+    return ticket
 
 
-def thing_of(ticket: torch.Tensor) -> Any | None:
-    """What ``ticket`` stands for; ``None`` if a saved-tensors hook of the user put another tensor in its place."""
+def thing_of(ticket: torch.Tensor) -> Any:
+    """What ``ticket`` stands for."""
     found = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
-    return None if found is None else found.thing
+    if found is None:
+        raise InternalError("what a planned step hands from forward to backward was replaced on the way")
+    return found.thing
+
+
+def held_bytes(storage: torch.UntypedStorage) -> int:
+    """Bytes of a storage; of a ticket's, with what the thing that it stands for says that it holds."""
+    if storage.nbytes() != TICKET_BYTES or storage.device.type != "cpu":
+        return storage.nbytes()
+    number = torch.empty(0, dtype=torch.int64).set_(storage)
+    found = _tickets.get(int(number))
+    if found is None or found.address != storage.data_ptr():  # just another number
+        return TICKET_BYTES
+    return max(TICKET_BYTES, getattr(found.thing, "held_bytes", 0))

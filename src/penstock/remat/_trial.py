@@ -9,7 +9,8 @@ from torch import fx
 from penstock import probe
 from penstock.errors import CompilerDeclinedWarning
 from penstock.remat import _accumulate
-from penstock.remat._capture import Runner, device_of, make_boxed_func_flag, tensors_of
+from penstock.remat._aot import Runner, boxed_function
+from penstock.remat._capture import device_of, tensors_of
 from penstock.remat._inductor import compiled
 from penstock.remat._problem import RematProblem
 from penstock.tiers import generators_held
@@ -56,7 +57,7 @@ class Trial:
                 return plain(arguments)
             return self._backward(arguments) if is_backward else self._forward(arguments)
 
-        return make_boxed_func_flag(run)
+        return boxed_function(run)
 
     def _measure(self, arguments: list[Any]) -> None:
         if not probe.can_record(self._device):

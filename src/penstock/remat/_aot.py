@@ -1,0 +1,149 @@
+"""AOTAutograd, which makes the joint graph of forward and backward, and calls what the plan makes of it.
+
+The compiled function keeps its plan open: forward hands over to backward one ticket instead of tensors, so that each
+call may run as another plan says (`_graph.py`). What AOTAutograd is given to look at is therefore an outline: a graph
+with the results' fake values and a ticket, which is never run.
+
+Python decompositions that change the last bits (interpolation) are out of the way meanwhile: the operator and its own
+backward are captured instead.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.remat._ticket import TICKET_BYTES
+
+Partition = Callable[[fx.GraphModule, int], None]
+"""Takes a joint graph with so many forward outputs, from which it may make plans."""
+
+Runner = Callable[[list[Any]], Any]
+"""A boxed function: takes a list, which it empties, so that arguments die with their last use."""
+
+_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+_WHOLE = ("upsample_", "_upsample_")
+"""Names of operators whose decompositions for tracing round differently than the operators do."""
+
+
+def compiled(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    forward: Runner,
+    backward: Runner,
+    inference: Callable[[fx.GraphModule], Runner],
+) -> Callable[..., Any]:
+    """``module`` for arguments like ``inputs``, run by ``forward`` and ``backward``, or by what ``inference`` makes.
+
+    ``partition`` is given the joint graph; it is not called where nothing requires gradients. ``forward`` returns the
+    results and a ticket, which ``backward`` is given before the gradients of the results.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    def split(
+        joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with unset_fake_temporarily(), _disable_current_modes():
+            partition(joint, num_fwd_outputs)
+        return _outlines(joint, num_fwd_outputs)
+
+    compile_ = aot_autograd(
+        fw_compiler=lambda _module, _: boxed_function(forward),
+        bw_compiler=lambda _module, _: boxed_function(backward),
+        inference_compiler=lambda module, _: inference(module),
+        partition_fn=split,
+    )
+    with functorch_config.patch(donated_buffer=False), _operators_stay_whole():
+        return compile_(module, inputs)  # type: ignore[no-any-return]
+
+
+def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A forward and a backward with the right inputs, outputs and fake values, and nothing in between."""
+    nodes = list(joint.graph.nodes)
+    results = list(nodes[-1].args[0])
+    ticket = fake_like(joint.graph, TICKET_BYTES)
+    forward, backward = fx.Graph(), fx.Graph()
+    inside: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.op == "placeholder" and "tangents" not in node.name:
+            inside[node] = _copy(forward.placeholder(node.name), node)
+    made = [_stand_in(forward, inside, node) for node in results[:num_forward_outputs]]
+    issued = forward.call_function(_never)
+    issued.meta["val"] = ticket
+    forward.output((*made, issued))
+    backward.placeholder("saved_ticket").meta["val"] = ticket
+    inside = {}
+    for node in nodes:
+        if node.op == "placeholder" and "tangents" in node.name:
+            inside[node] = _copy(backward.placeholder(node.name), node)
+    backward.output(tuple(_stand_in(backward, inside, node) for node in results[num_forward_outputs:]))
+    for graph in (forward, backward):
+        next(iter(reversed(graph.nodes))).meta |= {"desc": []}
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+
+def fake_like(graph: fx.Graph, size_bytes: int) -> torch.Tensor:
+    """A fake tensor of bytes, of the mode in which ``graph`` was traced."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    with mode or contextlib.nullcontext():
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def _stand_in(graph: fx.Graph, inside: dict[fx.Node, fx.Node], node: Any) -> Any:
+    if not isinstance(node, fx.Node) or node in inside:
+        return inside.get(node, node)
+    return _copy(graph.call_function(_never), node)
+
+
+def _copy(made: fx.Node, node: fx.Node) -> fx.Node:
+    made.meta = dict(node.meta)
+    return made
+
+
+def _never() -> torch.Tensor:
+    raise NotImplementedError  # an outline is not run
+
+
+@contextlib.contextmanager
+def _operators_stay_whole() -> Iterator[None]:
+    """Inside, operators of `_WHOLE` are traced as such, and their backward as eager's."""
+    removed = []
+    for name in dir(torch.ops.aten):
+        if name.startswith(_WHOLE):
+            packet = getattr(torch.ops.aten, name)
+            for operator in map(packet.__getattr__, packet.overloads()):
+                keys = [key for key in _KEYS if key in operator.py_kernels]
+                removed += [(operator, key, operator.py_kernels.pop(key)) for key in keys]
+                operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in removed:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+
+def boxed(module: fx.GraphModule) -> Runner:
+    """``module`` node by node, each value freed after its last use."""
+    module.graph.set_codegen(fx.graph._BoxedCodeGen())
+    module.recompile()
+    run = module.forward
+
+    def runner(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    return boxed_function(runner)
+
+
+def boxed_function(runner: Runner) -> Runner:
+    """Marks a runner as boxed, which AOTAutograd looks for."""
+    runner._boxed_call = True  # type: ignore[attr-defined]
+    return runner

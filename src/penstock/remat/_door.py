@@ -1,0 +1,228 @@
+"""The doors for models as they come: `compile`, and ``torch.compile(model, backend="penstock")``.
+
+Both bring graphs to a `Session`, and put a context around every call: Dynamo's settings for planned steps, and hooks
+that see what the eager rest of the step saves. `compile` owns the call; the string door finds the calls by what
+``torch.compile`` offers to backends (`_dynamo.own_calls`).
+"""
+
+import contextlib
+import pkgutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock.remat import _dynamo
+from penstock.remat._explain import Planned
+from penstock.remat._rest import EagerRest, MakeOffloading, Offloading
+from penstock.remat._session import Session
+from penstock.remat._settings import Settings
+
+_OFFLOADING = "penstock.integrations:offloading_of_the_rest"
+"""Made where rooms may know each other; found when it is first needed."""
+_WORTH_BYTES = 2**20
+"""An eager rest that saves less is not worth offloading."""
+
+
+class _OfThread(threading.local):
+    session: Session | None = None
+
+
+_mine = _OfThread()
+
+
+class Door:
+    """What is around every call of a compiled step."""
+
+    def __init__(self, session: Session, module: nn.Module | None = None):
+        self.session = session
+        self._module = module
+        self._rest = EagerRest()
+        self._offloading: Offloading | None = None
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Inside is one call."""
+        session = self.session
+        before, _mine.session = _mine.session, session
+        try:
+            with _dynamo.tracing_a_step(), self._offloading or self._rest.counting():
+                session.settle()
+                yield
+        finally:
+            _mine.session = before
+            session.rest_saved(self._rest.take_peak())
+            if session.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
+                self.offload_rest()
+
+    def offload_rest(self, make: MakeOffloading | None = None) -> None:
+        """From the next call on what the eager rest saves is offloaded."""
+        if self._offloading is None and self._module is not None:
+            make = make or pkgutil.resolve_name(_OFFLOADING)
+            assert make is not None
+            self._offloading = make(self._module, self.session.settings.account())
+
+    def close(self) -> None:
+        """The step cannot be called again."""
+        self.session.close()
+        if self._offloading is not None:
+            self._offloading.close()
+
+
+class CompiledModule(nn.Module):
+    """What ``compile`` returns for a module: called and trained like it; its attributes are the module's.
+
+    In ``state_dict`` names have the prefix ``_orig_mod.``, as ``torch.compile``'s have.
+    """
+
+    def __init__(self, module: nn.Module, session: Session):
+        super().__init__()
+        self._orig_mod = module
+        self._step = CompiledFunction(module, session, module)
+        self.train(module.training)
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the module as planned."""
+        return self._step(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["_orig_mod"], name)
+
+    @property
+    def plans(self) -> Sequence[Planned]:
+        """What was planned, for each kind of step that came."""
+        return self._step.plans
+
+    def explain(self, most: int | None = 5) -> str:
+        """Every plan in words; ``most`` storages of each."""
+        return self._step.explain(most)
+
+    def close(self) -> None:
+        """Gives back what it took of a shared ``Budget``, and ends its lanes. The module itself can be called on."""
+        self._step.close()
+
+
+class CompiledFunction:
+    """What ``compile`` returns for a function."""
+
+    def __init__(self, function: Callable[..., Any], session: Session, module: nn.Module | None = None):
+        self.door = Door(session, module)
+        held = weakref.ref(session)
+
+        def backend(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+            found = held()
+            assert found is not None  # whoever calls the step has it
+            return found.take(graph)
+
+        self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Runs the function as planned."""
+        with self.door.call():
+            return self._compiled(*arguments, **keywords)
+
+    @property
+    def plans(self) -> Sequence[Planned]:
+        """What was planned, for each kind of step that came."""
+        self.door.session.settle()
+        return tuple(self.door.session.planned)
+
+    def explain(self, most: int | None = 5) -> str:
+        """Every plan in words; ``most`` storages of each."""
+        return "\n\n".join(one.explain(most) for one in self.plans) or "nothing is planned yet: call it once"
+
+    def close(self) -> None:
+        """Gives back what it took of a shared ``Budget``, and ends its lanes. It cannot be called again."""
+        self.door.close()
+
+
+def compile(  # noqa: A001
+    model: nn.Module | Callable[..., Any], **options: Any
+) -> CompiledModule | CompiledFunction:
+    """``model``, run within a budget of bytes, whatever shapes come and wherever its graph breaks.
+
+    The first step of every new kind runs at its smallest peak; all graphs of a step are then planned together. What
+    PyTorch cannot compile runs eagerly; what that saves counts in the same budget, and is offloaded where ``disk`` or
+    ``host`` is given. Results and gradients equal eager PyTorch's to the bit.
+
+    >>> import torch, penstock
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    >>> model = penstock.remat.compile(model, budget="8MiB")
+    >>> for rows in (512, 512, 300):
+    ...     model(torch.randn(rows, 64)).sum().backward()
+
+    ``options`` are those of ``optimize``: ``budget`` (bytes at the true peak of the step, parameters, gradients and
+    optimizer state included), ``optimizer``, ``disk``, ``host``, ``reserve`` and others; ``strict=True`` raises
+    ``BudgetError`` where the budget cannot be kept, which else warns (``BudgetNotKeptWarning``). Raises ``ValueError``
+    for options that there are not, and, when called, ``BudgetError`` where a single graph does not fit.
+    """
+    session = Session(Settings.of_options(options))
+    return CompiledModule(model, session) if isinstance(model, nn.Module) else CompiledFunction(model, session)
+
+
+class Backend:
+    """A backend for ``torch.compile`` that can be closed: ``torch.compile(model, backend=Backend(budget="6GiB"))``.
+
+    Options are those of ``optimize``. PyTorch keeps backends until ``torch.compiler.reset()``, so close one that holds
+    an account, a disk or an optimizer.
+    """
+
+    def __init__(self, **options: Any):
+        self._door: Door | None = Door(Session(Settings.of_options(options)))
+        _dynamo.own_calls()
+
+    def __call__(self, module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        """What PyTorch calls for each graph."""
+        return self._open().session.take(module)
+
+    def context_of(self, _: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What is around each call of what was compiled."""
+        return lambda: self._open().call()
+
+    def close(self) -> None:
+        """Gives back what it took of a shared ``Budget``, and ends its lanes. What it compiled cannot run again."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def _open(self) -> Door:
+        if self._door is None:
+            raise ValueError("this backend is closed; make a new one: penstock.remat.Backend(budget='6GiB')")
+        return self._door
+
+
+class _NamedBackend:
+    """What ``torch.compile(backend="penstock")`` finds under that name."""
+
+    __name__ = "penstock"
+
+    def __init__(self) -> None:
+        self._without_calls: dict[int, tuple[Any, Session]] = {}
+        """Sessions by the identity of their options, where PyTorch did not ask for a context."""
+
+    def __call__(
+        self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None
+    ) -> Callable[..., Any]:
+        """What PyTorch calls for each graph; options as those of ``optimize``."""
+        session = _mine.session
+        if session is None or session.options is not options:
+            if id(options) not in self._without_calls:
+                made = Session(Settings.of_options(options or {}), options=options)
+                self._without_calls[id(options)] = (options, made)
+            session = self._without_calls[id(options)][1]
+        return session.take(module)
+
+    def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What is around each call of what one call of ``torch.compile`` returned."""
+        options = keywords.get("options")
+        return Door(Session(Settings.of_options(options or {}), options=options)).call
+
+
+compile_backend = _NamedBackend()
+"""``torch.compile(model, backend="penstock", options={"budget": "6GiB"})``; options as those of ``optimize``."""

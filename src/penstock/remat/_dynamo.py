@@ -1,0 +1,159 @@
+"""Dynamo, which brings the graphs: its settings while it traces a step, its errors, and the calls of what it compiled.
+
+A backend of `torch.compile` is called for graphs alone: not for what Dynamo leaves eager, and not when a call of the
+compiled function begins or ends. Dynamo lets a backend have a context around each call (``backend_ctx_ctor``), but
+looks for it on its own wrapper of the backend, through which `own_calls` lets it see ours. Others stay as they are.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import fx
+
+_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_NO_LIMIT = 2**20
+"""Of recompilations: every shape may be one, and beyond a limit Dynamo runs plain PyTorch without a word."""
+_CONTEXT = "backend_ctx_ctor"
+
+
+def tracing_a_step() -> contextlib.AbstractContextManager[None]:
+    """Inside, Dynamo traces what a plan needs whole, and guards every parameter. Settings are as before afterwards.
+
+    Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up; no number of shapes is too
+    many; an error inside of Dynamo is raised rather than answered by running eagerly. PyTorch 2.11 skips guards of a
+    module whose attributes are the same objects, as they are after ``model.double()`` and
+    ``parameter.requires_grad_(False)``.
+    """
+    import torch._dynamo.config as dynamo_config
+
+    names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
+    ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
+    return dynamo_config.patch(  # type: ignore[no-any-return]
+        ignore_logging_functions=_Functions(ignored),
+        skip_tensor_guards_with_matching_dict_tags=False,
+        allow_rnn=True,
+        recompile_limit=max(_NO_LIMIT, dynamo_config.recompile_limit),
+        accumulated_recompile_limit=max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
+        suppress_errors=False,
+    )
+
+
+def is_tracing_a_step() -> bool:
+    """Whether a graph that Dynamo makes now is guarded as a planned step has to be."""
+    import torch._dynamo.config as dynamo_config
+
+    return not dynamo_config.skip_tensor_guards_with_matching_dict_tags
+
+
+class _Functions(dict[Any, Any]):  # any: functions
+    """Functions for whoever iterates, and an empty object in JSON, as which PyTorch 2.11 logs its settings."""
+
+    def __init__(self, functions: set[Any]):
+        super().__init__()
+        self._functions = functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self._functions
+
+
+def own_calls() -> None:
+    """Lets Dynamo find the context of our backend, around every call of what ``torch.compile`` returns for it."""
+    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+
+    wrapper: Any = torch._TorchCompileWrapper  # type: ignore[attr-defined]
+    if not isinstance(vars(wrapper).get(_CONTEXT), _Context):
+        setattr(wrapper, _CONTEXT, _Context(_context_of_ours))
+        setattr(WrapBackendDebug, _CONTEXT, _Context(_context_of_wrapped))
+
+
+class _Context:
+    """An attribute that instances may still have of their own: what a backend sets on itself comes first."""
+
+    def __init__(self, find: Callable[[Any], Any]):
+        self._find = find
+
+    def __get__(self, instance: Any, _: Any = None) -> Any:
+        return self if instance is None else self._find(instance)
+
+
+def _context_of_wrapped(wrapper: Any) -> Any:
+    return getattr(wrapper._torchdynamo_orig_backend, _CONTEXT, contextlib.nullcontext)
+
+
+def _context_of_ours(wrapper: Any) -> Any:
+    """``torch.compile``'s wrapper has the backend and what it is to be called with."""
+    find = getattr(wrapper.compiler_fn, "context_of", None)
+    return contextlib.nullcontext if find is None else find(wrapper.kwargs)
+
+
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, into which Dynamo does not look when it is called from compiled code."""
+    import torch._dynamo
+
+    return torch._dynamo.disable(function, reason="planned by Penstock")  # type: ignore[no-any-return, no-untyped-call]
+
+
+def break_after(module: fx.GraphModule) -> str:
+    """Why, and where, Dynamo ended this graph before the function ended; empty if it did not."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return ""
+    return f"{_place(reason.user_stack)}{_first_line(reason.reason)}"
+
+
+def _place(stack: Any) -> str:
+    frames = list(stack or ())
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+
+
+def _first_line(text: object) -> str:
+    return next((line.strip() for line in str(text).splitlines() if line.strip()), "")
+
+
+def why_unsupported(error: BaseException) -> str:
+    """Where Dynamo could not go on, and why, on one line."""
+    stack = getattr(error, "real_stack", None) or getattr(error, "user_stack", None)
+    return f"{_place(stack)}{_first_line(error)}"
+
+
+def is_unsupported(error: BaseException) -> bool:
+    """Whether Dynamo says by ``error`` that a function is not one graph."""
+    from torch._dynamo import exc
+
+    return isinstance(error, exc.Unsupported | exc.UserError | exc.SkipFrame | exc.UnspecializeRestartAnalysis)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised inside a backend, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return error if inner is None else cause_of(inner)
+
+
+def forget(codes: list[CodeType]) -> None:
+    """Drops what Dynamo compiled for ``codes``: each holds it, and it holds them."""
+    from torch._dynamo.eval_frame import remove_from_cache
+
+    while codes:
+        remove_from_cache(codes.pop())
+
+
+def left_eager() -> tuple[str, ...]:
+    """Reasons for which Dynamo ended graphs or gave frames up, since ``torch._dynamo.reset()``, in order."""
+    from torch._dynamo.utils import counters
+
+    return tuple(_first_line(reason) for reason in counters["graph_break"])
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether an input of a graph stands for a number of the caller's: a size, or a float, which comes as a tensor."""
+    value = node.meta.get("example_value")
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return True
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))

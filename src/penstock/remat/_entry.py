@@ -1,0 +1,8 @@
+"""What PyTorch loads for ``torch.compile(model, backend="penstock")``: from then on calls of such models are seen."""
+
+from penstock.remat._door import compile_backend
+from penstock.remat._dynamo import own_calls
+
+__all__ = ["compile_backend"]
+
+own_calls()

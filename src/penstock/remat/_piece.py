@@ -1,0 +1,339 @@
+"""One graph of Dynamo's, planned and run for every kind of arguments that comes.
+
+Dynamo brings a graph once, with symbols for sizes that change. Each concrete kind of arguments makes a `Variant`: the
+graph with numbers in place of symbols, captured by AOTAutograd when such arguments first come, outside of Dynamo. A
+variant can run as any plan for it says; whoever owns the step (`_session.py`) chooses one for every call.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.remat import _aot, _capture, _dynamo, _ticket
+from penstock.remat._in_place import add_in_place
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._whole import keep_whole
+from penstock.tiers import gate, generators_held
+
+if TYPE_CHECKING:
+    from penstock.remat._whole import Recipe
+
+_MAX_VARIANTS = 64
+"""Of one graph; the one that was not called for longest goes."""
+_MAX_EMITTED = 8
+"""Plans of one variant that are kept as graphs."""
+
+
+class Halves(Protocol):
+    """Forward and backward of a variant as one plan says."""
+
+    plan: RematPlan
+    forward: _aot.Runner
+    backward: _aot.Runner
+
+
+class Owner(Protocol):
+    """Who decides how the graphs of a step run."""
+
+    adds_gradients: bool
+    """Whether backward adds gradients to their leaves itself."""
+    is_functional: bool
+    """Whether planned graphs must not write into their inputs."""
+    is_rehearsing: bool
+
+    def begin(self, variant: "Variant", arguments: Sequence[torch.Tensor]) -> "Call":
+        """A call of ``variant`` begins: how it runs."""
+
+    def describe(self, variant: "Variant") -> RematProblem:
+        """Measures the operators of a variant that was captured."""
+
+    def emitted(self, variant: "Variant", plan: RematPlan) -> Halves:
+        """Both halves of a variant as a plan for it says."""
+
+
+class Call:
+    """One forward whose backward is to come. It ends with the last ticket that stands for it."""
+
+    def __init__(self, halves: Halves, when_over: Callable[["Call"], None]):
+        self.halves = halves
+        self._when_over = when_over
+        self._is_over = False
+        self.results: list[tuple[int, int]] = []
+        """Identity and bytes of the storage of each result."""
+        self.held: list[StorageWeakRef | None] = []
+        """As long as they live, no other storage gets one of these identities."""
+
+    def over(self) -> None:
+        """Nothing of it is held any more. Finalisers may call it; once is enough."""
+        if not self._is_over:
+            self._is_over = True
+            self._when_over(self)
+
+
+class _Handed:
+    """What forward hands over to backward, behind a ticket."""
+
+    def __init__(self, call: Call, saved: list[Any]):
+        self.call = call
+        self.saved: list[Any] | None = saved
+        self.versions = [_version(one) for one in saved]
+
+    def take(self) -> list[Any]:
+        """The saved values, given away unless autograd keeps the graph."""
+        if self.saved is None:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward "
+                "through the graph a second time."
+            )
+        for tensor, version in zip(self.saved, self.versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"{version} instead. Change it before forward, or after backward."
+                )
+        if _capture.keeps_graph():
+            return list(self.saved)
+        saved, self.saved = self.saved, None
+        return saved
+
+    def __del__(self) -> None:
+        self.call.over()
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Variant:
+    """A graph for one kind of arguments."""
+
+    piece: "Piece"
+    run: Callable[..., Any] = field(init=False)
+    """What AOTAutograd made of it."""
+    captured: _capture.Captured | None = None
+    """``None`` where nothing requires gradients."""
+    joint: fx.GraphModule | None = None
+    """Owner of what the captured graph refers to."""
+    problem: RematProblem | None = None
+    """The step if it were this graph alone."""
+    is_scaled: bool = False
+    """Whether its operators' times were scaled from those of other sizes."""
+    recipes: "list[Recipe]" = field(default_factory=list)
+    """Kept for the operators that are captured whole."""
+    halves: dict[tuple[Decision, ...], Halves] = field(default_factory=dict)
+    """By decisions, the latest last."""
+    leanest: RematPlan | None = None
+    """The plan that leaves the least for backward, once it was asked for."""
+    plan_s: float = 0.0
+    """Seconds that capturing, measuring and planning took."""
+
+    def emitted(self, plan: RematPlan) -> Halves:
+        """Both halves as ``plan`` says."""
+        made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
+        self.halves[plan.decisions] = made
+        while len(self.halves) > _MAX_EMITTED:
+            del self.halves[next(iter(self.halves))]
+        return made
+
+    def forward(self, arguments: list[Any]) -> Any:
+        """Called by AOTAutograd: results, and a ticket for backward."""
+        assert self.captured is not None
+        with gate.computing():
+            call = self.piece.owner.begin(self, arguments)
+            made = list(call.halves.forward(arguments))
+            num_results = self.captured.num_forward_outputs
+            results, saved = made[:num_results], made[num_results:]
+            del made
+            call.results = [storage_of(one) for one in results]
+            call.held = [weak_storage(one) for one in results]
+            return *results, _ticket.issue(_Handed(call, _apart(saved, results)))
+
+
+def _backward(arguments: list[Any]) -> Any:
+    """Called by AOTAutograd with the ticket and the gradients of the results: gradients of the arguments."""
+    ticket, *tangents = arguments
+    arguments.clear()
+    handed: _Handed = _ticket.thing_of(ticket)
+    with gate.computing():
+        given = handed.take()
+        is_last = handed.saved is None
+        given += tangents
+        del tangents
+        try:
+            return handed.call.halves.backward(given)
+        finally:
+            if is_last:
+                handed.call.over()
+
+
+class Piece:
+    """A graph of Dynamo's. Calling it runs the variant for the arguments, which is made if there is none yet."""
+
+    def __init__(self, owner: Owner, number: int, module: fx.GraphModule, break_reason: str):
+        self.owner, self.number, self.break_reason = owner, number, break_reason
+        self.does = hash(tuple((node.op, str(node.target)) for node in module.graph.nodes))
+        """The same for graphs that differ in sizes alone."""
+        self._module = module
+        self._numbers = _number_places(module)
+        """Which arguments are numbers, or tensors that stand for a number of the caller's."""
+        self._variants: dict[Any, Variant] = {}  # any: see _kind
+        self._lock = threading.RLock()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Results of the graph."""
+        variant = self.variant(arguments)
+        with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # others' hooks would replace the ticket
+            return variant.run(*(one for at, one in enumerate(arguments) if at not in self._numbers))
+
+    def variant(self, arguments: Sequence[Any]) -> Variant:
+        """The variant for such arguments."""
+        kind = _kind(arguments, self._numbers)
+        with self._lock:
+            found = self._variants.pop(kind, None)
+        if found is None:
+            with generators_held(), gate.tracing():
+                found = self._compiled(arguments)
+        with self._lock:
+            self._variants[kind] = found
+            while len(self._variants) > _MAX_VARIANTS:
+                del self._variants[next(iter(self._variants))]
+        return found
+
+    def _compiled(self, arguments: Sequence[Any]) -> Variant:
+        start_s = time.perf_counter()
+        variant = Variant(self)
+        module = _with_numbers(self._module, arguments, self._numbers)
+        variant.recipes = keep_whole(module.graph)
+        module.recompile()
+        inputs = [one for at, one in enumerate(arguments) if at not in self._numbers]
+
+        def partition(joint: fx.GraphModule, num_forward_outputs: int) -> None:
+            _capture.tag_backward(joint.graph)
+            if self.owner.adds_gradients:
+                _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
+            if not self.owner.is_functional:
+                add_in_place(joint.graph)
+            variant.captured = _capture.read(joint.graph, num_forward_outputs)
+            variant.joint = joint
+            variant.problem = self.owner.describe(variant)
+
+        held = weakref.ref(variant)  # PyTorch keeps what it compiled
+
+        def forward(given: list[Any]) -> Any:
+            return _alive(held).forward(given)
+
+        variant.run = _aot.compiled(module, inputs, partition, forward, _backward, self._without_gradients)
+        variant.plan_s = time.perf_counter() - start_s
+        return variant
+
+    def _without_gradients(self, module: fx.GraphModule) -> _aot.Runner:
+        run = _aot.boxed(module)
+
+        def runner(arguments: list[Any]) -> Any:
+            if self.owner.is_rehearsing:
+                arguments.clear()
+                raise RehearsalOver
+            with gate.computing():
+                return run(arguments)
+
+        return _aot.boxed_function(runner)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class RehearsalOver(Exception):
+    """A step was captured and planned, and would run now."""
+
+
+def _alive(held: "weakref.ref[Variant]") -> Variant:
+    variant = held()
+    assert variant is not None  # whoever runs it was given it
+    return variant
+
+
+def _apart(saved: list[Any], results: Iterable[Any]) -> list[Any]:
+    """Saved values; as aliases where they share memory with a result, which will refer to backward, and so to them."""
+    storages = {storage_of(one)[0] for one in results}
+    return [one.detach() if storage_of(one)[0] in storages else one for one in saved]
+
+
+def storage_of(value: Any) -> tuple[int, int]:
+    """Identity and bytes of a tensor's storage; zeros for anything else."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return 0, 0
+    storage = value.untyped_storage()
+    return int(storage._cdata), storage.nbytes()
+
+
+def weak_storage(value: Any) -> StorageWeakRef | None:
+    """A weak reference to a tensor's storage."""
+    is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return StorageWeakRef(value.untyped_storage()) if is_strided else None
+
+
+def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
+    """Everything that a captured graph depends on."""
+    kinds: list[Any] = []
+    first: dict[int, int] = {}
+    for at, one in enumerate(arguments):
+        if at in numbers:
+            kinds.append(one.item() if isinstance(one, torch.Tensor) else one)
+        elif isinstance(one, torch.Tensor):
+            strided = one.layout is torch.strided
+            kinds.append(
+                (
+                    tuple(one.shape),
+                    one.stride() if strided else one.layout,
+                    one.dtype,
+                    one.device,
+                    one.requires_grad,
+                    one.is_leaf,
+                    type(one),
+                )
+            )
+            if not isinstance(one, nn.Parameter) and strided:
+                key = storage_of(one)[0]
+                if first.setdefault(key, at) != at:
+                    kinds.append((first[key], one.storage_offset()))
+        else:
+            kinds.append(type(one))
+    modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    return tuple(kinds), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled()
+
+
+def _number_places(module: fx.GraphModule) -> frozenset[int]:
+    places = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return frozenset(at for at, node in enumerate(places) if _dynamo.is_number(node))
+
+
+def _with_numbers(module: fx.GraphModule, arguments: Sequence[Any], numbers: frozenset[int]) -> fx.GraphModule:
+    """The graph with concrete numbers in place of the inputs that stand for them."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    given = iter(enumerate(arguments))
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            at, argument = next(given)
+            if at in numbers:
+                copies[node] = argument.item() if isinstance(argument, torch.Tensor) else argument
+                continue
+        if node.op == "call_method" and node.target == "item" and not isinstance(copies.get(node.args[0]), fx.Node):
+            copies[node] = copies[node.args[0]]
+            continue
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+            continue
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)

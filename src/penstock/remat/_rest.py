@@ -1,0 +1,105 @@
+"""What a step runs outside of planned graphs: what autograd saves there is counted, or offloaded where there is a tier.
+
+Whatever Dynamo leaves eager saves its activations as plain PyTorch does. Hooks around the call see each of them.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.tiers import Budget
+
+_TINY_BYTES = 64 * 1024
+"""Storages below this are not counted."""
+
+
+class Offloading(Protocol):
+    """Moves what the eager rest saves; `penstock.offload`'s contexts do."""
+
+    def __enter__(self) -> object:
+        """Around the call of a step."""
+
+    def __exit__(self, *_: Any) -> None:
+        """The end of it."""
+
+    def close(self) -> None:
+        """Nothing will be moved any more."""
+
+
+MakeOffloading = Callable[[nn.Module, Budget], Offloading]
+"""Makes one for a module and an account."""
+
+
+class EagerRest:
+    """Counts the bytes that autograd saves outside of planned graphs."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        """What is saved now and waits for backward."""
+        self.peak_bytes = 0
+        """The most at once, since it was read last."""
+        self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """What is saved inside counts until it is freed."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def take_peak(self) -> int:
+        """The most bytes at once since this was called last."""
+        peak, self.peak_bytes = self.peak_bytes, self.held_bytes
+        return peak
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import all of Dynamo here
+    def _pack(self, tensor: torch.Tensor) -> "_Saved":
+        entry = None
+        base = tensor if tensor._base is None else tensor._base
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not base.is_leaf:  # leaves stand anyway
+            storage = tensor.untyped_storage()
+            key, size_bytes = int(storage._cdata), storage.nbytes()
+            if size_bytes >= _TINY_BYTES:
+                entry = self._entries.get(key)
+                if entry is None:
+                    entry = self._entries[key] = _Entry(self, size_bytes)
+        return _Saved(tensor, entry)
+
+
+class _Entry:
+    """One storage that is saved."""
+
+    __slots__ = ("__weakref__", "_rest", "_size_bytes")
+
+    def __init__(self, rest: EagerRest, size_bytes: int):
+        self._rest, self._size_bytes = rest, size_bytes
+        rest.held_bytes += size_bytes
+        rest.peak_bytes = max(rest.peak_bytes, rest.held_bytes)
+
+    def __del__(self) -> None:
+        self._rest.held_bytes -= self._size_bytes
+
+
+class _Saved:
+    """A saved tensor; the check for changes in place, which hooks switch off, is ours."""
+
+    __slots__ = ("entry", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, entry: _Entry | None):
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
+        self.version = 0 if tensor.is_inference() else tensor._version
+        self.entry = entry
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _unpack(saved: _Saved) -> torch.Tensor:
+    tensor = saved.tensor
+    if not tensor.is_inference() and tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {saved.version} instead."
+        )
+    return tensor

@@ -1,0 +1,474 @@
+"""One budget over all graphs of a step: which plan each of their calls follows.
+
+A step begins when a graph is called while nothing of an earlier call waits for backward. What it calls until then, in
+order, is its sequence. A sequence that was never seen runs every graph at its smallest peak; once it has ended, its
+graphs are planned together (`_together.py`), and the next such step follows that plan. A step that leaves its sequence
+runs the rest at its smallest peak, and is learned in turn. Where a single graph is known to be the whole step, it is
+planned before it first runs.
+
+What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `BudgetError` itself with ``strict=True``.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from penstock import tiers
+from penstock.directio import BLOCK_BYTES
+from penstock.errors import BudgetError, BudgetNotKeptWarning
+from penstock.remat import _aot, _capture, _dynamo, _swap
+from penstock.remat._debug import checked
+from penstock.remat._emit import SLOTS, emit
+from penstock.remat._explain import Planned
+from penstock.remat._lanes import lane_rates
+from penstock.remat._optimizer import optimizer_state_bytes
+from penstock.remat._piece import Call, Piece, RehearsalOver, Variant, storage_of, weak_storage
+from penstock.remat._plan import RematPlan, leanest_plan, plan, plan_of
+from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._profile import Costs
+from penstock.remat._settings import Settings
+from penstock.remat._together import Link, merged, parts
+from penstock.remat._trial import Trial
+from penstock.remat._verify import live_bytes, verify
+from penstock.tiers import Charges, Footprint
+from penstock.units import format_bytes, parse_bytes
+
+_MAX_SEQUENCES = 64
+"""Of graphs; the one that was not followed for longest is forgotten."""
+_MAX_CALLS = 1024
+"""Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
+
+
+@dataclass(slots=True)
+class _Done:
+    """A call of the step that runs."""
+
+    variant: Variant
+    statics: "_Statics"
+    call: Call | None = None
+    """``None`` before it begins."""
+
+    @property
+    def plan(self) -> RematPlan:
+        """What it follows."""
+        assert self.call is not None
+        return self.call.halves.plan
+
+    @property
+    def results(self) -> list[tuple[int, int]]:
+        """Identity and bytes of the storage of each result, once forward has ended."""
+        return [] if self.call is None else self.call.results
+
+
+class _Statics:
+    """What the arguments of a call hold: parameters with their gradients, and other storages, by identity."""
+
+    def __init__(self, arguments: Sequence[Any], *, accumulates: bool):
+        self.storages = [storage_of(one)[0] for one in arguments]
+        self._held = [weak_storage(one) for one in arguments]
+        """As long as they live, no other storage gets one of these identities."""
+        self.parameters: dict[int, int] = {}
+        self.others: dict[int, int] = {}
+        for one in arguments:
+            if isinstance(one, nn.Parameter):
+                self.parameters[id(one)] = one.nbytes * (2 if accumulates and one.requires_grad else 1)
+            else:
+                key, size_bytes = storage_of(one)
+                self.others[key] = size_bytes
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Graphs that a step calls in turn, and the plan of each."""
+
+    variants: tuple[Variant, ...]
+    plans: tuple[RematPlan, ...]
+    planned: Planned | None
+    """``None`` while each runs at its smallest peak."""
+
+
+class _Halves:
+    """Forward and backward of a graph as one plan says."""
+
+    def __init__(self, plan: RematPlan, forward: _aot.Runner, backward: _aot.Runner):
+        self.plan, self.forward, self.backward = plan, forward, backward
+
+
+class Session:
+    """Plans what Dynamo brings, and keeps what it planned."""
+
+    def __init__(self, settings: Settings, *, is_one_graph: bool = False, options: object = None):
+        self.settings = settings
+        self.options = options
+        """As the user gave them to ``torch.compile``."""
+        self.is_one_graph = is_one_graph
+        """Whether every graph is a step of its own, so that the first call can be planned."""
+        self.planned: list[Planned] = []
+        """In the order in which they were made."""
+        self.is_rehearsing = False
+        """Whether forward stops before its first operator: only the plan is wanted."""
+        self.tiers: _swap.Tiers | None = None
+        """Where swaps go, once a plan has some."""
+        self.charges: Charges | None = None
+        """What the step takes of an account that others share."""
+        self.trials: list[Trial] = []
+        """Of plans that Inductor is to compile."""
+        self.pieces: list[Piece] = []
+        self.rest_bytes = 0
+        """What the eager rest of a step had saved at most, beside the graphs."""
+        self._footprint = Footprint()
+        self._costs = Costs()
+        self._lock = threading.RLock()
+        self._live: dict[int, Call] = {}
+        self._step: list[_Done] = []
+        self._following: _Sequence | None = None
+        self._sequences: dict[tuple[int, ...], _Sequence] = {}
+        self._is_new = False
+        """Whether the step has left every sequence that is known."""
+        self._whole_steps: set[tuple[int, ...]] = set()
+        """What the graphs did that steps were made of, whatever their sizes."""
+        self._has_warned = False
+        self._largest_bytes = 0
+        """The largest peak of a step without a plan so far, of which a budget may be a share."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether backward adds gradients to their leaves itself."""
+        return self.settings.accumulates and self.settings.adds_gradients
+
+    @property
+    def is_functional(self) -> bool:
+        """Inductor wants functional graphs, and sums in place itself."""
+        return self.settings.compiler != "eager"
+
+    def take(self, module: fx.GraphModule) -> Callable[..., Any]:
+        """A graph of Dynamo's; what is returned runs it. PyTorch keeps that for ever, so it holds nothing."""
+        piece = Piece(self, len(self.pieces), module, _dynamo.break_after(module))
+        self.pieces.append(piece)
+        held = weakref.ref(piece)
+
+        def run(*arguments: Any) -> Any:
+            found = held()
+            if found is None:
+                raise ValueError(
+                    "this step is closed; compile again: torch.compile(model, backend='penstock', "
+                    "options={'budget': '6GiB'})"
+                )
+            return found(*arguments)
+
+        return _dynamo.outside(run)
+
+    def close(self) -> None:
+        """Gives back what was taken of the account, and ends the lanes of swaps."""
+        self.pieces = []
+        self._sequences = {}
+        self._step, self._following = [], None
+        if self.charges is not None:
+            self.charges.give_back()
+        if self.tiers is not None:
+            self.tiers.close()
+
+    def describe(self, variant: Variant) -> RematProblem:
+        """The step of a captured graph alone, with measured operators."""
+        captured = variant.captured
+        assert captured is not None
+        settings = self.settings
+        known = None if settings.profile is None else _capture.costs_of(captured, settings.profile)
+        if known is None:
+            durations_s, workspaces, variant.is_scaled = self._costs.measure(captured)
+        else:
+            durations_s, workspaces = known
+        static_bytes = captured.static_inputs_bytes + self._in_every_call(captured) + self._standing_bytes()
+        if settings.accumulates:
+            static_bytes += captured.gradient_bytes
+        device = _device_of(captured)
+        out, back = lane_rates(device, settings.account())
+        return _capture.problem_of(
+            captured,
+            durations_s,
+            workspaces,
+            static_bytes=static_bytes,
+            out_bandwidth_bytes_per_s=out,
+            in_bandwidth_bytes_per_s=back,
+            swap_page_bytes=BLOCK_BYTES if device.type == "cpu" else 0,
+        )
+
+    def emitted(self, variant: Variant, made: RematPlan) -> _Halves:
+        """Both halves of a variant as a plan for it says."""
+        captured, joint, problem = variant.captured, variant.joint, variant.problem
+        assert captured is not None and joint is not None and problem is not None
+        if made.gone_slots and self.tiers is None:
+            self.tiers = _swap.Tiers(_device_of(captured), self.settings.account(), verify=self.settings.verify)
+        forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
+        if self.settings.verify:
+            runners = [checked(one, one.meta[SLOTS], problem, made) for one in (forward, backward)]
+            return _Halves(made, *runners)
+        runners = [_aot.boxed(forward), _aot.boxed(backward)]
+        if self.settings.compiler == "inductor":
+            in_step_bytes = self._in_every_call(captured)
+            allowed_bytes = self._budget_of(problem, {}) - problem.static_bytes + in_step_bytes
+            trial = Trial(forward, backward, captured.num_forward_outputs, allowed_bytes, problem)
+            self.trials.append(trial)
+            runners = [trial.runner(one, is_backward=bool(at)) for at, one in enumerate(runners)]
+        return _Halves(made, *runners)
+
+    def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
+        """A call of ``variant`` begins. Raises `RehearsalOver` where only its plan was wanted."""
+        with self._lock:
+            if not self._live or len(self._step) >= _MAX_CALLS:
+                self._end_step()
+            statics = _Statics(arguments, accumulates=self.settings.accumulates)
+            made = self._plan_for(variant, statics)
+            call = Call(variant.emitted(made), self._over)
+            if self.is_rehearsing:
+                raise RehearsalOver
+            self._live[id(call)] = call
+            self._step.append(_Done(variant, statics, call))
+            return call
+
+    def settle(self) -> None:
+        """Learns from the last step, if it is over."""
+        with self._lock:
+            if not self._live:
+                self._end_step()
+
+    def rest_saved(self, size_bytes: int) -> None:
+        """What the eager rest of a call had saved. More than ever before leaves less for the graphs."""
+        with self._lock:
+            if size_bytes <= self.rest_bytes:
+                return
+            self.rest_bytes = size_bytes
+            self._sequences.clear()
+            self._is_new = bool(self._step)
+            if self._step:
+                last = self._step[-1]
+                del self._step[-1]
+                self._must_fit(last.variant, last.plan, last.statics)
+                self._step.append(last)
+
+    def _over(self, call: Call) -> None:
+        self._live.pop(id(call), None)
+
+    def _plan_for(self, variant: Variant, statics: _Statics) -> RematPlan:
+        at = len(self._step)
+        following = self._following
+        if following is None or at >= len(following.variants) or following.variants[at] is not variant:
+            following = self._following = self._known(variant)
+        if following is None and not at and self._is_a_step(variant):
+            following = self._following = self._planned_alone(variant, statics)
+        if following is None:
+            self._is_new = True
+            return self._leanest(variant, statics)
+        if following.planned is None:
+            self._must_fit(variant, following.plans[at], statics)
+        return following.plans[at]
+
+    def _is_a_step(self, variant: Variant) -> bool:
+        """Whether a graph that is called first is all of its step: so it was for arguments of other kinds."""
+        does = variant.piece.does
+        return self.is_one_graph or {one for one in self._whole_steps if one[0] == does} == {(does,)}
+
+    def _known(self, variant: Variant) -> _Sequence | None:
+        """The longest sequence that begins as this step did, with the same plans."""
+        so_far = [*(id(one.variant) for one in self._step), id(variant)]
+        used = [one.plan for one in self._step]
+        fitting = [
+            one
+            for key, one in self._sequences.items()
+            if list(key[: len(so_far)]) == so_far and list(one.plans[: len(used)]) == used
+        ]
+        return max(fitting, key=lambda one: len(one.variants), default=None)
+
+    def _leanest(self, variant: Variant, statics: _Statics) -> RematPlan:
+        """The plan that leaves the least behind. Raises ``BudgetError`` where the graph does not fit even alone."""
+        problem = variant.problem
+        assert problem is not None
+        if isinstance(self.settings.budget, float):
+            budget_bytes = room_bytes = 2**62
+        else:
+            budget_bytes = self._budget_of(problem, statics.parameters)
+            room_bytes = budget_bytes - self._beside_bytes(variant, statics)
+        if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
+            variant.leanest = leanest_plan(problem, room_bytes, method=self.settings.method)
+            if variant.leanest.peak_bytes > budget_bytes:
+                plan(problem, budget_bytes, method=self.settings.method)  # raises, and says what needs it
+        self._must_fit(variant, variant.leanest, statics)
+        self._take(problem, variant.leanest, statics.parameters)
+        return variant.leanest
+
+    def _beside_bytes(self, variant: Variant, statics: _Statics) -> int:
+        """What the step holds that is none of a graph's own, if it is called now."""
+        problem = variant.problem
+        assert problem is not None
+        waiting = [one for one in self._step if id(one.call) in self._live]
+        saved_bytes = sum(_saved_bytes(one) for one in waiting)
+        return self._static_bytes([*waiting, _Done(variant, statics)]) + saved_bytes - problem.static_bytes
+
+    def _must_fit(self, variant: Variant, made: RematPlan, statics: _Statics) -> None:
+        """Says so where a graph does not fit beside what the step's earlier ones have saved."""
+        problem = variant.problem
+        assert problem is not None
+        if isinstance(self.settings.budget, float):
+            return
+        peak_bytes = made.peak_bytes + self._beside_bytes(variant, statics)
+        budget_bytes = self._budget_of(problem, statics.parameters)
+        if peak_bytes > budget_bytes:
+            self.not_kept(
+                f"this step needs {format_bytes(peak_bytes)} although all of its graphs save as little as they can, "
+                f"above the budget of {format_bytes(budget_bytes)}. Give budget={peak_bytes}, or a smaller batch"
+            )
+
+    def _end_step(self) -> None:
+        """Plans what the last step called, if that is new."""
+        step, is_new = self._step, self._is_new
+        self._step, self._following, self._is_new = [], None, False
+        if not step:
+            return
+        self._whole_steps.add(tuple(one.variant.piece.does for one in step))
+        key = tuple(id(one.variant) for one in step)
+        if is_new and key not in self._sequences:
+            try:
+                self._planned_together(step)
+            except BudgetError as error:
+                self._remember([one.variant for one in step], tuple(one.plan for one in step), None)
+                self.not_kept(f"the {len(step)} graphs of a step cannot share the budget: {error}", error)
+
+    def not_kept(self, why: str, error: BudgetError | None = None) -> None:
+        """Says that the budget is not kept, once, or raises it where the user is strict."""
+        if self.settings.strict:
+            raise error or BudgetError(why)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{why}. It trains on above the budget", BudgetNotKeptWarning, stacklevel=2)
+
+    def _planned_alone(self, variant: Variant, statics: _Statics) -> _Sequence:
+        """The plan of a graph that is a step."""
+        problem = variant.problem
+        assert problem is not None
+        if self.rest_bytes:
+            problem = replace(problem, static_bytes=problem.static_bytes + self.rest_bytes)
+        made = self._planned(problem, statics.parameters, [variant])
+        return self._remember([variant], (made.plan,), made)
+
+    def _planned_together(self, step: Sequence[_Done]) -> _Sequence:
+        """The plans of the graphs of a step that was run."""
+        if len(step) == 1:
+            return self._planned_alone(step[0].variant, step[0].statics)
+        problems = [one.variant.problem for one in step if one.variant.problem is not None]
+        problem = merged(problems, _links(step), self._static_bytes(step))
+        parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
+        variants = [one.variant for one in step]
+        made = self._planned(problem, parameters, variants)
+        shares = parts(problems, made.plan.decisions)
+        plans = tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
+        return self._remember(variants, plans, made)
+
+    def _planned(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
+        budget_bytes = self._budget_of(problem, parameters)
+        like = next((one.planned.plan.decisions for one in self._alike(variants) if one.planned is not None), None)
+        made = plan(problem, budget_bytes, method=self.settings.method, like=like)
+        verify(problem, made)
+        self._take(problem, made, parameters)
+        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
+        return self.planned[-1]
+
+    def _alike(self, variants: Sequence[Variant]) -> list[_Sequence]:
+        """Sequences of the same graphs for other arguments, the latest first."""
+        does = [one.piece.does for one in variants]
+        return [one for one in reversed(self._sequences.values()) if [two.piece.does for two in one.variants] == does]
+
+    def _remember(
+        self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None
+    ) -> _Sequence:
+        made = _Sequence(tuple(variants), plans, planned)
+        self._sequences[tuple(map(id, variants))] = made
+        while len(self._sequences) > _MAX_SEQUENCES:
+            del self._sequences[next(iter(self._sequences))]
+        return made
+
+    def _static_bytes(self, step: Sequence[_Done]) -> int:
+        """What stands all along while the graphs of a step run, each tensor once."""
+        parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
+        others = {key: size for one in step for key, size in one.statics.others.items()}
+        for one in step:
+            for key, _ in one.results:
+                others.pop(key, None)
+        calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
+        return sum(parameters.values()) + sum(others.values()) + calls + self._standing_bytes() + self.rest_bytes
+
+    def _in_every_call(self, captured: _capture.Captured) -> int:
+        return captured.changed_bytes + captured.generator_state_bytes
+
+    def _standing_bytes(self) -> int:
+        optimizer = self.settings.optimizer
+        return parse_bytes(self.settings.reserve) + (0 if optimizer is None else optimizer_state_bytes(optimizer))
+
+    def _take(self, problem: RematProblem, made: RematPlan, parameters: dict[int, int]) -> None:
+        """Enters what the step takes beside what other rooms hold; plans of one step share what stands between them."""
+        if not isinstance(self.settings.budget, tiers.Budget):
+            return
+        if self.charges is None:
+            self.charges = Charges(self.settings.budget, "remat")
+            weakref.finalize(self, self.charges.give_back)
+        before = self._footprint
+        together = Footprint(
+            tensors={**before.tensors, **parameters},
+            held_bytes=max(before.held_bytes, problem.static_bytes - sum(parameters.values())),
+            step_bytes=max(before.step_bytes, made.peak_bytes - problem.static_bytes),
+        )
+        self.charges.enter(together)
+        self._footprint = together
+
+    def _budget_of(self, problem: RematProblem, parameters: dict[int, int]) -> int:
+        budget = self.settings.budget
+        if isinstance(budget, float):
+            keep_all = plan_of(problem, [Decision.KEEP] * len(problem.storages)).peak_bytes
+            self._largest_bytes = max(self._largest_bytes, keep_all)
+            return int(budget * self._largest_bytes)
+        own = replace(self._footprint, tensors={**self._footprint.tensors, **parameters})
+        if self.charges is not None:  # what stands there of plans for other shapes is this step's own
+            self.charges.enter(own, force=True)
+        room_bytes = self.settings.account().step_room_bytes(own)
+        return 2**62 if room_bytes is None else max(0, room_bytes)
+
+
+def _links(step: Sequence[_Done]) -> list[Link]:
+    """Which results of the step's graphs were arguments of later ones."""
+    links: list[Link] = []
+    made: dict[int, tuple[int, int]] = {}
+    for target, done in enumerate(step):
+        captured = done.variant.captured
+        assert captured is not None
+        for at, key in enumerate(done.statics.storages):
+            if key in made:
+                source, storage = made[key]
+                links.append(Link(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at)))
+        for node, (key, _) in zip(captured.forward_outputs, done.results, strict=True):
+            storage_number = captured.storage_of.get(node) if isinstance(node, fx.Node) else None
+            if key and storage_number is not None:
+                made[key] = (target, storage_number)
+    return links
+
+
+def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
+    node = captured.gradients[argument] if argument < len(captured.gradients) else None
+    return captured.storage_of.get(node) if isinstance(node, fx.Node) else None
+
+
+def _saved_bytes(done: _Done) -> int:
+    """What a call has left for its backward, or a little more."""
+    problem = done.variant.problem
+    assert problem is not None
+    live = live_bytes(problem, done.plan)
+    return live[problem.num_forward] if len(live) > problem.num_forward else 0
+
+
+def _device_of(captured: _capture.Captured) -> torch.device:
+    tensors = [tensor for node in captured.primals for tensor in _capture.tensors_of(node)]
+    return max((tensor.device for tensor in tensors), key=lambda one: one.type == "cuda", default=torch.device("cpu"))

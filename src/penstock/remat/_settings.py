@@ -1,0 +1,73 @@
+"""What a step is planned for, whichever door it comes through."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+from penstock import tiers
+from penstock.remat._plan import Method
+from penstock.remat._problem import RematProblem
+
+Size = int | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a step is planned for."""
+
+    budget: Size | float | tiers.Budget | None
+    """Bytes, text such as ``"6GiB"``, a share of the peak without a plan (a ``float``), or a ``Budget`` with tiers."""
+    optimizer: torch.optim.Optimizer | None = None
+    """Its state is counted, also before its first step."""
+    reserve: Size = 0
+    """Further bytes that the process holds on the device beside this step."""
+    disk: tiers.DiskSpec = None
+    """Where to swap to."""
+    host: Size | None = None
+    """Bytes of pinned host memory to swap to (CUDA)."""
+    accumulates: bool = True
+    """Whether gradients exist when backward makes new ones; ``False`` with ``zero_grad(set_to_none=True)``."""
+    adds_gradients: bool = True
+    """Whether backward adds each gradient to the one that exists where it is made; else it returns all at its end."""
+    method: Method = "hybrid"
+    """What a plan may use."""
+    profile: RematProblem | None = None
+    """A problem of the same step, whose times and workspaces are taken instead of measuring."""
+    compiler: Literal["eager", "inductor"] = "eager"
+    """What runs the planned graphs: node by node, or Inductor where that keeps within the budget."""
+    verify: bool = False
+    """Compare the storages that are resident with the plan's after every operator, and checksums of swaps (slow)."""
+    strict: bool = False
+    """Raise an error where the budget cannot be kept, instead of warning."""
+
+    def __post_init__(self) -> None:
+        if self.compiler not in ("eager", "inductor"):
+            raise ValueError(f"compiler is 'eager' or 'inductor', not {self.compiler!r}")
+        if self.verify and self.compiler != "eager":
+            raise ValueError("verify=True looks at one operator after the other, which needs compiler='eager'")
+        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+            raise ValueError(f"a budget as a share is above 0 and at most 1, such as 0.5, not {self.budget}")
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether there is somewhere to move things to."""
+        account = self.account()
+        return bool(account.disk_bytes) or account.host_bytes is not None
+
+    def account(self) -> tiers.Budget:
+        """The budget as one account."""
+        if isinstance(self.budget, tiers.Budget):
+            return self.budget
+        size = None if isinstance(self.budget, float) or self.budget is None else self.budget
+        return tiers.Budget(device=size, host=self.host, disk=self.disk)
+
+    @classmethod
+    def of_options(cls, options: dict[str, Any]) -> Self:
+        """Settings from a dict, as ``torch.compile`` passes them. Raises ``ValueError`` for others than there are."""
+        if "budget" not in options:
+            raise ValueError("say how many bytes: torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
+        unknown = set(options) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ValueError(f"unknown options {sorted(unknown)}; there are {sorted(cls.__dataclass_fields__)}")
+        return cls(**options)

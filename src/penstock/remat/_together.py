@@ -1,0 +1,95 @@
+"""Several graphs that one step runs, planned as one: forward of each in turn, then backward of each in reverse.
+
+Every graph has a problem of its own. What stands between them is known from a step that was run: which result of one
+is an argument of a later one. Such a result stays until backward of the later one has ended, and so does the gradient
+that goes the other way. Everything else belongs to one graph, so the decisions of the whole are those of the parts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from penstock.remat._problem import Decision, Operator, RematProblem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A result of one graph that a later one is given."""
+
+    source: int
+    """The graph that returns it."""
+    storage: int
+    """In its problem."""
+    target: int
+    """The graph that takes it."""
+    gradient: int | None
+    """In the problem of that graph, the storage of its gradient; ``None`` if it has none of its own."""
+
+
+def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes: int) -> RematProblem:
+    """One problem of all of them. Nothing is swapped where there are several: lanes would run beyond a graph's end."""
+    if len(problems) == 1:
+        return replace(problems[0], static_bytes=static_bytes)
+    order = [(graph, index) for graph, one in enumerate(problems) for index in range(one.num_forward)]
+    for graph in reversed(range(len(problems))):
+        problem = problems[graph]
+        order += [(graph, index) for index in range(problem.num_forward, len(problem.operators))]
+        order.append((graph, -1))  # where the links of the graph end
+    numbers = {operator: number for number, operator in enumerate(order)}
+    starts = [0]
+    for problem in problems:
+        starts.append(starts[-1] + len(problem.storages))
+    handed_over = {(link.source, link.storage) for link in links}
+    gradients = {(link.target, link.gradient) for link in links if link.gradient is not None}
+    storages = tuple(
+        replace(
+            storage,
+            producer=numbers[graph, storage.producer],
+            is_output=storage.is_output and (graph, index) not in handed_over | gradients,
+        )
+        for graph, problem in enumerate(problems)
+        for index, storage in enumerate(problem.storages)
+    )
+    operators = []
+    for graph, index in order:
+        if index < 0:
+            ends = {starts[link.source] + link.storage for link in links if link.target == graph}
+            ends |= {starts[graph] + one for target, one in gradients if target == graph and one is not None}
+            operators.append(_end(graph, sorted(ends)))
+            continue
+        operator = problems[graph].operators[index]
+        holds = any((graph, one) in handed_over for one in operator.outputs)
+        operators.append(
+            replace(
+                operator,
+                name=f"{operator.name} of graph {graph}",
+                inputs=tuple(starts[graph] + one for one in operator.inputs),
+                outputs=tuple(starts[graph] + one for one in operator.outputs),
+                must_run_once=operator.must_run_once or ("another graph reads it" if holds else ""),
+            )
+        )
+    return RematProblem(
+        operators=tuple(operators),
+        num_forward=sum(one.num_forward for one in problems),
+        storages=storages,
+        static_bytes=static_bytes,
+    )
+
+
+def parts(problems: Sequence[RematProblem], decisions: Sequence[Decision]) -> list[tuple[Decision, ...]]:
+    """The decisions of each problem, from those of all of them."""
+    found, start = [], 0
+    for problem in problems:
+        found.append(tuple(decisions[start : start + len(problem.storages)]))
+        start += len(problem.storages)
+    return found
+
+
+def _end(graph: int, inputs: list[int]) -> Operator:
+    return Operator(
+        name=f"end of graph {graph}",
+        target="end",
+        inputs=tuple(inputs),
+        outputs=(),
+        duration_s=0.0,
+        must_run_once="an end",
+    )

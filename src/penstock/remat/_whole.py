@@ -1,0 +1,476 @@
+"""Operators that are captured whole: forward and backward run as eager PyTorch runs them, with its bits.
+
+Tracing takes RNNs and the CTC loss apart, into operators that round differently, or cannot trace them at all. Here each
+is two operators of our own. Forward runs the eager function and keeps its autograd graph, backward runs that graph.
+What the graph saves of its inputs and outputs it is given again in backward, so the plan may drop and recompute them;
+what it saves beside them lives in the ticket that forward returns (`_ticket.py`), in the plan a storage of its own.
+"""
+
+import functools
+import itertools
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from penstock.remat import _ticket
+
+_library = torch.library.Library("penstock", "DEF")
+_library.define("whole(int recipe, Tensor[] inputs) -> Tensor[]")
+_library.define("whole_random(int recipe, Tensor[] inputs) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
+_library.define(
+    "whole_backward(int recipe, Tensor ticket, Tensor[] gradients, Tensor[] inputs, Tensor[] outputs) -> Tensor[]"
+)
+FORWARD = (torch.ops.penstock.whole.default, torch.ops.penstock.whole_random.default)
+BACKWARD = torch.ops.penstock.whole_backward.default
+
+_recipes: "weakref.WeakValueDictionary[int, Recipe]" = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def keep_whole(graph: fx.Graph) -> list["Recipe"]:
+    """Rewrites a graph of Dynamo's. Whoever runs it keeps the list, which tracing fills with what is run."""
+    recipes: list[Recipe] = []
+    for node in graph.nodes:
+        kind = _kind_of(node)
+        if kind is not None:
+            node.target = _Call(node.target, kind, recipes, is_random=kind.is_random(node))
+    return recipes
+
+
+def is_whole(call: fx.Node) -> bool:
+    """Whether a node is half of an operator that is captured whole."""
+    return call.target in FORWARD or call.target is BACKWARD
+
+
+def is_opaque(value: fx.Node) -> bool:
+    """Whether a node is the ticket of an operator that is captured whole, which can be dropped but not moved."""
+    if value.target is not operator.getitem:
+        return False
+    made_by: fx.Node = value.args[0]  # type: ignore[assignment]
+    return made_by.target in FORWARD and value.args[1] == len(made_by.meta["val"]) - 1
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What an example run of a recipe showed."""
+
+    outputs: "list[_Layout]"
+    gradients: "list[_Layout | None]"
+    """Of each input that needs one; ``None`` if it gets none."""
+    saved_bytes: int
+    """What the autograd graph saves beside inputs and outputs."""
+    reads_inputs: tuple[int, ...]
+    """Inputs that backward reads."""
+    reads_outputs: tuple[int, ...]
+
+
+@dataclass(slots=True, weakref_slot=True)
+class Recipe:
+    """One call of an eager function in a captured step: everything but its tensors."""
+
+    function: Callable[..., Any]
+    spec: Any  # of pytree
+    constants: list[Any]
+    """Arguments as a flat list; tensors are missing."""
+    places: list[int]
+    """Where the tensors are in it."""
+    kind: "_Kind"
+    needs_gradient: tuple[bool, ...] = ()
+    """Per tensor."""
+    autocast: dict[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
+    """Under which it was called: by type of device, whether it is on, and to which dtype."""
+    number: int = 0
+    shape: _Shape | None = None
+
+    def __post_init__(self) -> None:
+        self.number = next(_numbers)
+        _recipes[self.number] = self
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The function's tensors."""
+        flat = list(self.constants)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            flat[place] = tensor
+        arguments, keywords = pytree.tree_unflatten(flat, self.spec)
+        with ExitStack() as stack:
+            for context in self._autocasts():
+                stack.enter_context(context)
+            return pytree.tree_leaves(self.function(*arguments, **keywords))
+
+    def _autocasts(self) -> list[AbstractContextManager[Any]]:
+        return [torch.autocast(device, dtype=dtype, enabled=is_on) for device, (is_on, dtype) in self.autocast.items()]
+
+    def examples(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors like those given, with numbers that the function takes."""
+        made = [_example(tensor) for tensor in like]
+        flat = list(self.constants)
+        for place, tensor in zip(self.places, made, strict=True):
+            flat[place] = tensor
+        self.kind.fill(*pytree.tree_unflatten(flat, self.spec)[0])
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Which functions are kept whole."""
+
+    is_random: Callable[[fx.Node], bool]
+    fill: Callable[..., None]
+    """Writes numbers that the function takes into arguments that are like a step's."""
+
+
+class _Call:
+    """In place of the function, in Dynamo's graph."""
+
+    def __init__(self, function: Callable[..., Any], kind: _Kind, recipes: list[Recipe], *, is_random: bool):
+        self.function, self.kind, self.recipes, self.is_random = function, kind, recipes, is_random
+        self.__name__ = getattr(function, "__name__", "whole")
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        flat, spec = pytree.tree_flatten((arguments, keywords))
+        places = [at for at, one in enumerate(flat) if isinstance(one, torch.Tensor)]
+        tensors = [flat[at] for at in places]
+        constants = [None if isinstance(one, torch.Tensor) else one for one in flat]
+        recipe = Recipe(self.function, spec, constants, places, self.kind, autocast=_autocast_now())
+        self.recipes.append(recipe)
+        needs = tuple(one.requires_grad and torch.is_grad_enabled() for one in tensors)
+        recipe.needs_gradient = needs
+        made = _Function.apply(recipe, self.is_random, *tensors)
+        return made[0] if len(made) == 1 else made
+
+
+def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    }
+
+
+class _Function(torch.autograd.Function):
+    """What AOTAutograd traces."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, is_random: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *outputs, ticket = FORWARD[is_random](recipe.number, list(tensors))
+        assert recipe.shape is not None
+        ctx.recipe = recipe
+        ctx.num_tensors = len(tensors)
+        ctx.set_materialize_grads(True)
+        ctx.mark_non_differentiable(*(one for one in outputs if not one.is_floating_point()))
+        read = [tensors[at] for at in recipe.shape.reads_inputs] + [outputs[at] for at in recipe.shape.reads_outputs]
+        ctx.save_for_backward(ticket, *read)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        ticket, *read = ctx.saved_tensors
+        recipe, shape = ctx.recipe, ctx.recipe.shape
+        inputs, outputs = read[: len(shape.reads_inputs)], read[len(shape.reads_inputs) :]
+        given = [one for one, like in zip(gradients, shape.outputs, strict=True) if like.dtype.is_floating_point]
+        made = iter(BACKWARD(recipe.number, ticket, given, inputs, outputs))
+        has = iter(shape.gradients)
+        return None, None, *[next(made) if needs and next(has) is not None else None for needs in recipe.needs_gradient]
+
+
+class _Graph:
+    """The autograd graph of one forward."""
+
+    def __init__(self, recipe: Recipe, saved: "_Saved", begins: list[Any], ends: list[Any]):
+        self.recipe, self.saved = recipe, saved
+        self.begins = begins
+        """Where gradients of inputs come out."""
+        self.ends = ends
+        """Where those of floating-point outputs go in."""
+        self._lock = threading.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """What is saved beside inputs and outputs."""
+        return self.saved.held_bytes
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor], now: dict[tuple[str, int], torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the inputs that need one; ``now`` has the inputs and outputs that are saved."""
+        if not self.begins:
+            return []
+        with self._lock:
+            self.saved.now = now
+            try:
+                return list(
+                    torch.autograd.grad(self.ends, self.begins, gradients, retain_graph=True, allow_unused=True)
+                )
+            finally:
+                self.saved.now = {}
+
+
+class _Saved:
+    """What an autograd graph saved. The graph refers to it, so it must not refer to the graph: both would stay."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        self.now: dict[tuple[str, int], torch.Tensor] = {}
+        """Inputs and outputs, while backward runs."""
+        self.held_bytes = 0
+        self._places = {_key(one): ("input", at, one.storage_offset()) for at, one in enumerate(inputs)}
+        self._tokens: list[_Token] = []
+
+    def pack(self, tensor: torch.Tensor) -> "_Token":
+        """A hook of autograd's."""
+        token = _Token(tensor.detach())
+        self._tokens.append(token)
+        return token
+
+    def unpack(self, token: "_Token") -> torch.Tensor:
+        """A hook of autograd's."""
+        return token.tensor if token.tensor is not None else token.on(self.now[token.kind, token.at])
+
+    def seal(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Lets go of inputs and outputs."""
+        places = {_key(one): ("output", at, one.storage_offset()) for at, one in enumerate(outputs)} | self._places
+        own: dict[int, int] = {}
+        for token in self._tokens:
+            assert token.tensor is not None
+            if _key(token.tensor) in places:
+                token.leave(*places[_key(token.tensor)])
+            else:
+                own[_key(token.tensor)] = token.tensor.untyped_storage().nbytes()
+        self.held_bytes = sum(own.values())
+
+    def read(self, kind: str) -> tuple[int, ...]:
+        """Which inputs or outputs are saved."""
+        return tuple(sorted({token.at for token in self._tokens if token.kind == kind}))
+
+
+class _Token:
+    """One saved tensor."""
+
+    __slots__ = ("_layout", "at", "kind", "tensor")
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+        self.kind, self.at = "", 0
+        self._layout: tuple[Any, ...] = ()
+
+    def leave(self, kind: str, at: int, offset: int) -> None:
+        """Only the place and the layout stay."""
+        assert self.tensor is not None
+        self.kind, self.at = kind, at
+        self._layout = (self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset() - offset)
+        self.tensor = None
+
+    def on(self, base: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of ``base``."""
+        shape, stride, offset = self._layout
+        return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+class _Entry(torch.autograd.Function):
+    """Where a tensor enters the graph. A leaf would be held by its node; this node holds nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
+        return None, None
+
+
+def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, and a ticket for the graph."""
+    recipe = _recipes[number]
+    saved = _Saved(inputs)
+    edge = torch.autograd.graph.get_gradient_edge
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        entries = [
+            _Entry.apply(anchor, one) if needs else one.detach()
+            for one, needs in zip(inputs, recipe.needs_gradient, strict=True)
+        ]
+        begins = [edge(one) for one, needs in zip(entries, recipe.needs_gradient, strict=True) if needs]
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            results = recipe.call(entries)
+        ends = [edge(one) for one in results if one.is_floating_point()] if begins else []
+    outputs = [one.detach() for one in results]
+    saved.seal(outputs)
+    return [*outputs, _ticket.issue(_Graph(recipe, saved, begins, ends))]
+
+
+def run_backward(
+    number: int,  # noqa: ARG001
+    ticket: torch.Tensor,
+    gradients: list[torch.Tensor],
+    inputs: list[torch.Tensor],
+    outputs: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    graph: _Graph = _ticket.thing_of(ticket)
+    shape = graph.recipe.shape
+    assert shape is not None
+    now = {("input", at): one for at, one in zip(shape.reads_inputs, inputs, strict=True)}
+    now |= {("output", at): one for at, one in zip(shape.reads_outputs, outputs, strict=True)}
+    return [one for one in graph.backward(gradients, now) if one is not None]
+
+
+def _fake_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    recipe = _recipes[number]
+    if recipe.shape is None:
+        recipe.shape = _in_a_thread(lambda: _shape_of(recipe, inputs))
+    size_bytes = max(_ticket.TICKET_BYTES, recipe.shape.saved_bytes)
+    return [*map(_empty, recipe.shape.outputs), torch.empty(size_bytes, dtype=torch.uint8, device=inputs[0].device)]
+
+
+def _fake_backward(
+    number: int,
+    ticket: torch.Tensor,  # noqa: ARG001
+    gradients: list[torch.Tensor],  # noqa: ARG001
+    inputs: list[torch.Tensor],  # noqa: ARG001
+    outputs: list[torch.Tensor],  # noqa: ARG001
+) -> list[torch.Tensor]:
+    shape = _recipes[number].shape
+    assert shape is not None
+    return [_empty(one) for one in shape.gradients if one is not None]
+
+
+def _shape_of(recipe: "Recipe", like: Sequence[torch.Tensor]) -> "_Shape":
+    """What a run on examples shows."""
+    devices = sorted({one.device.index or 0 for one in like if one.device.type == "cuda"})
+    with torch.random.fork_rng(devices):
+        inputs = recipe.examples(like)
+        *outputs, ticket = run_forward(recipe.number, inputs)
+        graph: _Graph = _ticket.thing_of(ticket)
+        recipe.shape = _Shape(
+            outputs=[_Layout.of(one) for one in outputs],
+            gradients=[],
+            saved_bytes=graph.held_bytes,
+            reads_inputs=graph.saved.read("input"),
+            reads_outputs=graph.saved.read("output"),
+        )
+        ends = [torch.ones_like(one) for one in outputs if one.is_floating_point()]
+        now = {("input", at): inputs[at] for at in recipe.shape.reads_inputs}
+        now |= {("output", at): outputs[at] for at in recipe.shape.reads_outputs}
+        gradients = graph.backward(ends, now)
+    recipe.shape.gradients = [None if one is None else _Layout.of(one) for one in gradients]
+    return recipe.shape
+
+
+def _in_a_thread(run: Callable[[], "_Shape"]) -> "_Shape":
+    """Runs it where nobody traces: modes, autocast and excluded dispatch keys belong to a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def runnable(call: fx.Node) -> Callable[[], Any] | None:
+    """An operator that is captured whole, on examples, to be measured; ``None`` for any other operator."""
+    if call.target in FORWARD:
+        number, like = call.args
+        inputs = _recipes[number].examples([one.meta["val"] for one in like])  # type: ignore[index, union-attr]
+        return functools.partial(run_forward, number, inputs)  # type: ignore[arg-type]
+    if call.target is not BACKWARD:
+        return None
+    number, ticket = call.args[:2]
+    made_by: fx.Node = ticket.args[0]  # type: ignore[union-attr, assignment]
+    own = runnable(made_by)
+    assert isinstance(own, functools.partial)
+    *results, ticket = own()
+    shape = _recipes[number].shape  # type: ignore[index]
+    assert shape is not None
+    ends = [torch.ones_like(one) for one in results if one.is_floating_point()]
+    return functools.partial(
+        run_backward,
+        number,
+        ticket,
+        ends,
+        [own.args[1][at] for at in shape.reads_inputs],
+        [results[at] for at in shape.reads_outputs],
+    )
+
+
+class _Layout(NamedTuple):
+    """A tensor without its bytes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Layout":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _empty(layout: _Layout) -> torch.Tensor:
+    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+
+
+def _example(like: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+    return made.uniform_(-0.1, 0.1) if made.is_floating_point() else made.fill_(1)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fill_rnn(data: torch.Tensor, *arguments: Any) -> None:
+    """Packed sequences have the number of rows of each step, which must add up to all rows."""
+    batch_sizes = arguments[0]
+    if isinstance(batch_sizes, torch.Tensor) and not batch_sizes.is_floating_point():
+        rows, steps = data.shape[0], batch_sizes.shape[0]
+        hidden = arguments[1][0] if isinstance(arguments[1], tuple | list) else arguments[1]
+        widest = hidden.shape[1]
+        for at in range(steps):  # as many as may be first: never rising, at least one each
+            batch_sizes[at] = taken = min(widest, rows - (steps - at - 1))
+            rows -= taken
+
+
+def _fill_ctc(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *_: Any) -> None:
+    """The longest that the arguments may stand for."""
+    if isinstance(input_lengths, torch.Tensor):
+        input_lengths.fill_(log_probs.shape[0])
+    if isinstance(target_lengths, torch.Tensor):
+        num_sequences = max(1, target_lengths.numel())
+        longest = targets.shape[-1] if targets.dim() == 2 else targets.shape[0] // num_sequences
+        target_lengths.fill_(min(longest, log_probs.shape[0]))
+        if targets.dim() == 1 and target_lengths.dim():
+            target_lengths[0] += targets.shape[0] - int(target_lengths.sum())
+    log_probs.fill_(-3.0)
+
+
+def _drops(node: fx.Node) -> bool:
+    """Whether an RNN drops values between its layers, and so draws random numbers."""
+    arguments = [one for one in node.args if isinstance(one, float)]
+    return any(one > 0 for one in arguments)
+
+
+def _nothing(_: fx.Node) -> bool:
+    return False
+
+
+_KINDS = {
+    **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    torch.ctc_loss: _Kind(_nothing, _fill_ctc),
+    torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
+}
+
+
+def _kind_of(node: fx.Node) -> _Kind | None:
+    return _KINDS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+for _key_name in ("CPU", "CUDA"):
+    for _name in ("whole", "whole_random"):
+        _library.impl(_name, run_forward, _key_name)
+    _library.impl("whole_backward", run_backward, _key_name)
+for _name in ("whole", "whole_random"):
+    torch.library.register_fake(f"penstock::{_name}", _fake_forward, lib=_library)
+torch.library.register_fake("penstock::whole_backward", _fake_backward, lib=_library)
