@@ -9,6 +9,7 @@ backward are captured instead.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def compiled(
         inference_compiler=lambda module, _: inference(module),
         partition_fn=split,
     )
-    with functorch_config.patch(donated_buffer=False), _operators_stay_whole():
+    with functorch_config.patch(donated_buffer=False), _operators_stay_whole(), _gradients_of_any_layout():
         return compile_(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -116,19 +117,61 @@ def _never() -> torch.Tensor:
 def _operators_stay_whole() -> Iterator[None]:
     """Inside, operators of `_WHOLE` are traced as such, and their backward as eager's."""
     removed = []
-    for name in dir(torch.ops.aten):
-        if name.startswith(_WHOLE):
-            packet = getattr(torch.ops.aten, name)
-            for operator in map(packet.__getattr__, packet.overloads()):
-                keys = [key for key in _KEYS if key in operator.py_kernels]
-                removed += [(operator, key, operator.py_kernels.pop(key)) for key in keys]
-                operator._dispatch_cache.clear()
+    for operator in _whole_operators():
+        keys = [key for key in _KEYS if key in operator.py_kernels]
+        removed += [(operator, key, operator.py_kernels.pop(key)) for key in keys]
+        operator._dispatch_cache.clear()
     try:
         yield
     finally:
         for operator, key, kernel in removed:
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
+
+
+@functools.cache
+def _whole_operators() -> list[torch._ops.OpOverload]:
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()]
+    found = []
+    for name, _, overload in (one.partition(".") for one in names if one.startswith(_WHOLE)):
+        packet = getattr(torch.ops.aten, name)
+        if (overload or "default") in packet.overloads():
+            found.append(getattr(packet, overload or "default"))
+    return found
+
+
+@contextlib.contextmanager
+def _gradients_of_any_layout() -> Iterator[None]:
+    """Inside, gradients of results are traced with the results' strides and taken at run time with any.
+
+    AOTAutograd copies a gradient whose strides differ, which eager PyTorch does not, and some kernels sum in the order
+    of memory.
+    """
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
+    guess = MemoryFormatMeta.from_tensor
+
+    def from_tensor(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        guessed = guess(tensor, *arguments, **keywords)
+        if torch._debug_has_internal_overlap(tensor) == 1:  # an expanded tensor, in which no gradient has room
+            return guessed
+        return MemoryFormatMeta(size=tensor.size(), stride=_AnyStride(tensor.stride()))
+
+    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MemoryFormatMeta.from_tensor = staticmethod(guess)  # type: ignore[method-assign]
+
+
+class _AnyStride(tuple[int, ...]):
+    """Equal to the strides of any tensor."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, tuple)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def boxed(module: fx.GraphModule) -> Runner:

@@ -24,6 +24,10 @@ _ROOT = re.compile(r"^(G\['__import_\w+'\]\.\w+|[LG]\['\w+'\](\.__closure__\[\d+
 """How Dynamo's names of modules begin: the variable or the closure that holds the model."""
 
 
+_DEPEND_ON_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
+"""Operators that look at memory rather than at a tensor."""
+
+
 @dataclass(slots=True)
 class Captured:
     """A joint graph, and which of its nodes stand for which operators and storages of the problem."""
@@ -62,6 +66,11 @@ class Captured:
         """What the states of generators take, if every random operator of forward runs again."""
         devices = [tensors_of(call)[0].device.type for call in self.calls[: self.num_forward] if is_random(call)]
         return sum(torch.get_rng_state().nbytes if device == "cpu" else 16 for device in devices)
+
+    @property
+    def takes_any_layout(self) -> bool:
+        """Whether backward is right for gradients of other strides than those that it was traced with."""
+        return not any(is_backward(node) and node.target in _DEPEND_ON_STRIDES for node in self.graph.nodes)
 
     @property
     def changed_bytes(self) -> int:

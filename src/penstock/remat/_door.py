@@ -49,7 +49,7 @@ class Door:
         session = self.session
         before, _mine.session = _mine.session, session
         try:
-            with _dynamo.tracing_a_step(), self._offloading or self._rest.counting():
+            with _dynamo.tracing_a_step(has_rest=True), self._offloading or self._rest.counting():
                 session.settle()
                 yield
         finally:

@@ -17,29 +17,49 @@ from torch import fx
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 _NO_LIMIT = 2**20
 """Of recompilations: every shape may be one, and beyond a limit Dynamo runs plain PyTorch without a word."""
+_ASKED = ("is_compiling", "is_dynamo_compiling", "is_exporting")
+"""What a model may ask PyTorch, and Dynamo answers with yes."""
+_UNANSWERED: Any = object()
 _CONTEXT = "backend_ctx_ctor"
 
 
-def tracing_a_step() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator[None]:
     """Inside, Dynamo traces what a plan needs whole, and guards every parameter. Settings are as before afterwards.
 
     Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up; no number of shapes is too
-    many; an error inside of Dynamo is raised rather than answered by running eagerly. PyTorch 2.11 skips guards of a
-    module whose attributes are the same objects, as they are after ``model.double()`` and
-    ``parameter.requires_grad_(False)``.
+    many. PyTorch 2.11 skips guards of a module whose attributes are the same objects, as they are after
+    ``model.double()`` and ``parameter.requires_grad_(False)``.
+
+    ``as_eager`` tells a model that asks ``torch.compiler.is_compiling()`` that nobody compiles: else many take other
+    paths, whose results differ in their last bits. ``has_rest``: what Dynamo fails on may run eagerly, since somebody
+    looks at it; else its error is raised.
     """
     import torch._dynamo.config as dynamo_config
+    from torch._dynamo.variables.torch import tracing_state_functions
 
     names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
     ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
-    return dynamo_config.patch(  # type: ignore[no-any-return]
+    answers = tracing_state_functions()
+    before = {asked: answers[asked] for asked in answers if getattr(asked, "__name__", "") in _ASKED and as_eager}
+    settings = dynamo_config.patch(
         ignore_logging_functions=_Functions(ignored),
         skip_tensor_guards_with_matching_dict_tags=False,
         allow_rnn=True,
+        enable_dynamo_decompositions=False,
         recompile_limit=max(_NO_LIMIT, dynamo_config.recompile_limit),
         accumulated_recompile_limit=max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
-        suppress_errors=False,
+        suppress_errors=has_rest,
     )
+    with settings:
+        before |= {asked: answers.get(asked, _UNANSWERED) for asked in (torch.cuda.is_current_stream_capturing,)}
+        answers |= dict.fromkeys(before, False)
+        try:
+            yield
+        finally:
+            answers |= before
+            for asked in [asked for asked, answer in before.items() if answer is _UNANSWERED]:
+                del answers[asked]
 
 
 def is_tracing_a_step() -> bool:
@@ -156,4 +176,6 @@ def is_number(node: fx.Node) -> bool:
     value = node.meta.get("example_value")
     if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         return True
-    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+    if not getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
+        return False  # else an array of NumPy's, or a float of which nothing but the number is read
+    return bool(node.users) and all(one.op == "call_method" and one.target == "item" for one in node.users)

@@ -169,7 +169,10 @@ class _Emitter:
 
     def _made(self, side: _Side, node: fx.Node) -> fx.Node:
         if node.op == "get_attr" or (node.op == "call_function" and (is_view(node) or not tensors_of(node))):
-            return side.graph.node_copy(node, lambda one: self._value(side, one))
+            made = side.graph.node_copy(node, lambda one: self._value(side, one))
+            if made.target is torch.ops.aten.view.default and side is self.backward:
+                made.target = torch.ops.aten.reshape.default  # gradients may come with other strides than were traced
+            return made
         if node.target is operator.getitem and is_view(node.all_input_nodes[0]):
             return side.graph.node_copy(node, lambda one: self._value(side, one))
         if node in self.captured.changed:  # the caller overwrites it before backward

@@ -43,11 +43,16 @@ class Halves(Protocol):
 class Owner(Protocol):
     """Who decides how the graphs of a step run."""
 
-    adds_gradients: bool
-    """Whether backward adds gradients to their leaves itself."""
-    is_functional: bool
-    """Whether planned graphs must not write into their inputs."""
     is_rehearsing: bool
+    """Whether only plans are wanted."""
+
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether backward adds gradients to their leaves itself."""
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether planned graphs must not write into their inputs."""
 
     def begin(self, variant: "Variant", arguments: Sequence[torch.Tensor]) -> "Call":
         """A call of ``variant`` begins: how it runs."""
@@ -70,6 +75,8 @@ class Call:
         """Identity and bytes of the storage of each result."""
         self.held: list[StorageWeakRef | None] = []
         """As long as they live, no other storage gets one of these identities."""
+        self.gradient_strides: list[tuple[int, ...]] | None = None
+        """What backward wants of its gradients; ``None`` if it takes them as they come."""
 
     def over(self) -> None:
         """Nothing of it is held any more. Finalisers may call it; once is enough."""
@@ -156,6 +163,8 @@ class Variant:
             del made
             call.results = [storage_of(one) for one in results]
             call.held = [weak_storage(one) for one in results]
+            if not self.captured.takes_any_layout:
+                call.gradient_strides = [one.meta["val"].stride() for one in self.captured.tangents]
             return *results, _ticket.issue(_Handed(call, _apart(saved, results)))
 
 
@@ -167,6 +176,8 @@ def _backward(arguments: list[Any]) -> Any:
     with gate.computing():
         given = handed.take()
         is_last = handed.saved is None
+        if handed.call.gradient_strides is not None:
+            tangents = list(map(_laid_out, tangents, handed.call.gradient_strides))
         given += tangents
         del tangents
         try:
@@ -247,6 +258,12 @@ class Piece:
                 return run(arguments)
 
         return _aot.boxed_function(runner)
+
+
+def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -153,9 +153,9 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
     mark_bytes = _MARK_BYTES + max(_made_bytes(run.call) for run in runs.values())  # no operator makes such a storage
     with record_memory("cpu", this_thread_only=True) as recording:  # differences are all that matters
         for key in on_cpu:
-            run = runs[key].made()
+            operator = runs[key].made()
             torch.empty(mark_bytes, dtype=torch.uint8)
-            run()
+            operator()
             torch.empty(mark_bytes, dtype=torch.uint8)
     held = [recording.report.start_bytes, *(size for _, size in recording.report.timeline)]
     marks = [at for at in range(1, len(held)) if held[at] - held[at - 1] == mark_bytes]

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.tiers import Budget
 
-_TINY_BYTES = 64 * 1024
+_TINY_BYTES = 1024
 """Storages below this are not counted."""
 
 

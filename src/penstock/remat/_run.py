@@ -39,6 +39,8 @@ class OptimizedStep:
         self._function = function
         self._session = session
         self._compiled: dict[Any, Callable[..., Any]] = {}  # any: shapes and constants
+        self._otherwise: set[Any] = set()
+        """Kinds of arguments for which the model takes a path of its own for tracing."""
         self._broken: Callable[..., Any] | None = None
         """The step in several graphs, once it was found to have no single one."""
         self._codes: list[CodeType] = []
@@ -55,20 +57,32 @@ class OptimizedStep:
             try:
                 return self._call(key, arguments, keywords)
             except (torch._dynamo.exc.Unsupported, _TraceAgain):  # what a guard looks at has changed
-                with generators_held(), gate.tracing(), _dynamo.tracing_a_step():
+                with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=key not in self._otherwise):
                     return self._call(key, arguments, keywords)
-        with generators_held(), gate.tracing(), _dynamo.tracing_a_step():
+        breaks: list[Exception] = []
+        for as_eager in (True, False):  # some models have a path of their own for tracing, which has no breaks
+            try:
+                return self._first_call(key, arguments, keywords, as_eager=as_eager)
+            except Exception as error:
+                if not _dynamo.is_unsupported(error) and not isinstance(error, CaptureError):
+                    raise
+                breaks.append(error)
+        self._break_up(breaks[0])
+        return None if self._session.is_rehearsing else self(*arguments, **keywords)
+
+    def _first_call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], *, as_eager: bool) -> Any:
+        with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=as_eager):
             self._compiled[key] = torch.compile(self._with_code(), backend=self._backend, fullgraph=True, dynamic=False)
             num_planned = len(self._session.planned)
             try:
                 return self._call(key, arguments, keywords)
-            except BaseException as error:
+            except BaseException:
                 if len(self._session.planned) == num_planned:  # else it was planned, and did not run
                     del self._compiled[key]
-                if not _dynamo.is_unsupported(error) and not isinstance(error, CaptureError):
-                    raise
-                self._break_up(error)
-        return None if self._session.is_rehearsing else self(*arguments, **keywords)
+                raise
+            finally:
+                if not as_eager:
+                    self._otherwise.add(key)
 
     def _call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         try:

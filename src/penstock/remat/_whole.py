@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -56,7 +56,7 @@ def is_opaque(value: fx.Node) -> bool:
     if value.target is not operator.getitem:
         return False
     made_by: fx.Node = value.args[0]  # type: ignore[assignment]
-    return made_by.target in FORWARD and value.args[1] == len(made_by.meta["val"]) - 1
+    return made_by.target in FORWARD and bool(value.args[1] == len(made_by.meta["val"]) - 1)
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class _Call:
         self.recipes.append(recipe)
         needs = tuple(one.requires_grad and torch.is_grad_enabled() for one in tensors)
         recipe.needs_gradient = needs
-        made = _Function.apply(recipe, self.is_random, *tensors)
+        made = _Function.apply(recipe, self.is_random, *tensors)  # type: ignore[no-untyped-call]
         return made[0] if len(made) == 1 else made
 
 
@@ -221,7 +221,7 @@ class _Saved:
         self.now: dict[tuple[str, int], torch.Tensor] = {}
         """Inputs and outputs, while backward runs."""
         self.held_bytes = 0
-        self._places = {_key(one): ("input", at, one.storage_offset()) for at, one in enumerate(inputs)}
+        self._places = {_key(one): ("input", at, int(one.storage_offset())) for at, one in enumerate(inputs)}
         self._tokens: list[_Token] = []
 
     def pack(self, tensor: torch.Tensor) -> "_Token":
@@ -236,7 +236,7 @@ class _Saved:
 
     def seal(self, outputs: Sequence[torch.Tensor]) -> None:
         """Lets go of inputs and outputs."""
-        places = {_key(one): ("output", at, one.storage_offset()) for at, one in enumerate(outputs)} | self._places
+        places = {_key(one): ("output", at, int(one.storage_offset())) for at, one in enumerate(outputs)} | self._places
         own: dict[int, int] = {}
         for token in self._tokens:
             assert token.tensor is not None
@@ -294,7 +294,7 @@ def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
         entries = [
-            _Entry.apply(anchor, one) if needs else one.detach()
+            _Entry.apply(anchor, one) if needs else one.detach()  # type: ignore[no-untyped-call]
             for one, needs in zip(inputs, recipe.needs_gradient, strict=True)
         ]
         begins = [edge(one) for one, needs in zip(entries, recipe.needs_gradient, strict=True) if needs]
@@ -372,17 +372,17 @@ def _in_a_thread(run: Callable[[], "_Shape"]) -> "_Shape":
 def runnable(call: fx.Node) -> Callable[[], Any] | None:
     """An operator that is captured whole, on examples, to be measured; ``None`` for any other operator."""
     if call.target in FORWARD:
-        number, like = call.args
-        inputs = _recipes[number].examples([one.meta["val"] for one in like])  # type: ignore[index, union-attr]
-        return functools.partial(run_forward, number, inputs)  # type: ignore[arg-type]
+        number, like = cast("tuple[int, list[fx.Node]]", call.args)
+        inputs = _recipes[number].examples([one.meta["val"] for one in like])
+        return functools.partial(run_forward, number, inputs)
     if call.target is not BACKWARD:
         return None
-    number, ticket = call.args[:2]
-    made_by: fx.Node = ticket.args[0]  # type: ignore[union-attr, assignment]
+    number, ticket = cast("tuple[int, fx.Node]", call.args[:2])
+    made_by = cast("fx.Node", ticket.args[0])
     own = runnable(made_by)
     assert isinstance(own, functools.partial)
     *results, ticket = own()
-    shape = _recipes[number].shape  # type: ignore[index]
+    shape = _recipes[number].shape
     assert shape is not None
     ends = [torch.ones_like(one) for one in results if one.is_floating_point()]
     return functools.partial(
@@ -456,7 +456,7 @@ def _nothing(_: fx.Node) -> bool:
     return False
 
 
-_KINDS = {
+_KINDS: dict[Any, _Kind] = {
     **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     torch.ctc_loss: _Kind(_nothing, _fill_ctc),
     torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
@@ -464,7 +464,7 @@ _KINDS = {
 
 
 def _kind_of(node: fx.Node) -> _Kind | None:
-    return _KINDS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return _KINDS.get(node.target) if node.op == "call_function" else None
 
 
 for _key_name in ("CPU", "CUDA"):
