@@ -8,9 +8,9 @@ autograd does the rest.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,7 +18,7 @@ from torch import fx
 from penstock.remat import _ticket
 from penstock.remat._capture import accumulates_now
 
-_adding = threading.Lock()
+_adding = threading.RLock()
 """Backwards of several threads may share a leaf."""
 
 
@@ -29,10 +29,34 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Leaves(NamedTuple):
-    leaves: tuple[torch.Tensor, ...]
-    others: frozenset[int]
-    """Storages of what else forward was given: a gradient among them is not to change before backward has read it."""
+class _Leaves:
+    """The leaves of one call. A leaf that several calls wait to add to gets their sum from autograd, as in eager."""
+
+    __slots__ = ("__weakref__", "leaves", "others", "shared")
+
+    def __init__(self, leaves: tuple[torch.Tensor, ...], others: frozenset[int]):
+        self.leaves = leaves
+        self.others = others
+        """Storages of what else forward was given: a gradient among them is not to change before backward reads it."""
+        self.shared: set[int] = set()
+        """Identities of leaves that other calls have as well."""
+        with _adding:
+            for leaf in leaves:
+                waiting = _waiting.setdefault(id(leaf), weakref.WeakSet())
+                if len(waiting):
+                    for call in (*waiting, self):
+                        call.shared.add(id(leaf))
+                waiting.add(self)
+
+    def __del__(self) -> None:
+        for leaf in self.leaves:
+            waiting = _waiting.get(id(leaf))
+            if waiting is not None and not len(waiting):
+                _waiting.pop(id(leaf), None)
+
+
+_waiting: "dict[int, weakref.WeakSet[_Leaves]]" = {}
+"""Calls whose backward is to come, by the identity of each leaf."""
 
 
 def leaves(num_leaves: int, *inputs: torch.Tensor) -> torch.Tensor:
@@ -47,9 +71,10 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
     if _here.discards:
         return None
     found: _Leaves = _ticket.thing_of(ticket)
-    if not accumulates_now(found.leaves[index]):
+    leaf = found.leaves[index]
+    if id(leaf) in found.shared or not accumulates_now(leaf):
         return gradient
-    held = found.leaves[index].grad
+    held = leaf.grad
     if held is None or held.untyped_storage()._cdata in found.others:
         return gradient
     with _adding:

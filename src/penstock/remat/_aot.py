@@ -64,6 +64,19 @@ def compiled(
         return compile_(module, inputs)  # type: ignore[no-any-return]
 
 
+@functools.cache
+def cannot_trace() -> tuple[type[Exception], ...]:
+    """What is raised for operators whose results' shapes depend on numbers, or that have no fake version."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    names = (
+        "DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException",
+        "UnsupportedMutationAliasingException", "UnsupportedOperatorException",
+    )  # fmt: skip
+    return GuardOnDataDependentSymNode, *(getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name))
+
+
 def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A forward and a backward with the right inputs, outputs and fake values, and nothing in between."""
     nodes = list(joint.graph.nodes)
@@ -157,7 +170,7 @@ def _gradients_of_any_layout() -> Iterator[None]:
             return guessed
         return MemoryFormatMeta(size=tensor.size(), stride=_AnyStride(tensor.stride()))
 
-    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)  # type: ignore[method-assign]
+    MemoryFormatMeta.from_tensor = staticmethod(from_tensor)  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -168,6 +168,33 @@ def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence
     output.args = (tuple(results),)
 
 
+def separate_sums(graph: fx.Graph, num_forward_outputs: int, groups: Sequence[Sequence[int]]) -> None:
+    """Returns the terms of a gradient's sum as gradients of further inputs, which autograd then adds.
+
+    ``groups`` has, for an input, its number and those of the inputs that stand for further gradients of it. Autograd
+    takes the first one's, and then the last one's, and so on backwards.
+    """
+    output = _output_of(graph)
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for first, *further in groups:
+        terms: list[Any] = [results[num_forward_outputs + first]]
+        while len(terms) <= len(further) and _is_sum(terms[0]):
+            terms[:1] = terms[0].args
+        for at, term in zip([first, *reversed(further)], terms, strict=False):
+            results[num_forward_outputs + at] = term
+    output.args = (tuple(results),)
+    graph.eliminate_dead_code()
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a gradient is the sum of what came so far, and one more."""
+    if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2:
+        return False
+    tensors = [one.meta["val"] for one in (node, *node.args) if isinstance(one, fx.Node)]
+    same = len({(tuple(one.shape), one.dtype) for one in tensors if isinstance(one, torch.Tensor)}) == 1
+    return is_backward(node) and len(node.users) == 1 and len(tensors) == 3 and same
+
+
 def accumulates_now(leaf: torch.Tensor) -> bool:
     """Inside a backward: whether this run of autograd is to add a gradient to that of ``leaf``, and nothing else.
 

@@ -5,6 +5,7 @@ graph with numbers in place of symbols, captured by AOTAutograd when such argume
 variant can run as any plan for it says; whoever owns the step (`_session.py`) chooses one for every call.
 """
 
+import itertools
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.errors import CaptureError
 from penstock.remat import _aot, _capture, _dynamo, _ticket
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _MAX_VARIANTS = 64
 """Of one graph; the one that was not called for longest goes."""
+_FURTHER_GRADIENTS = 3
+"""Of a tensor between graphs; what is used more often has some of its gradients added within the graph."""
 _MAX_EMITTED = 8
 """Plans of one variant that are kept as graphs."""
 
@@ -45,6 +49,11 @@ class Owner(Protocol):
 
     is_rehearsing: bool
     """Whether only plans are wanted."""
+    has_rest: bool
+    """Whether what cannot be captured may run eagerly."""
+
+    def left_eager(self, why: str) -> None:
+        """A graph runs eagerly."""
 
     @property
     def adds_gradients(self) -> bool:
@@ -135,6 +144,10 @@ class Variant:
     """The step if it were this graph alone."""
     is_scaled: bool = False
     """Whether its operators' times were scaled from those of other sizes."""
+    times: list[int] = field(default_factory=list)
+    """How often each argument is given: not at all if it is a number, else see `_times`."""
+    is_eager: bool = False
+    """Whether it could not be captured, and runs as it is."""
     recipes: "list[Recipe]" = field(default_factory=list)
     """Kept for the operators that are captured whole."""
     halves: dict[tuple[Decision, ...], Halves] = field(default_factory=dict)
@@ -203,8 +216,11 @@ class Piece:
     def __call__(self, *arguments: Any) -> Any:
         """Results of the graph."""
         variant = self.variant(arguments)
+        if variant.is_eager:
+            return variant.run(*arguments)
+        given = _given(arguments, variant.times)
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # others' hooks would replace the ticket
-            return variant.run(*(one for at, one in enumerate(arguments) if at not in self._numbers))
+            return variant.run(*given)
 
     def variant(self, arguments: Sequence[Any]) -> Variant:
         """The variant for such arguments."""
@@ -223,13 +239,32 @@ class Piece:
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
         start_s = time.perf_counter()
         variant = Variant(self)
-        module = _with_numbers(self._module, arguments, self._numbers)
+        variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
+        try:
+            try:
+                self._capture(variant, arguments)
+            except AssertionError:  # PyTorch's, where a graph changes an input of which others are views
+                variant.times = [min(one, 1) for one in variant.times]
+                self._capture(variant, arguments)
+        except (CaptureError, *_aot.cannot_trace()) as error:  # type: ignore[misc]
+            if not self.owner.has_rest:
+                raise error if isinstance(error, CaptureError) else CaptureError(_why(error)) from error
+            variant.run, variant.is_eager = self._module.forward, True
+            self.owner.left_eager(_why(error))
+        variant.plan_s = time.perf_counter() - start_s
+        return variant
+
+    def _capture(self, variant: Variant, arguments: Sequence[Any]) -> None:
+        module = _for_arguments(self._module, arguments, variant.times)
         variant.recipes = keep_whole(module.graph)
         module.recompile()
-        inputs = [one for at, one in enumerate(arguments) if at not in self._numbers]
+        inputs = _given(arguments, variant.times)
+        ends = list(itertools.accumulate(variant.times))
+        groups = [range(end - count, end) for end, count in zip(ends, variant.times, strict=True) if count > 1]
 
         def partition(joint: fx.GraphModule, num_forward_outputs: int) -> None:
             _capture.tag_backward(joint.graph)
+            _capture.separate_sums(joint.graph, num_forward_outputs, groups)
             if self.owner.adds_gradients:
                 _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
             if not self.owner.is_functional:
@@ -244,8 +279,6 @@ class Piece:
             return _alive(held).forward(given)
 
         variant.run = _aot.compiled(module, inputs, partition, forward, _backward, self._without_gradients)
-        variant.plan_s = time.perf_counter() - start_s
-        return variant
 
     def _without_gradients(self, module: fx.GraphModule) -> _aot.Runner:
         run = _aot.boxed(module)
@@ -258,6 +291,14 @@ class Piece:
                 return run(arguments)
 
         return _aot.boxed_function(runner)
+
+
+def _given(arguments: Sequence[Any], times: Sequence[int]) -> list[Any]:
+    return [
+        one.view_as(one) if number else one
+        for one, count in zip(arguments, times, strict=True)
+        for number in range(count)
+    ]
 
 
 def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -335,22 +376,38 @@ def _number_places(module: fx.GraphModule) -> frozenset[int]:
     return frozenset(at for at, node in enumerate(places) if _dynamo.is_number(node))
 
 
-def _with_numbers(module: fx.GraphModule, arguments: Sequence[Any], numbers: frozenset[int]) -> fx.GraphModule:
-    """The graph with concrete numbers in place of the inputs that stand for them."""
+def _why(error: BaseException) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{text} ({type(error).__name__})"
+
+
+def _times(argument: Any) -> int:
+    """How often an argument is given: a tensor between graphs once more for each gradient that may be kept apart.
+
+    The gradients of several uses would be added to each other before they meet those of other graphs. Eager PyTorch
+    adds them one by one, the latest use first, and so does autograd if each belongs to an argument of its own.
+    """
+    is_between = isinstance(argument, torch.Tensor) and argument.requires_grad and not argument.is_leaf
+    return 1 + _FURTHER_GRADIENTS if is_between else 1
+
+
+def _for_arguments(module: fx.GraphModule, arguments: Sequence[Any], times: Sequence[int]) -> fx.GraphModule:
+    """The graph with numbers in place of the inputs that stand for them, and unused inputs for further gradients."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
-    given = iter(enumerate(arguments))
+    places = module.graph.find_nodes(op="placeholder")
+    for node, argument, count in zip(places, arguments, times, strict=True):
+        if count:
+            copies[node] = graph.node_copy(node)
+            for number in range(1, count):
+                graph.placeholder(f"{node.target}_{number}").meta = dict(node.meta)
+        else:
+            copies[node] = argument.item() if isinstance(argument, torch.Tensor) else argument
     for node in module.graph.nodes:
-        if node.op == "placeholder":
-            at, argument = next(given)
-            if at in numbers:
-                copies[node] = argument.item() if isinstance(argument, torch.Tensor) else argument
-                continue
-        if node.op == "call_method" and node.target == "item" and not isinstance(copies.get(node.args[0]), fx.Node):
+        if node.op == "call_method" and node.target == "item" and not isinstance(copies[node.args[0]], fx.Node):
             copies[node] = copies[node.args[0]]
-            continue
-        if node.op == "output":
+        elif node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        elif node.op != "placeholder":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(module, graph)

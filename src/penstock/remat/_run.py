@@ -103,7 +103,7 @@ class OptimizedStep:
             GraphBreakWarning,
             stacklevel=4,
         )
-        self._session.is_one_graph = False
+        self._session.is_one_graph, self._session.has_rest = False, True
         door = Door(self._session, self._function if isinstance(self._function, nn.Module) else None)
         compiled = torch.compile(self._with_code(), backend=self._backend)
 

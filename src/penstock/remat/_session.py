@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from penstock import tiers
 from penstock.directio import BLOCK_BYTES
-from penstock.errors import BudgetError, BudgetNotKeptWarning
+from penstock.errors import BudgetError, BudgetNotKeptWarning, GraphBreakWarning
 from penstock.remat import _aot, _capture, _dynamo, _swap
 from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
@@ -111,6 +111,8 @@ class Session:
         """Whether every graph is a step of its own, so that the first call can be planned."""
         self.planned: list[Planned] = []
         """In the order in which they were made."""
+        self.has_rest = not is_one_graph
+        """Whether what cannot be captured may run eagerly."""
         self.is_rehearsing = False
         """Whether forward stops before its first operator: only the plan is wanted."""
         self.tiers: _swap.Tiers | None = None
@@ -237,6 +239,14 @@ class Session:
         with self._lock:
             if not self._live:
                 self._end_step()
+
+    def left_eager(self, why: str) -> None:
+        """A graph cannot be captured; what it saves counts as that of the eager rest does."""
+        warnings.warn(
+            f"part of the step runs eagerly, since it cannot be captured: {why}. What it saves counts in the budget",
+            GraphBreakWarning,
+            stacklevel=2,
+        )
 
     def rest_saved(self, size_bytes: int) -> None:
         """What the eager rest of a call had saved. More than ever before leaves less for the graphs."""
