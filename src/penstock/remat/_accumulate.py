@@ -4,13 +4,14 @@ AOTAutograd's backward is one function, so all its gradients live until it retur
 Eager training adds each one where it is made and frees it. A planned backward does the same: it adds a finished
 gradient to its leaf and returns nothing in its place. Where that would not be what the caller asked for, as in
 ``torch.autograd.grad``, with hooks on the leaf or on a stream of the caller's own, the gradient is returned and
-autograd does the rest.
+autograd does the rest. So it is where a step has several graphs, or an eager rest: a leaf of several of them gets the
+sum of its gradients at once in eager training, which rounds differently than adding each to what the leaf has.
 """
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,45 +19,22 @@ from torch import fx
 from penstock.remat import _ticket
 from penstock.remat._capture import accumulates_now
 
-_adding = threading.RLock()
+_adding = threading.Lock()
 """Backwards of several threads may share a leaf."""
 
 
 class _Here(threading.local):
     discards = False
+    returns = False
 
 
 _here = _Here()
 
 
-class _Leaves:
-    """The leaves of one call. A leaf that several calls wait to add to gets their sum from autograd, as in eager."""
-
-    __slots__ = ("__weakref__", "leaves", "others", "shared")
-
-    def __init__(self, leaves: tuple[torch.Tensor, ...], others: frozenset[int]):
-        self.leaves = leaves
-        self.others = others
-        """Storages of what else forward was given: a gradient among them is not to change before backward reads it."""
-        self.shared: set[int] = set()
-        """Identities of leaves that other calls have as well."""
-        with _adding:
-            for leaf in leaves:
-                waiting = _waiting.setdefault(id(leaf), weakref.WeakSet())
-                if len(waiting):
-                    for call in (*waiting, self):
-                        call.shared.add(id(leaf))
-                waiting.add(self)
-
-    def __del__(self) -> None:
-        for leaf in self.leaves:
-            waiting = _waiting.get(id(leaf))
-            if waiting is not None and not len(waiting):
-                _waiting.pop(id(leaf), None)
-
-
-_waiting: "dict[int, weakref.WeakSet[_Leaves]]" = {}
-"""Calls whose backward is to come, by the identity of each leaf."""
+class _Leaves(NamedTuple):
+    leaves: tuple[torch.Tensor, ...]
+    others: frozenset[int]
+    """Storages of what else forward was given: a gradient among them is not to change before backward has read it."""
 
 
 def leaves(num_leaves: int, *inputs: torch.Tensor) -> torch.Tensor:
@@ -72,7 +50,7 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
         return None
     found: _Leaves = _ticket.thing_of(ticket)
     leaf = found.leaves[index]
-    if id(leaf) in found.shared or not accumulates_now(leaf):
+    if _here.returns or not accumulates_now(leaf):
         return gradient
     held = leaf.grad
     if held is None or held.untyped_storage()._cdata in found.others:
@@ -80,6 +58,16 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
     with _adding:
         held.add_(gradient)
     return None
+
+
+@contextmanager
+def returning() -> Iterator[None]:
+    """Gradients made inside, on this thread, are handed to autograd: others of the same leaf come from elsewhere."""
+    before, _here.returns = _here.returns, True
+    try:
+        yield
+    finally:
+        _here.returns = before
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
         skip_tensor_guards_with_matching_dict_tags=False,
         allow_rnn=True,
         enable_dynamo_decompositions=False,
+        use_numpy_random_stream=True,
         recompile_limit=max(_NO_LIMIT, dynamo_config.recompile_limit),
         accumulated_recompile_limit=max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
         suppress_errors=has_rest,

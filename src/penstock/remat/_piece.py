@@ -5,6 +5,7 @@ graph with numbers in place of symbols, captured by AOTAutograd when such argume
 variant can run as any plan for it says; whoever owns the step (`_session.py`) chooses one for every call.
 """
 
+import contextlib
 import itertools
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import CaptureError
-from penstock.remat import _aot, _capture, _dynamo, _ticket
+from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import Decision, RematProblem
@@ -84,6 +85,8 @@ class Call:
         """Identity and bytes of the storage of each result."""
         self.held: list[StorageWeakRef | None] = []
         """As long as they live, no other storage gets one of these identities."""
+        self.is_alone = True
+        """Whether nothing else of its step has gradients."""
         self.gradient_strides: list[tuple[int, ...]] | None = None
         """What backward wants of its gradients; ``None`` if it takes them as they come."""
 
@@ -194,7 +197,8 @@ def _backward(arguments: list[Any]) -> Any:
         given += tangents
         del tangents
         try:
-            return handed.call.halves.backward(given)
+            with contextlib.nullcontext() if handed.call.is_alone else _accumulate.returning():
+                return handed.call.halves.backward(given)
         finally:
             if is_last:
                 handed.call.over()

@@ -232,6 +232,7 @@ class Session:
                 raise RehearsalOver
             self._live[id(call)] = call
             self._step.append(_Done(variant, statics, call))
+            self._mark_calls()
             return call
 
     def settle(self) -> None:
@@ -248,9 +249,19 @@ class Session:
             stacklevel=2,
         )
 
+    def _mark_calls(self) -> None:
+        """Calls that others of their step, or an eager rest, stand beside leave adding gradients to autograd."""
+        if len(self._step) > 1 or self.rest_bytes:
+            for one in self._step:
+                if one.call is not None:
+                    one.call.is_alone = False
+
     def rest_saved(self, size_bytes: int) -> None:
         """What the eager rest of a call had saved. More than ever before leaves less for the graphs."""
         with self._lock:
+            if size_bytes and not self.rest_bytes:
+                self.rest_bytes = 1
+                self._mark_calls()
             if size_bytes <= self.rest_bytes:
                 return
             self.rest_bytes = size_bytes

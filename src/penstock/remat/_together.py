@@ -40,6 +40,13 @@ def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes
         starts.append(starts[-1] + len(problem.storages))
     handed_over = {(link.source, link.storage) for link in links}
     gradients = {(link.target, link.gradient) for link in links if link.gradient is not None}
+    gradients |= {  # autograd adds them to their leaves once backward of the graph has ended
+        (graph, storage)
+        for graph, problem in enumerate(problems)
+        for operator in problem.operators
+        if operator.target == "accumulate"
+        for storage in operator.inputs
+    }
     storages = tuple(
         replace(
             storage,
