@@ -1,7 +1,7 @@
 """What a step costs and what this machine can do.
 
 - `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
-  `can_record` says whether it can be measured now.
+  `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin.
 - `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week.
 - `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
   `gpu_direct_storage` for one directory.
@@ -21,6 +21,7 @@ from penstock.probe._machine import machine as machine
 from penstock.probe._peak import MemoryRecording as MemoryRecording
 from penstock.probe._peak import PeakReport as PeakReport
 from penstock.probe._peak import can_record as can_record
+from penstock.probe._peak import giving_way as giving_way
 from penstock.probe._peak import peak_bytes as peak_bytes
 from penstock.probe._peak import record_memory as record_memory
 from penstock.probe._rounds import Ratio as Ratio

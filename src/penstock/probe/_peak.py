@@ -95,7 +95,8 @@ def record_memory(
 
 def can_record(device: torch.device | str) -> bool:
     """Whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
-    return torch.device(device).type != "cpu" or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    is_free = bool(_passive) or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return torch.device(device).type != "cpu" or is_free
 
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
@@ -112,6 +113,20 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
                 if storage.device.type == device_type:
                     found[storage._cdata] = StorageWeakRef(storage)
     return found
+
+
+_passive: list[Callable[[], None]] = []
+"""What ends recordings of ours that give way."""
+
+
+@contextmanager
+def giving_way(stop: Callable[[], None]) -> Iterator[None]:
+    """Inside, a recording that others start calls ``stop`` first, which is to end the one that runs."""
+    _passive.append(stop)
+    try:
+        yield
+    finally:
+        _passive[:] = [one for one in _passive if one is not stop]
 
 
 @contextmanager
@@ -137,6 +152,8 @@ def _record_cuda(device: torch.device, recording: MemoryRecording) -> Iterator[N
 
 @contextmanager
 def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[None]:
+    for stop in tuple(_passive):
+        stop()
     if not can_record("cpu"):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "

@@ -6,6 +6,7 @@ that see what the eager rest of the step saves. `compile` owns the call; the str
 """
 
 import contextlib
+import inspect
 import pkgutil
 import threading
 import weakref
@@ -17,6 +18,7 @@ from torch import fx, nn
 
 from penstock.remat import _dynamo
 from penstock.remat._explain import Planned
+from penstock.remat._meter import StepMeter
 from penstock.remat._rest import EagerRest, MakeOffloading, Offloading
 from penstock.remat._session import Session
 from penstock.remat._settings import Settings
@@ -34,13 +36,29 @@ class _OfThread(threading.local):
 _mine = _OfThread()
 
 
+def modules_of(function: Any) -> tuple[nn.Module, ...]:
+    """The modules that a function is, is a method of, or refers to by its closure and its globals."""
+    if isinstance(function, nn.Module):
+        return (function,)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return (owner,)
+    try:
+        names = inspect.getclosurevars(inspect.unwrap(function))
+    except (TypeError, ValueError):
+        return ()
+    named = (*names.nonlocals.values(), *names.globals.values())
+    return tuple({id(one): one for one in named if isinstance(one, nn.Module)}.values())
+
+
 class Door:
     """What is around every call of a compiled step."""
 
-    def __init__(self, session: Session, module: nn.Module | None = None):
+    def __init__(self, session: Session, function: Any = None):
         self.session = session
-        self._module = module
+        session.modules = modules_of(function)
         self._rest = EagerRest()
+        self._meter = StepMeter(session.was_measured)
         self._offloading: Offloading | None = None
 
     @contextlib.contextmanager
@@ -49,8 +67,13 @@ class Door:
         session = self.session
         before, _mine.session = _mine.session, session
         try:
+            if not session.modules and session.is_fresh:
+                session.modules = modules_of(_dynamo.compiled_function())
             with _dynamo.tracing_a_step(has_rest=True), self._offloading or self._rest.counting():
+                self._meter.end()
                 session.settle()
+                if session.wants_to_be_measured and self._offloading is None:
+                    session.could_be_measured(self._meter.begin(session.device))
                 yield
         finally:
             _mine.session = before
@@ -60,13 +83,16 @@ class Door:
 
     def offload_rest(self, make: MakeOffloading | None = None) -> None:
         """From the next call on what the eager rest saves is offloaded."""
-        if self._offloading is None and self._module is not None:
+        if self._offloading is None and self.session.modules:
             make = make or pkgutil.resolve_name(_OFFLOADING)
             assert make is not None
-            self._offloading = make(self._module, self.session.settings.account())
+            modules = self.session.modules
+            module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+            self._offloading = make(module, self.session.settings.account())
 
     def close(self) -> None:
         """The step cannot be called again."""
+        self._meter.cancel()
         self.session.close()
         if self._offloading is not None:
             self._offloading.close()
@@ -81,7 +107,7 @@ class CompiledModule(nn.Module):
     def __init__(self, module: nn.Module, session: Session):
         super().__init__()
         self._orig_mod = module
-        self._step = CompiledFunction(module, session, module)
+        self._step = CompiledFunction(module, session)
         self.train(module.training)
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -111,8 +137,8 @@ class CompiledModule(nn.Module):
 class CompiledFunction:
     """What ``compile`` returns for a function."""
 
-    def __init__(self, function: Callable[..., Any], session: Session, module: nn.Module | None = None):
-        self.door = Door(session, module)
+    def __init__(self, function: Callable[..., Any], session: Session):
+        self.door = Door(session, function)
         held = weakref.ref(session)
 
         def backend(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:

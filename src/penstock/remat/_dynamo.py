@@ -7,6 +7,7 @@ looks for it on its own wrapper of the backend, through which `own_calls` lets i
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -112,6 +113,18 @@ def _context_of_ours(wrapper: Any) -> Any:
     """``torch.compile``'s wrapper has the backend and what it is to be called with."""
     find = getattr(wrapper.compiler_fn, "context_of", None)
     return contextlib.nullcontext if find is None else find(wrapper.kwargs)
+
+
+def compiled_function() -> Any:
+    """Inside of the context around a call: what is called, as the user gave it to ``torch.compile``; else ``None``."""
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
+            return frame.f_locals["fn"]
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:

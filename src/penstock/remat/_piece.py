@@ -85,6 +85,7 @@ class Call:
         """Identity and bytes of the storage of each result."""
         self.held: list[StorageWeakRef | None] = []
         """As long as they live, no other storage gets one of these identities."""
+        self.had_backward = False
         self.is_alone = True
         """Whether nothing else of its step has gradients."""
         self.gradient_strides: list[tuple[int, ...]] | None = None
@@ -147,6 +148,8 @@ class Variant:
     """The step if it were this graph alone."""
     is_scaled: bool = False
     """Whether its operators' times were scaled from those of other sizes."""
+    devices: frozenset[torch.device] = frozenset()
+    """Of its arguments."""
     times: list[int] = field(default_factory=list)
     """How often each argument is given: not at all if it is a number, else see `_times`."""
     is_eager: bool = False
@@ -200,6 +203,7 @@ def _backward(arguments: list[Any]) -> Any:
             with contextlib.nullcontext() if handed.call.is_alone else _accumulate.returning():
                 return handed.call.halves.backward(given)
         finally:
+            handed.call.had_backward = True
             if is_last:
                 handed.call.over()
 
@@ -226,6 +230,10 @@ class Piece:
         with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):  # others' hooks would replace the ticket
             return variant.run(*given)
 
+    def devices(self) -> set[torch.device]:
+        """Where its arguments were."""
+        return {device for one in self._variants.values() for device in one.devices}
+
     def variant(self, arguments: Sequence[Any]) -> Variant:
         """The variant for such arguments."""
         kind = _kind(arguments, self._numbers)
@@ -243,6 +251,7 @@ class Piece:
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
         start_s = time.perf_counter()
         variant = Variant(self)
+        variant.devices = frozenset(one.device for one in arguments if isinstance(one, torch.Tensor))
         variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
         try:
             try:

@@ -104,7 +104,7 @@ class OptimizedStep:
             stacklevel=4,
         )
         self._session.is_one_graph, self._session.has_rest = False, True
-        door = Door(self._session, self._function if isinstance(self._function, nn.Module) else None)
+        door = Door(self._session, self._function)
         compiled = torch.compile(self._with_code(), backend=self._backend)
 
         def run(*arguments: Any, **keywords: Any) -> Any:

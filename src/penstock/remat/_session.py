@@ -41,6 +41,9 @@ from penstock.units import format_bytes, parse_bytes
 
 _MAX_SEQUENCES = 64
 """Of graphs; the one that was not followed for longest is forgotten."""
+_MAX_MEASURED = 4
+"""Steps with an eager rest are measured until one keeps the budget, and no more often than that."""
+_MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
 
@@ -74,10 +77,15 @@ class _Statics:
         self._held = [weak_storage(one) for one in arguments]
         """As long as they live, no other storage gets one of these identities."""
         self.parameters: dict[int, int] = {}
+        self.missing: dict[int, int] = {}
+        """Of the parameters' bytes those of gradients that do not exist yet."""
         self.others: dict[int, int] = {}
         for one in arguments:
             if isinstance(one, nn.Parameter):
-                self.parameters[id(one)] = one.nbytes * (2 if accumulates and one.requires_grad else 1)
+                has_gradient = accumulates and one.requires_grad
+                self.parameters[id(one)] = one.nbytes * (2 if has_gradient else 1)
+                if has_gradient and one.grad is None:
+                    self.missing[id(one)] = one.nbytes
             else:
                 key, size_bytes = storage_of(one)
                 self.others[key] = size_bytes
@@ -122,6 +130,8 @@ class Session:
         self.trials: list[Trial] = []
         """Of plans that Inductor is to compile."""
         self.pieces: list[Piece] = []
+        self.modules: tuple[nn.Module, ...] = ()
+        """Of the step, as far as they are known: parameters stand there also where only the eager rest uses them."""
         self.rest_bytes = 0
         """What the eager rest of a step had saved at most, beside the graphs."""
         self._footprint = Footprint()
@@ -136,6 +146,8 @@ class Session:
         self._whole_steps: set[tuple[int, ...]] = set()
         """What the graphs did that steps were made of, whatever their sizes."""
         self._has_warned = False
+        self._num_tried = self._num_measured = self._num_missed = 0
+        """How many steps with an eager rest were to be measured, how many were, and how many could not be."""
         self._largest_bytes = 0
         """The largest peak of a step without a plan so far, of which a budget may be a share."""
 
@@ -273,6 +285,64 @@ class Session:
                 self._must_fit(last.variant, last.plan, last.statics)
                 self._step.append(last)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        known = [one for piece in self.pieces for one in piece.devices()]
+        return max(known, key=lambda one: one.type == "cuda", default=torch.device("cpu"))
+
+    @property
+    def wants_to_be_measured(self) -> bool:
+        """Whether a step with an eager rest was planned, and its peak is not known yet."""
+        has_budget = not isinstance(self.settings.budget, float) and self.settings.account().device_bytes is not None
+        return (
+            has_budget
+            and self.rest_bytes > 0
+            and bool(self._sequences)
+            and self._num_tried < _MAX_TRIED
+            and self._num_measured < _MAX_MEASURED
+        )
+
+    def could_be_measured(self, answer: bool) -> None:
+        """Whether it was possible to begin with that. Where it never is, the user hears of it."""
+        self._num_missed += not answer
+        if self._num_missed == _MAX_MISSED:
+            self.not_kept(
+                f"an eager rest of this step saves {format_bytes(self.rest_bytes)}, which counts; what its operators "
+                "work with could not be measured, since a profiler was running, so the budget may be exceeded"
+            )
+
+    def was_measured(self, taken_bytes: int) -> None:
+        """A step with an eager rest took so many bytes beside what stood before. Too many leave less for the graphs."""
+        with self._lock:
+            planned = None if self._following is None else self._following.planned
+            had_backward = all(one.call is not None and one.call.had_backward for one in self._step)
+            self._num_tried += 1
+            if planned is None or not planned.has_budget or not had_backward:
+                return
+            self._num_measured += 1
+            peak_bytes = taken_bytes + self._standing_before(self._step)
+            excess_bytes = peak_bytes - planned.budget_bytes
+            if excess_bytes <= 0:
+                self._num_measured = _MAX_MEASURED
+            elif self._num_measured < _MAX_MEASURED:
+                self.rest_saved(self.rest_bytes + excess_bytes + excess_bytes // 8)
+            elif excess_bytes > planned.budget_bytes // 100:
+                self.not_kept(
+                    f"a step took {format_bytes(peak_bytes)}, above the budget of "
+                    f"{format_bytes(planned.budget_bytes)}: what its eager rest works with leaves too little"
+                )
+
+    def _standing_before(self, step: Sequence[_Done]) -> int:
+        """What stood when the step began: parameters, the gradients that there were, optimizer state, arguments."""
+        calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
+        missing = {key: size for one in step for key, size in one.statics.missing.items()}
+        if self.settings.accumulates:
+            known = {key for one in step for key in one.statics.parameters}
+            every = {id(one): one for module in self.modules for one in module.parameters() if one.requires_grad}
+            missing |= {key: one.nbytes for key, one in every.items() if key not in known and one.grad is None}
+        return self._static_bytes(step) - calls - self.rest_bytes - sum(missing.values())
+
     def _over(self, call: Call) -> None:
         self._live.pop(id(call), None)
 
@@ -372,8 +442,10 @@ class Session:
         """The plan of a graph that is a step."""
         problem = variant.problem
         assert problem is not None
-        if self.rest_bytes:
-            problem = replace(problem, static_bytes=problem.static_bytes + self.rest_bytes)
+        elsewhere = {key: size for key, size in self._modules_bytes().items() if key not in statics.parameters}
+        beside_bytes = self.rest_bytes + sum(elsewhere.values())
+        if beside_bytes:
+            problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
         made = self._planned(problem, statics.parameters, [variant])
         return self._remember([variant], (made.plan,), made)
 
@@ -415,13 +487,29 @@ class Session:
 
     def _static_bytes(self, step: Sequence[_Done]) -> int:
         """What stands all along while the graphs of a step run, each tensor once."""
-        parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
+        parameters = self._modules_bytes()
+        parameters |= {key: size for one in step for key, size in one.statics.parameters.items()}
         others = {key: size for one in step for key, size in one.statics.others.items()}
         for one in step:
             for key, _ in one.results:
                 others.pop(key, None)
         calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
         return sum(parameters.values()) + sum(others.values()) + calls + self._standing_bytes() + self.rest_bytes
+
+    def _modules_bytes(self) -> dict[int, int]:
+        """Bytes of all parameters that are known, and of the gradients that they have or will get."""
+        factor = 2 if self.settings.accumulates else 1
+        found: dict[int, int] = {}
+        for module in self.modules:
+            for one in module.parameters():
+                has_gradient = one.requires_grad and (self.rest_bytes or one.grad is not None)
+                found[id(one)] = one.nbytes * (factor if has_gradient else 1)
+        return found
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was compiled yet."""
+        return not self.pieces
 
     def _in_every_call(self, captured: _capture.Captured) -> int:
         return captured.changed_bytes + captured.generator_state_bytes
