@@ -8,6 +8,7 @@
 - `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
 - `MLflowTracker`: the same as runs of an MLflow experiment (`mlflow` extra).
 - `pyg_sampler`, `pyg_features`: samplers and tiered features for PyG's loaders (`gnn` extra).
+- `offloading_of_the_rest`: how `penstock.remat.compile` moves what a step saves outside of its planned graphs.
 - `run_on_ray`: a fleet over several machines (`ray` extra).
 """
 
@@ -20,6 +21,7 @@ from penstock.integrations._offloading import LoopOffloader as LoopOffloader
 from penstock.integrations._offloading import OffloadSummary as OffloadSummary
 from penstock.integrations._optuna import OptunaStopper as OptunaStopper
 from penstock.integrations._optuna import search as search
+from penstock.integrations._planned import offloading_of_the_rest as offloading_of_the_rest
 from penstock.integrations._pyg import pyg_features as pyg_features
 from penstock.integrations._pyg import pyg_sampler as pyg_sampler
 from penstock.integrations._ray import run_on_ray as run_on_ray

@@ -157,7 +157,8 @@ class CompiledFunction:
     def plans(self) -> Sequence[Planned]:
         """What was planned, for each kind of step that came."""
         self.door.session.settle()
-        return tuple(self.door.session.planned)
+        latest = {(one.shapes, one.num_graphs): one for one in self.door.session.planned}
+        return tuple(latest.values())
 
     def explain(self, most: int | None = 5) -> str:
         """Every plan in words; ``most`` storages of each."""

@@ -17,6 +17,10 @@ class Planned:
     """What to do with its storages."""
     budget_bytes: int
     """What it was planned for; 2**62 without a budget."""
+    shapes: str = ""
+    """Of the arguments that it was planned for, such as ``"32x128 int64"``; of several graphs, the first's."""
+    num_graphs: int = 1
+    """How many graphs the step has."""
 
     @property
     def has_budget(self) -> bool:
@@ -43,7 +47,10 @@ class Planned:
         """Budget, peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
         plan, problem = self.plan, self.problem
         budget = f" in a budget of {format_bytes(self.budget_bytes)}" if self.has_budget else ""
-        lines = [
+        graphs = f"{self.num_graphs} graphs" if self.num_graphs > 1 else ""
+        of = ", ".join(one for one in (self.shapes, graphs) if one)
+        lines = [f"for {of}:"] if of else []
+        lines += [
             f"peak {format_bytes(plan.peak_bytes)}{budget} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), "
             f"of which {format_bytes(problem.static_bytes)} are held all along",
             f"extra time {format_duration(plan.extra_s)} on {format_duration(plan.step_s)} of operators "

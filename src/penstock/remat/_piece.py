@@ -150,6 +150,8 @@ class Variant:
     """Whether its operators' times were scaled from those of other sizes."""
     devices: frozenset[torch.device] = frozenset()
     """Of its arguments."""
+    shapes: str = ""
+    """Of its arguments, parameters left out, in words."""
     times: list[int] = field(default_factory=list)
     """How often each argument is given: not at all if it is a number, else see `_times`."""
     is_eager: bool = False
@@ -182,7 +184,7 @@ class Variant:
             del made
             call.results = [storage_of(one) for one in results]
             call.held = [weak_storage(one) for one in results]
-            if not self.captured.takes_any_layout:
+            if self.piece.owner.is_functional or not self.captured.takes_any_layout:
                 call.gradient_strides = [one.meta["val"].stride() for one in self.captured.tangents]
             return *results, _ticket.issue(_Handed(call, _apart(saved, results)))
 
@@ -252,6 +254,11 @@ class Piece:
         start_s = time.perf_counter()
         variant = Variant(self)
         variant.devices = frozenset(one.device for one in arguments if isinstance(one, torch.Tensor))
+        variant.shapes = ", ".join(
+            f"{'x'.join(map(str, one.shape)) or 'scalar'} {str(one.dtype).removeprefix('torch.')}"
+            for one in arguments
+            if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
+        )
         variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
         try:
             try:

@@ -43,6 +43,8 @@ _MAX_SEQUENCES = 64
 """Of graphs; the one that was not followed for longest is forgotten."""
 _MAX_MEASURED = 4
 """Steps with an eager rest are measured until one keeps the budget, and no more often than that."""
+_WORTH_MEASURING = 0.05
+"""Of the budget: where an eager rest saves less, nothing is said if it cannot be measured."""
 _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
@@ -306,7 +308,8 @@ class Session:
     def could_be_measured(self, answer: bool) -> None:
         """Whether it was possible to begin with that. Where it never is, the user hears of it."""
         self._num_missed += not answer
-        if self._num_missed == _MAX_MISSED:
+        budget_bytes = self.settings.account().device_bytes or 0
+        if self._num_missed == _MAX_MISSED and self.rest_bytes > _WORTH_MEASURING * budget_bytes:
             self.not_kept(
                 f"an eager rest of this step saves {format_bytes(self.rest_bytes)}, which counts; what its operators "
                 "work with could not be measured, since a profiler was running, so the budget may be exceeded"
@@ -468,7 +471,10 @@ class Session:
         made = plan(problem, budget_bytes, method=self.settings.method, like=like)
         verify(problem, made)
         self._take(problem, made, parameters)
-        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes))
+        shapes, num_graphs = variants[0].shapes, len(variants)
+        self.planned.append(
+            Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes, num_graphs=num_graphs)
+        )
         return self.planned[-1]
 
     def _alike(self, variants: Sequence[Variant]) -> list[_Sequence]:

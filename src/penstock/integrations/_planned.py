@@ -1,0 +1,14 @@
+"""What a planned step runs eagerly, offloaded: the two rooms know each other here alone."""
+
+from torch import nn
+
+from penstock import offload
+from penstock.tiers import Budget
+
+
+def offloading_of_the_rest(module: nn.Module, account: Budget) -> offload.Offloader:
+    """An offloader for what `penstock.remat.compile` leaves eager in ``module``, on the account of its plans.
+
+    It moves as much as the budget asks, however little that saves and whatever it stalls: the plans count on it.
+    """
+    return offload.activations(module, budget=account, min_saving=0.0, max_stall=1.0)
