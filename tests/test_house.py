@@ -75,6 +75,41 @@ def test_files_are_of_a_size_to_read(file):
     assert len(file.read_text().splitlines()) <= 600
 
 
+PRIVATE = {
+    "fleet/_random.py": "a dispatch mode draws a job's random numbers from its own state",
+    "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
+    "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",
+    "probe/_peak.py": "the profiler's events, and tensors that own no bytes",
+    "remat/_aot.py": "AOTAutograd",
+    "remat/_capture.py": "joint graphs, and what autograd is doing",
+    "remat/_dynamo.py": "Dynamo",
+    "remat/_inductor.py": "Inductor",
+    "remat/_rest.py": "hooks run outside of Dynamo",
+    "tiers/_gate.py": "whether autograd runs backward on this thread",
+    "tiers/_layout.py": "a bit of views that no public name has",
+    "unified/_tensor.py": "operators of unified tensors run outside of Dynamo",
+}
+"""Files that touch private names of PyTorch, each with the reason; tests beside them fail when PyTorch moves one."""
+
+
+def private_names(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = node.module.split(".")
+        elif isinstance(node, ast.Import):
+            names = [part for one in node.names if one.name.startswith("torch.") for part in one.name.split(".")]
+        else:
+            continue
+        yield from (name for name in names if name.startswith("_") and not name.startswith("__"))
+
+
+def test_private_names_of_pytorch_are_in_few_files():
+    touching = {str(file.relative_to(SOURCE)) for file in FILES if any(private_names(file))}
+    assert touching == set(PRIVATE)
+
+
 def public_names(module):
     for name, value in vars(module).items():
         if name.startswith("_") or inspect.ismodule(value):

@@ -19,8 +19,6 @@ from torch.testing._internal.common_methods_invocations import op_db
 NUM_SAMPLES = int(os.environ.get("PENSTOCK_SAMPLES", "1"))
 NUM_PARTS = 8
 
-UNEQUAL = {"prod"}
-"""Operators whose gradient eager PyTorch computes another way when it may look at the numbers: see docs/rooms/remat.md."""
 NOT_STRIDED = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 """Not for tensors with strides."""
 
@@ -79,7 +77,7 @@ def check(operator, sample):
 def test_captured_operators_give_eager_pytorchs_bits(part):
     failed = {}
     for name in list(OPERATORS)[part::NUM_PARTS]:
-        if name in UNEQUAL | NOT_STRIDED:
+        if name in NOT_STRIDED:
             continue
         for number, sample in enumerate(OPERATORS[name].sample_inputs("cpu", torch.float32, requires_grad=True)):
             if number >= NUM_SAMPLES:

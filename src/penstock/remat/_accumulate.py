@@ -37,11 +37,15 @@ class _Leaves(NamedTuple):
     """Storages of what else forward was given: a gradient among them is not to change before backward has read it."""
 
 
-def leaves(num_leaves: int, *inputs: torch.Tensor) -> torch.Tensor:
-    """In forward: a ticket for the leaves, which are given first, that backward will have gradients of."""
-    others = [one for one in inputs[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
+def leaves(num_leaves: int, *inputs: torch.Tensor | None) -> torch.Tensor:
+    """In forward: a ticket for the leaves, which are given first, that backward will have gradients of.
+
+    Inputs may be ``None``: a token of AOTAutograd's, for the order of checks.
+    """
+    given = [one for one in inputs if one is not None]
+    others = [one for one in given[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
     storages = frozenset(one.untyped_storage()._cdata for one in others)
-    return _ticket.issue(_Leaves(inputs[:num_leaves], storages))
+    return _ticket.issue(_Leaves(tuple(given[:num_leaves]), storages))
 
 
 def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.Tensor | None:

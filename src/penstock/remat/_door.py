@@ -234,7 +234,7 @@ class _NamedBackend:
         """Sessions by the identity of their options, where PyTorch did not ask for a context."""
 
     def __call__(
-        self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None
+        self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None, **_others: Any
     ) -> Callable[..., Any]:
         """What PyTorch calls for each graph; options as those of ``optimize``."""
         session = _mine.session

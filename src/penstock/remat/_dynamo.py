@@ -178,13 +178,6 @@ def forget(codes: list[CodeType]) -> None:
         remove_from_cache(codes.pop())
 
 
-def left_eager() -> tuple[str, ...]:
-    """Reasons for which Dynamo ended graphs or gave frames up, since ``torch._dynamo.reset()``, in order."""
-    from torch._dynamo.utils import counters
-
-    return tuple(_first_line(reason) for reason in counters["graph_break"])
-
-
 def is_number(node: fx.Node) -> bool:
     """Whether an input of a graph stands for a number of the caller's: a size, or a float, which comes as a tensor."""
     value = node.meta.get("example_value")

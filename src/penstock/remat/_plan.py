@@ -40,6 +40,8 @@ _SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
 """Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
 _SEARCH_OPERATORS = 60_000_000
 """Exchanges and annealing end, each, when their simulations have played so many operators."""
+_ADAPT_OPERATORS = 500_000
+"""A plan for other sizes is adapted by simulations that play so many operators."""
 _MAX_REPAIRS = 200
 _RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
 """Less and less is held, more and more is computed."""
@@ -131,7 +133,8 @@ def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Seq
         start = planner.repaired(start, room_bytes)
         if start.peak_bytes > room_bytes:
             return None
-    return planner.finished(planner.relaxed(planner.given_back(start, room_bytes), room_bytes))
+    most = _ADAPT_OPERATORS // max(1, planner.graph.num_operators)
+    return planner.finished(planner.relaxed(planner.given_back(start, room_bytes, most), room_bytes))
 
 
 def pareto(
@@ -416,20 +419,25 @@ class _Planner:
             options += _RECOMPUTE[: _RECOMPUTE.index(Decision(now))]
         return options
 
-    def given_back(self, start: _Candidate, budget_bytes: int) -> _Candidate:
+    def given_back(self, start: _Candidate, budget_bytes: int, most: int | None = None) -> _Candidate:
         """Keeps, holds or swaps what was recomputed, most seconds per byte first, as long as all fits.
 
-        Outputs of one operator go together: with one of them missing it would run again all the same.
+        Outputs of one operator go together: with one of them missing it would run again all the same. ``most`` bounds
+        the simulations; then only those operators are looked at that promise the most.
         """
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         dropped = np.flatnonzero(_recomputed(best.decisions))
         heap: list[tuple[float, int]] = []
-        for producer in np.unique(self.graph.producers[dropped]).tolist():
+        producers = np.unique(self.graph.producers[dropped]).tolist()
+        if most is not None:
+            producers = heapq.nlargest(most // 8, producers, key=self._promise)
+            most += self.num_played
+        for producer in producers:
             gain, _, _ = self._gain(best, producer, budget_bytes)
             if gain > 0:
                 heap.append((-gain, producer))
         heapq.heapify(heap)
-        while heap and best.extra_s > 0:
+        while heap and best.extra_s > 0 and (most is None or self.num_played < most):
             promised, producer = heapq.heappop(heap)
             gain, decisions, outcome = self._gain(best, producer, budget_bytes)
             if outcome is None:
@@ -441,6 +449,11 @@ class _Planner:
             best.peak_bytes, best.extra_s = outcome
             heapq.heappush(heap, (-gain, producer))  # what is held now may be kept next
         return best
+
+    def _promise(self, producer: int) -> float:
+        """Seconds of an operator per byte that it makes."""
+        made = sum(int(self.graph.sizes[one]) for one in self.graph.outputs[producer])
+        return float(self.graph.durations_s[producer]) / (1 + made)
 
     def _gain(
         self, best: _Candidate, producer: int, budget_bytes: int

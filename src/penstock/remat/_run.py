@@ -56,7 +56,9 @@ class OptimizedStep:
         if key in self._compiled:
             try:
                 return self._call(key, arguments, keywords)
-            except (torch._dynamo.exc.Unsupported, _TraceAgain):  # what a guard looks at has changed
+            except Exception as error:
+                if not _dynamo.is_unsupported(error) and not isinstance(error, _TraceAgain):
+                    raise  # else what a guard looks at has changed
                 with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=key not in self._otherwise):
                     return self._call(key, arguments, keywords)
         breaks: list[Exception] = []

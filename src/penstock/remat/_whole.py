@@ -1,7 +1,8 @@
 """Operators that are captured whole: forward and backward run as eager PyTorch runs them, with its bits.
 
-Tracing takes RNNs and the CTC loss apart, into operators that round differently, or cannot trace them at all. Here each
-is two operators of our own. Forward runs the eager function and keeps its autograd graph, backward runs that graph.
+Tracing takes RNNs and the CTC loss apart, into operators that round differently, or cannot trace them at all; for the
+gradient of a product it takes another way, since it may not look whether a factor is 0. Here each is two operators of
+our own. Forward runs the eager function and keeps its autograd graph, backward runs that graph.
 What the graph saves of its inputs and outputs it is given again in backward, so the plan may drop and recompute them;
 what it saves beside them lives in the ticket that forward returns (`_ticket.py`), in the plan a storage of its own.
 """
@@ -42,7 +43,8 @@ def keep_whole(graph: fx.Graph) -> list["Recipe"]:
     for node in graph.nodes:
         kind = _kind_of(node)
         if kind is not None:
-            node.target = _Call(node.target, kind, recipes, is_random=kind.is_random(node))
+            function = torch.prod if node.op == "call_method" else node.target
+            node.op, node.target = "call_function", _Call(function, kind, recipes, is_random=kind.is_random(node))
     return recipes
 
 
@@ -456,14 +458,21 @@ def _nothing(_: fx.Node) -> bool:
     return False
 
 
+def _as_it_is(*_: Any) -> None:
+    """Any numbers will do."""
+
+
 _KINDS: dict[Any, _Kind] = {
     **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    torch.prod: _Kind(_nothing, _as_it_is),
     torch.ctc_loss: _Kind(_nothing, _fill_ctc),
     torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
 }
 
 
 def _kind_of(node: fx.Node) -> _Kind | None:
+    if node.op == "call_method" and node.target == "prod":
+        return _KINDS[torch.prod]
     return _KINDS.get(node.target) if node.op == "call_function" else None
 
 

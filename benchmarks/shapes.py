@@ -1,0 +1,94 @@
+"""Shapes that come later: a plan from the profile of another batch, beside one that was measured for it.
+
+For each model the step is planned at its batch, and then at three quarters of it, from the first profile. The predicted
+peak is compared with the measured one of the planned step, the predicted time of operators with a profile of that
+batch, measured alone; and the seconds are those from the call to the plan: tracing, measuring what must be, planning.
+"""
+
+import argparse
+import gc
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from benchmarks import common, models
+from penstock import probe, remat
+
+_SHARE = 0.7
+"""Of the peak without a plan: the budget."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = common.parser(str(__doc__).splitlines()[0])
+    options.add_argument("--model", action="append", choices=list(models.WORKLOADS))
+    given = options.parse_args(arguments)
+    names = given.model or (["GPT-2"] if given.quick else list(models.WORKLOADS))
+    rows: list[common.Row] = []
+    lines = []
+    for name in names:
+        found = measured(name, given)
+        lines.append([name, *(f"{found[one]:.3f}" for one in _COLUMNS)])
+        rows += [common.Row(name=name, metric=one, value=found[one], unit=_COLUMNS[one]) for one in _COLUMNS]
+        common.write(given.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=given.device)
+    for column, unit in _COLUMNS.items():
+        values = [row.value for row in rows if row.metric == column]
+        rows.append(common.Row(name="median", metric=column, value=median(values), unit=unit))
+    lines.append(["median", *(f"{row.value:.3f}" for row in rows[-len(_COLUMNS) :])])
+    common.write(given.json, {"share": _SHARE, "batch": "three quarters"}, rows, device=given.device)
+    common.show("A batch of three quarters, planned from the profile of the first", ["model", *_COLUMNS], lines)
+
+
+_COLUMNS = {
+    "peak": "measured over predicted",
+    "time": "predicted over measured",
+    "first_s": "s",
+    "later_s": "s",
+    "plan_s": "s",
+    "operators": "count",
+}
+
+
+def measured(name: str, given: argparse.Namespace) -> dict[str, float]:
+    torch.manual_seed(0)
+    batch = models.WORKLOADS[name].batch
+    large = max(4, batch // 4) if given.quick else batch
+    small = max(1, large * 3 // 4)
+    model, inputs = models.make(name, large)
+    _, other = models.make(name, small)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch._dynamo.reset()
+    start_s = time.perf_counter()
+    step = remat.optimize(model, inputs, _SHARE)
+    first_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    with step.rehearsal():
+        step(*other)
+    later_s = time.perf_counter() - start_s
+    planned = step.plans[-1]
+    start_s = time.perf_counter()
+    remat.plan(planned.problem, planned.budget_bytes, like=step.plans[0].plan.decisions)
+    plan_s = time.perf_counter() - start_s
+    step(*other).backward()
+    gc.collect()
+    report = probe.peak_bytes(lambda: step(*other).backward(), device=given.device)
+    states = planned.problem.static_bytes - sum(2 * one.nbytes for one in model.parameters())
+    states -= sum(one.nbytes for one in (*other, *model.buffers()))  # copies and generators' states, made in the step
+    predicted = planned.peak_bytes - planned.problem.static_bytes + states
+    torch._dynamo.reset()
+    alone = remat.optimize(model, other, None).plan.problem
+    step.close()
+    return {
+        "peak": report.activation_bytes / predicted,
+        "time": planned.problem.step_s / alone.step_s,
+        "first_s": first_s,
+        "later_s": later_s,
+        "plan_s": plan_s,
+        "operators": len(planned.problem.operators),
+    }
+
+
+if __name__ == "__main__":
+    main()
