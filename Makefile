@@ -2,31 +2,35 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
-BIN := .venv/bin
+# Another version of PyTorch, `make test TORCH=2.15.0`, gets an environment of its own (gigabytes, where its wheels are for CUDA).
+TORCH ?= 2.13.0
+VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
+BIN := $(VENV)/bin
 RUN := $(BIN)/python
 
 .PHONY: demo test check bench docs pictures gpu gpu-relational gpu-unified soak soak-rooms soak-files soak-tiers soak-fleets
 
-.venv/ready: pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch==2.13.0"
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]"
-	touch .venv/ready
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "torch==$(TORCH)"
+	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
+	touch $(VENV)/ready
 
-demo: .venv/ready
+demo: $(VENV)/ready
 	$(BIN)/penstock demo
 
-test: .venv/ready
+test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --timeout 300 -n logical --maxprocesses 8 --dist worksteal
 
-check: .venv/ready
+check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 # What benchmarks find lands in one folder; what is worth keeping goes to benchmarks/results under its date.
 OUT ?= bench-results
-bench: .venv/ready
+bench: $(VENV)/ready
 	mkdir -p $(OUT)
 	$(RUN) -m benchmarks.offload --json $(OUT)/offload.json
 	$(RUN) -m benchmarks.fleet --json $(OUT)/fleet.json
@@ -38,32 +42,32 @@ bench: .venv/ready
 	$(RUN) -m benchmarks.advisor --json $(OUT)/advisor.json
 
 # The site, into site/.
-docs: .venv/ready
+docs: $(VENV)/ready
 	$(BIN)/mkdocs build --strict
 
 # The screenshots of reports and of the command line's tables, into docs/pictures; needs Chromium.
-pictures: .venv/ready
+pictures: $(VENV)/ready
 	$(RUN) -m benchmarks.pictures
 	$(RUN) -m benchmarks.cli_pictures
 
 # Long campaigns, outside CI: an hour over all rooms, alone and together, under faults; damaged files of every format;
 # 10,000 put/get cycles under random faults; 100 faults against fleets. Each runs whatever the others found.
 MINUTES ?= 60
-soak: .venv/ready
+soak: $(VENV)/ready
 	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets
 
-soak-rooms: .venv/ready
+soak-rooms: $(VENV)/ready
 	mkdir -p $(OUT)
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.soak --minutes $(MINUTES) --json $(OUT)/soak.json
 
-soak-files: .venv/ready
+soak-files: $(VENV)/ready
 	mkdir -p $(OUT)
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.fuzz --minutes 10 --json $(OUT)/fuzz.json
 
-soak-tiers: .venv/ready
+soak-tiers: $(VENV)/ready
 	$(RUN) -m benchmarks.soak_tiers
 
-soak-fleets: .venv/ready
+soak-fleets: $(VENV)/ready
 	$(RUN) -m benchmarks.fleet_faults
 
 # From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.

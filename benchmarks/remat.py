@@ -272,7 +272,7 @@ def _min_cut(runs_again: list[str], *, decomposes: bool) -> Callable[[nn.Module]
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    from penstock.remat._capture import boxed
+    from penstock.remat._aot import boxed
 
     def backward(graph: torch.fx.GraphModule, _: Any) -> Any:
         runs_again.extend([node.name for node in graph.graph.nodes if node.op == "call_function"])

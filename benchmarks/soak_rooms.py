@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from benchmarks.soak_case import Case, Injected, bits
 from benchmarks.soak_models import KINDS, Loop, Workload, compare, draw, train
@@ -244,7 +243,7 @@ def _named(case: Case, error: BaseException) -> int | None:
 
 
 def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
-    """A step under a budget: `optimize`, or the backend of `torch.compile`."""
+    """A step under a budget: `optimize`, `compile`, or the backend of `torch.compile`."""
     workload, loop = draw(case, kinds), Loop.drawn(case)
     if case.drawn["model"] == "lstm":  # whose weights are used in every time step: see the limits of remat's page
         workload, case.drawn["autocast"] = replace(workload, dtype=None), None
@@ -255,9 +254,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
     verify = "corrupt" in faults.probability or case.draw("verify", (False, False, True))  # by a checksum
     case.drawn["verify"] = verify
     options = {"method": method, "verify": verify}
-    door = case.draw("door", ("optimize", "optimize", "compile"))
-    if case.drawn.get("which") == "GPT-2":  # its forward logs, which breaks the graph of torch.compile
-        door = case.drawn["door"] = "optimize"
+    door = case.draw("door", ("optimize", "optimize", "compile", "string"))
     share = case.draw("budget", (-0.3, 0.0, 0.1, 0.5, 1.2))
     batch = workload.batches[0]
     function = lambda *one: workload.loss(model, one)  # noqa: E731
@@ -265,13 +262,9 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
         parameter.grad = torch.zeros_like(parameter)
     places = {} if disk is None else {"disk": {disk: None}}
     try:
-        free = remat.optimize(function, batch, case.budget(**places), **options).plan
+        free = remat.optimize(function, batch, case.budget(**places), fullgraph=True, **options).plan
     except CaptureError as error:
         case.figures["raised: CaptureError"] += 1
-        case.drawn["refused"] = str(error)[:200]
-        return
-    except torch._dynamo.exc.Unsupported as error:  # the documented other half: PyTorch's own, which names the line
-        case.figures["raised: Unsupported"] += 1
         case.drawn["refused"] = str(error)[:200]
         return
     problem = free.problem
@@ -283,10 +276,12 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
         if door == "optimize":
             return remat.optimize(function, batch, account, profile=problem, **options)
         given = {"budget": account, "profile": problem, **options}
-        compiled = torch.compile(function, backend="penstock", dynamic=False, fullgraph=True, options=given)
+        if door == "compile":
+            compiled: Any = remat.compile(function, **given)
+        else:
+            compiled = torch.compile(function, backend="penstock", options=given)
         if size is not None and size < low:
-            with contextlib.suppress(BackendCompilerFailed):
-                _as_named(compiled, batch)
+            compiled(*batch)
         return compiled
 
     with faults.injected():
@@ -304,7 +299,7 @@ def planned(case: Case, kinds: tuple[str, ...] = KINDS) -> None:
         try:
             ours = train(
                 case, workload, loop, model, step=lambda one: step(*one),
-                allowed=(TierReadError, FileNotFoundError, BackendCompilerFailed),
+                allowed=(TierReadError, FileNotFoundError),
                 failed=functools.partial(_planned_again, harm, disk), before_step=harm.before_step,
             )  # fmt: skip
             _peak(case, step, model, loop, batch, problem, size, faults)
@@ -321,19 +316,6 @@ def _planned_again(harm: Harm, disk: Path | None, error: BaseException) -> None:
             raise error
         disk.mkdir()
     harm.failed(error)
-
-
-def _as_named(compiled: Callable[..., Any], batch: Any) -> None:
-    """Calls it, so that a refusal comes as itself."""
-    try:
-        compiled(*batch)
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, BudgetError):
-            cause = cause.__cause__ or getattr(cause, "inner_exception", None)
-        if cause is not None:
-            raise cause from None
-        raise
 
 
 def _peak(

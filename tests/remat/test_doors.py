@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock import probe, remat
-from penstock.errors import BudgetError, BudgetNotKeptWarning, GraphBreakWarning
+from penstock.errors import BudgetError, BudgetNotKeptWarning, CaptureError, GraphBreakWarning, PenstockWarning
 
 MIB = 2**20
 
@@ -185,6 +185,37 @@ def test_a_later_shape_is_planned_from_the_profile_of_the_first(monkeypatch):
     assert small.step_s < large.step_s
     for one, two in zip(large.operators, small.operators, strict=True):
         assert one.target == two.target
+
+
+def test_times_that_were_scaled_are_corrected_by_a_step():
+    model = make("plain")
+    step = remat.compile(model, budget="64MiB")
+    for rows in (32, 16, 16):
+        step(batch(rows)).backward()
+    session = step._step.door.session
+    (scaled,) = [one for piece in session.pieces for one in piece._variants.values() if one.num_calls == 2]
+    assert not scaled.is_scaled
+    assert scaled.problem.operators[0].workspace_bytes == step.plans[-1].problem.operators[0].workspace_bytes
+    assert step.plans[-1].problem.step_s == pytest.approx(scaled.problem.step_s)
+
+
+def test_a_newer_pytorch_is_warned_of_once_and_named_where_capture_fails(monkeypatch):
+    from penstock.remat import _aot, _dynamo
+
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    _dynamo.warn_if_untested.cache_clear()
+    model = make("plain", num_blocks=1)
+    with pytest.warns(PenstockWarning, match="PyTorch 2.16.0 is newer than") as caught:
+        for _ in range(2):
+            remat.compile(model, budget="64MiB")(batch(2)).backward()
+    assert len(caught) == 1
+
+    def moved(*_):
+        raise AttributeError("no such thing")
+
+    monkeypatch.setattr(_aot, "compiled", moved)
+    with pytest.raises(CaptureError, match=r"by PyTorch 2.16.0, which is newer .* no such thing"):
+        remat.compile(model, budget="64MiB")(batch(3))
 
 
 def test_variants_are_bounded(monkeypatch):

@@ -136,7 +136,7 @@ def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
         with task.left_as_found(), quiet():
             step = remat.optimize(
                 task.loss_of, [task.batch], None, optimizer=task.optimizer, reserve=limits.reserve_bytes,
-                disk=limits.budget.disk_bytes or None, host=limits.budget.host_bytes,
+                disk=limits.budget.disk_bytes or None, host=limits.budget.host_bytes, fullgraph=True,
             )  # fmt: skip
             return step.plan, ""
     except Exception as error:  # whatever capturing may raise: the step cannot be planned

@@ -69,7 +69,7 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
     options = {**options, "optimizer": optimizer}
     method: remat.Method = options["method"]
     steps.phase("capturing the step and measuring its operators")
-    problem = remat.optimize(step, inputs, None, **options).plan.problem
+    problem = remat.optimize(step, inputs, None, fullgraph=True, **options).plan.problem
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
     steps.phase("planning")
     smallest_bytes = remat.smallest_budget_bytes(problem, method=method)

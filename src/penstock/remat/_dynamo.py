@@ -6,8 +6,10 @@ looks for it on its own wrapper of the backend, through which `own_calls` lets i
 """
 
 import contextlib
+import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -15,6 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.errors import PenstockWarning
+
+TESTED = "2.11 to 2.15"
+"""Versions of PyTorch that the tests were run with."""
+_NEWEST = (2, 15)
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 _NO_LIMIT = 2**20
 """Of recompilations: every shape may be one, and beyond a limit Dynamo runs plain PyTorch without a word."""
@@ -62,6 +69,23 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
             answers |= before
             for asked in [asked for asked, answer in before.items() if answer is _UNANSWERED]:
                 del answers[asked]
+
+
+def is_untested() -> bool:
+    """Whether PyTorch is newer than what was tested."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) > _NEWEST
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Says so once if PyTorch is newer than what was tested."""
+    if is_untested():
+        warnings.warn(
+            f"PyTorch {torch.__version__} is newer than what plans were tested with ({TESTED}); they lean on private "
+            "parts of it",
+            PenstockWarning,
+            stacklevel=2,
+        )
 
 
 def is_tracing_a_step() -> bool:

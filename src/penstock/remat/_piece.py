@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import CaptureError
+from penstock.errors import CaptureError, PenstockError
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
@@ -85,6 +85,8 @@ class Call:
         """Identity and bytes of the storage of each result."""
         self.held: list[StorageWeakRef | None] = []
         """As long as they live, no other storage gets one of these identities."""
+        self.seconds = 0.0
+        """Its forward and backward took, on the host's clock."""
         self.had_backward = False
         self.is_alone = True
         """Whether nothing else of its step has gradients."""
@@ -147,7 +149,9 @@ class Variant:
     problem: RematProblem | None = None
     """The step if it were this graph alone."""
     is_scaled: bool = False
-    """Whether its operators' times were scaled from those of other sizes."""
+    """Whether its operators' times were scaled from those of other sizes, and not corrected by a step yet."""
+    num_calls: int = 0
+    """That ended with a backward, as far as anybody counts them."""
     devices: frozenset[torch.device] = frozenset()
     """Of its arguments."""
     shapes: str = ""
@@ -178,7 +182,9 @@ class Variant:
         assert self.captured is not None
         with gate.computing():
             call = self.piece.owner.begin(self, arguments)
+            start_s = time.perf_counter()
             made = list(call.halves.forward(arguments))
+            call.seconds = time.perf_counter() - start_s
             num_results = self.captured.num_forward_outputs
             results, saved = made[:num_results], made[num_results:]
             del made
@@ -195,6 +201,7 @@ def _backward(arguments: list[Any]) -> Any:
     arguments.clear()
     handed: _Handed = _ticket.thing_of(ticket)
     with gate.computing():
+        start_s = time.perf_counter()
         given = handed.take()
         is_last = handed.saved is None
         if handed.call.gradient_strides is not None:
@@ -205,6 +212,7 @@ def _backward(arguments: list[Any]) -> Any:
             with contextlib.nullcontext() if handed.call.is_alone else _accumulate.returning():
                 return handed.call.halves.backward(given)
         finally:
+            handed.call.seconds += time.perf_counter() - start_s
             handed.call.had_backward = True
             if is_last:
                 handed.call.over()
@@ -271,6 +279,13 @@ class Piece:
                 raise error if isinstance(error, CaptureError) else CaptureError(_why(error)) from error
             variant.run, variant.is_eager = self._module.forward, True
             self.owner.left_eager(_why(error))
+        except Exception as error:
+            if isinstance(error, PenstockError) or not _dynamo.is_untested():
+                raise
+            raise CaptureError(
+                f"a step could not be captured by PyTorch {torch.__version__}, which is newer than what plans were "
+                f"tested with ({_dynamo.TESTED}): {_why(error)}. Please report it; an older PyTorch works"
+            ) from error
         variant.plan_s = time.perf_counter() - start_s
         return variant
 

@@ -35,8 +35,9 @@ class _TraceAgain(Exception):
 class OptimizedStep:
     """What ``optimize`` returns: call it like the module or function it was made from."""
 
-    def __init__(self, function: Callable[..., Any], session: Session):
+    def __init__(self, function: Callable[..., Any], session: Session, *, must_be_one_graph: bool = False):
         self._function = function
+        self._must_be_one_graph = must_be_one_graph
         self._session = session
         self._compiled: dict[Any, Callable[..., Any]] = {}  # any: shapes and constants
         self._otherwise: set[Any] = set()
@@ -98,6 +99,11 @@ class OptimizedStep:
     def _break_up(self, error: BaseException) -> None:
         """From now on the step runs in as many graphs as Dynamo makes, with an eager rest."""
         why = _dynamo.why_unsupported(error)
+        if self._must_be_one_graph:
+            raise CaptureError(
+                f"the step cannot be planned as one graph: {why}. Remove the break, which "
+                "torch.compile(step, fullgraph=True) shows, or train it with penstock.remat.compile(step, budget=...)"
+            ) from error
         warnings.warn(
             f"the step is not one graph ({why}), so it is planned once it has run: its first step runs each graph at "
             "its smallest peak, and what cannot be compiled eagerly. torch.compile(step, fullgraph=True) shows the "
@@ -176,6 +182,7 @@ def optimize(
     compiler: Literal["eager", "inductor"] = "eager",
     verify: bool = False,
     strict: bool = False,
+    fullgraph: bool = False,
 ) -> OptimizedStep:
     """``step``, planned so that the device's true peak stays within ``budget``; the plan is made before it first runs.
 
@@ -205,6 +212,7 @@ def optimize(
         verify: compare the storages that are resident with the plan's after every operator, and a checksum of what was
             swapped on its way back (slow).
         strict: raise ``BudgetError`` where a step that is not one graph cannot keep the budget, instead of warning.
+        fullgraph: raise ``CaptureError`` for a step that is not one graph.
 
     Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``TypeError`` where
     ``example_inputs`` is no sequence. A step that is not one graph, since Python looks at its numbers or PyTorch cannot
@@ -233,7 +241,7 @@ def optimize(
         ),
         is_one_graph=True,
     )
-    optimized = OptimizedStep(step, session)
+    optimized = OptimizedStep(step, session, must_be_one_graph=fullgraph)
     with optimized.rehearsal():
         optimized(*example_inputs)
     return optimized
@@ -262,7 +270,7 @@ def max_batch(
     def fits(batch: int) -> bool:
         step, inputs = make(batch)
         try:
-            optimize(step, inputs, budget, **options)
+            optimize(step, inputs, budget, fullgraph=True, **options)
         except BudgetError:
             return False
         return True

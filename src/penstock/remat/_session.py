@@ -165,6 +165,7 @@ class Session:
 
     def take(self, module: fx.GraphModule) -> Callable[..., Any]:
         """A graph of Dynamo's; what is returned runs it. PyTorch keeps that for ever, so it holds nothing."""
+        _dynamo.warn_if_untested()
         piece = Piece(self, len(self.pieces), module, _dynamo.break_after(module))
         self.pieces.append(piece)
         held = weakref.ref(piece)
@@ -348,6 +349,26 @@ class Session:
 
     def _over(self, call: Call) -> None:
         self._live.pop(id(call), None)
+        if call.had_backward:
+            done = next((one for one in self._step if one.call is call), None)
+            if done is not None and done.variant.is_scaled:
+                self._correct(done)
+
+    def _correct(self, done: _Done) -> None:
+        """Times that were scaled from other sizes become those of a step: its second, since the first one warms up."""
+        variant, problem = done.variant, done.variant.problem
+        variant.num_calls += 1
+        if variant.num_calls < 2 or problem is None or done.call is None or self.device.type != "cpu":
+            return  # on other devices the host's clock tells nothing of operators
+        made = done.plan
+        factor = done.call.seconds / max(made.step_s + made.extra_s, 1e-9)
+        variant.problem, variant.is_scaled = problem.scaled(durations=factor), False
+        for at, planned in enumerate(self.planned):
+            if planned.plan is made:
+                self.planned[at] = replace(planned, problem=planned.problem.scaled(durations=factor))
+        if made.gone_slots:  # what a lane can hide is another question now
+            self._sequences = {key: one for key, one in self._sequences.items() if variant not in one.variants}
+            self._is_new = True
 
     def _plan_for(self, variant: Variant, statics: _Statics) -> RematPlan:
         at = len(self._step)
