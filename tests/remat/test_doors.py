@@ -403,9 +403,8 @@ def test_a_second_backward_needs_the_graph():
 def test_the_eager_rest_is_offloaded_where_there_is_a_disk(tmp_path):
     x = batch(64)
     expected = train(model := make("disabled"), model, [x] * 3)
-    budget = int(0.8 * expected[0][2])
     model = make("disabled")
-    step = remat.compile(model, budget=budget, disk=tmp_path)
+    step = remat.compile(model, budget=None, disk=tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the disk may be too slow to be worth it
         for _ in range(5):

@@ -21,6 +21,8 @@ NUM_PARTS = 8
 
 NOT_STRIDED = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 """Not for tensors with strides."""
+NOT_EQUAL = {"masked.cumprod"} if torch.__version__.startswith("2.11.") else set()
+"""What PyTorch computes another way when it may not look at the numbers."""
 
 OPERATORS = {
     f"{one.name}.{one.variant_test_name}" if one.variant_test_name else one.name: one
@@ -77,7 +79,7 @@ def check(operator, sample):
 def test_captured_operators_give_eager_pytorchs_bits(part):
     failed = {}
     for name in list(OPERATORS)[part::NUM_PARTS]:
-        if name in NOT_STRIDED:
+        if name in NOT_STRIDED | NOT_EQUAL:
             continue
         for number, sample in enumerate(OPERATORS[name].sample_inputs("cpu", torch.float32, requires_grad=True)):
             if number >= NUM_SAMPLES:

@@ -210,7 +210,8 @@ def _backward(arguments: list[Any]) -> Any:
         del tangents
         try:
             with contextlib.nullcontext() if handed.call.is_alone else _accumulate.returning():
-                return handed.call.halves.backward(given)
+                gradients = handed.call.halves.backward(given)
+            return tuple(map(_only_once, gradients)) if torch.is_grad_enabled() else gradients
         finally:
             handed.call.seconds += time.perf_counter() - start_s
             handed.call.had_backward = True
@@ -326,6 +327,24 @@ class Piece:
                 return run(arguments)
 
         return _aot.boxed_function(runner)
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """A gradient of which there are no gradients. PyTorch 2.13 sees to that itself."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradient.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, None]:  # noqa: ARG004
+        raise RuntimeError("torch.compile with aot_autograd does not currently support double backward")
+
+
+def _only_once(gradient: Any) -> Any:
+    if not isinstance(gradient, torch.Tensor) or not gradient.is_floating_point():
+        return gradient
+    return _OnlyOnce.apply(torch.zeros((), requires_grad=True), gradient)  # type: ignore[no-untyped-call]
 
 
 def _given(arguments: Sequence[Any], times: Sequence[int]) -> list[Any]:

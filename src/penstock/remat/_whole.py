@@ -43,7 +43,7 @@ def keep_whole(graph: fx.Graph) -> list["Recipe"]:
     for node in graph.nodes:
         kind = _kind_of(node)
         if kind is not None:
-            function = torch.prod if node.op == "call_method" else node.target
+            function = _METHODS[node.target] if node.op == "call_method" else node.target
             node.op, node.target = "call_function", _Call(function, kind, recipes, is_random=kind.is_random(node))
     return recipes
 
@@ -462,17 +462,20 @@ def _as_it_is(*_: Any) -> None:
     """Any numbers will do."""
 
 
+_METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.cumprod}
+"""Functions that tensors have as methods."""
+
 _KINDS: dict[Any, _Kind] = {
     **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    torch.prod: _Kind(_nothing, _as_it_is),
+    **{function: _Kind(_nothing, _as_it_is) for function in _METHODS.values()},
     torch.ctc_loss: _Kind(_nothing, _fill_ctc),
     torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
 }
 
 
 def _kind_of(node: fx.Node) -> _Kind | None:
-    if node.op == "call_method" and node.target == "prod":
-        return _KINDS[torch.prod]
+    if node.op == "call_method" and node.target in _METHODS:
+        return _KINDS[_METHODS[str(node.target)]]
     return _KINDS.get(node.target) if node.op == "call_function" else None
 
 
