@@ -2,7 +2,18 @@
 
 import json
 
-from benchmarks import fleet, fleet_faults, fleet_training, offload, planner, relational, remat, soak_tiers, unified
+from benchmarks import (
+    fleet,
+    fleet_faults,
+    fleet_training,
+    offload,
+    planner,
+    relational,
+    remat,
+    shapes,
+    soak_tiers,
+    unified,
+)
 
 
 def test_offload_benchmark(tmp_path):
@@ -73,6 +84,14 @@ def test_remat_benchmark(tmp_path):
     kept = [row.value for row in rows if row.metric.startswith("measured over budget")]
     assert all(0 < one <= 1.01 for one in kept)
     assert json.loads(file.read_text())["rows"]
+
+
+def test_shapes_benchmark(tmp_path):
+    file = tmp_path / "shapes.json"
+    shapes.main(["--quick", "--json", str(file)])
+    rows = {(row["name"], row["metric"]): row["value"] for row in json.loads(file.read_text())["rows"]}
+    assert 0.95 < rows["GPT-2", "peak"] <= 1.01
+    assert rows["median", "later_s"] > 0
 
 
 def test_relational_benchmark(tmp_path):

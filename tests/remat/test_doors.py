@@ -1,6 +1,8 @@
 """Models as they come, through both doors: plain results to the bit, and a budget that is kept or loudly not."""
 
+import copy
 import gc
+import pickle
 import threading
 import warnings
 
@@ -464,3 +466,131 @@ def test_a_weight_that_graphs_and_an_eager_rest_share_gets_its_sum_at_once():
     compiled = remat.compile(step, budget="16MiB")
     for _ in range(2):
         assert all(map(torch.equal, run(compiled), expected))
+
+
+def test_a_graph_is_kept_for_a_second_backward_also_after_one_that_was_not():
+    model, x = make("plain"), batch()
+    step = remat.compile(model, budget="64MiB")
+    for retains in (False, True, False, True):
+        model.zero_grad(set_to_none=False)
+        loss = step(x)
+        loss.backward(retain_graph=retains)
+        if retains:
+            once = model.head.weight.grad.clone()
+            loss.backward()
+            assert torch.equal(model.head.weight.grad, 2 * once)
+
+
+def test_frozen_parts_stay_as_they_are_and_attributes_are_the_modules():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    step = remat.compile(model, budget="1MiB")
+    assert step.training
+    assert not model[1].training
+    step.temperature = 2.0
+    assert model.temperature == 2.0
+    assert not step.eval().training
+    assert not model.training
+
+
+def test_copies_and_pickles_are_compiled_again():
+    model, x = make("print"), batch()
+    model.lock = None
+    step = remat.compile(model, budget="64MiB")
+    step(x).backward()
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert not other.plans
+        assert torch.equal(other(x), model(x))
+        assert other.head.weight is not model.head.weight
+
+
+def test_a_step_that_fails_is_forgotten():
+    table = nn.Embedding(8, 16)
+    step = remat.compile(lambda tokens: table(tokens).square().mean(), budget="1MiB")
+    with pytest.raises(IndexError):
+        step(torch.tensor([9]))
+    for _ in range(2):
+        step(torch.tensor([3])).backward()
+    session = step.door.session
+    assert not session._waiting
+    assert len(session._step) == 1
+
+
+def test_two_models_of_one_class_have_a_session_each():
+    options = {"budget": "64MiB"}
+    x, steps = batch(), []
+    for _ in range(2):
+        model = make("plain")
+        steps.append(torch.compile(model, backend="penstock", options=options))
+        steps[-1](x).backward()
+    del steps[0], model
+    gc.collect()
+    steps[0](x).backward()
+
+
+def test_what_has_no_gradient_counts_in_the_eager_rest():
+    layer, x = nn.Linear(64, 64), torch.randn(1024, 64)
+    noisy = torch.compiler.disable(lambda x: nn.functional.dropout(x, 0.5))
+    step = remat.compile(lambda x: noisy(layer(x)).sum(), budget="64MiB")
+    step(x).backward()
+    assert step.door.session.rest_bytes >= x.nbytes
+
+
+def test_settings_are_put_back_when_calls_of_threads_overlap():
+    from torch._dynamo import config
+    from torch._dynamo.variables.torch import tracing_state_functions
+
+    from penstock.remat import _dynamo
+
+    before = config.allow_rnn, config.recompile_limit, dict(tracing_state_functions())
+    first, second = _dynamo.tracing_a_step(), _dynamo.tracing_a_step(has_rest=True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert config.allow_rnn
+    second.__exit__(None, None, None)
+    assert (config.allow_rnn, config.recompile_limit, tracing_state_functions()) == before
+
+
+def test_a_tensor_between_graphs_may_change_where_nobody_wants_its_gradient():
+    weights = [nn.Parameter(torch.randn(8)) for _ in range(3)]
+
+    def step(x):
+        y = x * weights[0]
+        print(end="")
+        z = (weights[1] * weights[1].sin()).sum()
+        with torch.no_grad():
+            y.mul_(0.5)
+        return (z + y + weights[2].sin() * weights[2]).sum()
+
+    x = torch.randn(8)
+    compiled = remat.compile(step, budget="1MiB")
+    for run in (step, compiled, compiled):
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        run(x).backward()
+        if run is step:
+            expected = [weight.grad.clone() for weight in weights]
+        assert all(torch.equal(weight.grad, one) for weight, one in zip(weights, expected, strict=True))
+
+
+def test_threads_that_share_a_step_each_have_their_own():
+    model, x = make("plain"), batch(8)
+    step = remat.compile(model, budget="256MiB")
+    step(x).backward()
+    failed = []
+
+    def run():
+        try:
+            for _ in range(5):
+                torch.autograd.grad(step(x), model.head.weight)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert max(one.num_graphs for one in step.plans) == 1

@@ -214,7 +214,7 @@ class PenstockCallback:
         backend = remat.Backend(**self._options, optimizer=optimizer)
         self._compiled.callback(backend.close)
         self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
-        trainer.model.compile(backend=backend, dynamic=False)
+        trainer.model.compile(backend=backend)
 
 
 _DEFAULT = ("method", "offload")

@@ -43,7 +43,6 @@ def compiled(
     ``partition`` is given the joint graph; it is not called where nothing requires gradients. ``forward`` returns the
     results and a ticket, which ``backward`` is given before the gradients of the results.
     """
-    import torch._functorch.config as functorch_config
     from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -60,7 +59,7 @@ def compiled(
         inference_compiler=lambda module, _: inference(module),
         partition_fn=split,
     )
-    with functorch_config.patch(donated_buffer=False), _operators_stay_whole(), _gradients_of_any_layout():
+    with _operators_stay_whole(), _gradients_of_any_layout():
         return compile_(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -88,9 +87,7 @@ def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.Graph
         if node.op == "placeholder" and "tangents" not in node.name:
             inside[node] = _copy(forward.placeholder(node.name), node)
     made = [_stand_in(forward, inside, node) for node in results[:num_forward_outputs]]
-    issued = forward.call_function(_never)
-    issued.meta["val"] = ticket
-    forward.output((*made, issued))
+    forward.output((*made, forward.call_function(_never)))  # without a value: no buffer that backward may reuse
     backward.placeholder("saved_ticket").meta["val"] = ticket
     inside = {}
     for node in nodes:

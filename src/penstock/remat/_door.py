@@ -6,6 +6,7 @@ that see what the eager rest of the step saves. `compile` owns the call; the str
 """
 
 import contextlib
+import copy
 import inspect
 import pkgutil
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from penstock.remat import _dynamo
 from penstock.remat._explain import Planned
@@ -51,6 +53,10 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
     return tuple({id(one): one for one in named if isinstance(one, nn.Module)}.values())
 
 
+def _tensors_of(arguments: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(arguments) if isinstance(one, torch.Tensor)]
+
+
 class Door:
     """What is around every call of a compiled step."""
 
@@ -62,14 +68,15 @@ class Door:
         self._offloading: Offloading | None = None
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Inside is one call."""
+    def call(self, *arguments: Any) -> Iterator[None]:
+        """Inside is one call with these arguments, as far as they are known."""
         session = self.session
         before, _mine.session = _mine.session, session
         try:
             if not session.modules and session.is_fresh:
                 session.modules = modules_of(_dynamo.compiled_function())
-            with _dynamo.tracing_a_step(has_rest=True), self._offloading or self._rest.counting():
+            standing = (*(one for module in session.modules for one in module.buffers()), *_tensors_of(arguments))
+            with _dynamo.tracing_a_step(has_rest=True), self._offloading or self._rest.counting(standing):
                 self._meter.end()
                 session.settle()
                 if session.wants_to_be_measured and self._offloading is None:
@@ -108,7 +115,7 @@ class CompiledModule(nn.Module):
         super().__init__()
         self._orig_mod = module
         self._step = CompiledFunction(module, session)
-        self.train(module.training)
+        self.training = module.training  # train() would reach into frozen parts
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the module as planned."""
@@ -118,7 +125,19 @@ class CompiledModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._modules["_orig_mod"], name)
+            return getattr(self.__dict__["_modules"]["_orig_mod"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_orig_mod", "_step", "training") or "_orig_mod" not in self.__dict__.get("_modules", ()):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._orig_mod, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompiledModule":
+        return compile(copy.deepcopy(self._orig_mod, memo), **self._step.door.session.settings.as_options())  # type: ignore[return-value]
+
+    def __reduce__(self) -> Any:
+        return _compiled_again, (self._orig_mod, self._step.door.session.settings.as_options())
 
     @property
     def plans(self) -> Sequence[Planned]:
@@ -132,6 +151,11 @@ class CompiledModule(nn.Module):
     def close(self) -> None:
         """Gives back what it took of a shared ``Budget``, and ends its lanes. The module itself can be called on."""
         self._step.close()
+
+
+def _compiled_again(module: nn.Module, options: dict[str, Any]) -> Any:
+    """What a pickled `CompiledModule` becomes: compiled for the same options, with nothing planned."""
+    return compile(module, **options)
 
 
 class CompiledFunction:
@@ -150,7 +174,7 @@ class CompiledFunction:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the function as planned."""
-        with self.door.call():
+        with self.door.call(arguments, keywords):
             return self._compiled(*arguments, **keywords)
 
     @property
@@ -224,6 +248,16 @@ class Backend:
         return self._door
 
 
+class _Options(dict[str, Any]):
+    """Options of one call of ``torch.compile``, equal to no other's: Dynamo shares what equal backends compiled."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
 class _NamedBackend:
     """What ``torch.compile(backend="penstock")`` finds under that name."""
 
@@ -247,8 +281,8 @@ class _NamedBackend:
 
     def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """What is around each call of what one call of ``torch.compile`` returned."""
-        options = keywords.get("options")
-        return Door(Session(Settings.of_options(options or {}), options=options)).call
+        options = keywords["options"] = _Options(keywords.get("options") or {})
+        return Door(Session(Settings.of_options(options), options=options)).call
 
 
 compile_backend = _NamedBackend()

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -48,27 +49,64 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
 
     names = [one for one in vars(logging.Logger) if one.partition("_")[0] in _LEVELS]
     ignored = {getattr(logging.Logger, one) for one in names} | set(dynamo_config.ignore_logging_functions)
+    settings = {
+        "ignore_logging_functions": _Functions(ignored),
+        "skip_tensor_guards_with_matching_dict_tags": False,
+        "allow_rnn": True,
+        "enable_dynamo_decompositions": False,
+        "use_numpy_random_stream": True,
+        "recompile_limit": max(_NO_LIMIT, dynamo_config.recompile_limit),
+        "accumulated_recompile_limit": max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
+        "suppress_errors": has_rest,
+    }
     answers = tracing_state_functions()
-    before = {asked: answers[asked] for asked in answers if getattr(asked, "__name__", "") in _ASKED and as_eager}
-    settings = dynamo_config.patch(
-        ignore_logging_functions=_Functions(ignored),
-        skip_tensor_guards_with_matching_dict_tags=False,
-        allow_rnn=True,
-        enable_dynamo_decompositions=False,
-        use_numpy_random_stream=True,
-        recompile_limit=max(_NO_LIMIT, dynamo_config.recompile_limit),
-        accumulated_recompile_limit=max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
-        suppress_errors=has_rest,
-    )
-    with settings:
-        before |= {asked: answers.get(asked, _UNANSWERED) for asked in (torch.cuda.is_current_stream_capturing,)}
-        answers |= dict.fromkeys(before, False)
-        try:
-            yield
-        finally:
-            answers |= before
-            for asked in [asked for asked, answer in before.items() if answer is _UNANSWERED]:
-                del answers[asked]
+    asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []
+    told = dict.fromkeys([*asked, torch.cuda.is_current_stream_capturing], False)
+    _of_pytorch.enter(dynamo_config, settings, answers, told)
+    try:
+        yield
+    finally:
+        _of_pytorch.leave(dynamo_config, answers)
+
+
+class _OfPyTorch:
+    """What PyTorch's settings and answers were before the first of those who changed them, and are after the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._settings: dict[str, Any] = {}
+        self._answers: dict[Any, Any] = {}
+
+    def enter(self, config: Any, settings: dict[str, Any], answers: dict[Any, Any], told: dict[Any, Any]) -> None:
+        """Changes them; calls may overlap, in several threads too."""
+        with self._lock:
+            self._depth += 1
+            for name in settings.keys() - self._settings.keys():
+                self._settings[name] = getattr(config, name)
+            for asked in told.keys() - self._answers.keys():
+                self._answers[asked] = answers.get(asked, _UNANSWERED)
+            for name, value in settings.items():
+                setattr(config, name, value)
+            answers |= told
+
+    def leave(self, config: Any, answers: dict[Any, Any]) -> None:
+        """The last one puts everything back."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            for name, value in self._settings.items():
+                setattr(config, name, value)
+            for asked, answer in self._answers.items():
+                if answer is _UNANSWERED:
+                    answers.pop(asked, None)
+                else:
+                    answers[asked] = answer
+            self._settings, self._answers = {}, {}
+
+
+_of_pytorch = _OfPyTorch()
 
 
 def is_untested() -> bool:

@@ -81,6 +81,7 @@ class Call:
         self.halves = halves
         self._when_over = when_over
         self._is_over = False
+        self.is_failed = False
         self.results: list[tuple[int, int]] = []
         """Identity and bytes of the storage of each result."""
         self.held: list[StorageWeakRef | None] = []
@@ -92,6 +93,11 @@ class Call:
         """Whether nothing else of its step has gradients."""
         self.gradient_strides: list[tuple[int, ...]] | None = None
         """What backward wants of its gradients; ``None`` if it takes them as they come."""
+
+    def failed(self) -> None:
+        """Forward did not end."""
+        self.is_failed = True
+        self.over()
 
     def over(self) -> None:
         """Nothing of it is held any more. Finalisers may call it; once is enough."""
@@ -183,7 +189,11 @@ class Variant:
         with gate.computing():
             call = self.piece.owner.begin(self, arguments)
             start_s = time.perf_counter()
-            made = list(call.halves.forward(arguments))
+            try:
+                made = list(call.halves.forward(arguments))
+            except BaseException:
+                call.failed()
+                raise
             call.seconds = time.perf_counter() - start_s
             num_results = self.captured.num_forward_outputs
             results, saved = made[:num_results], made[num_results:]
@@ -249,12 +259,13 @@ class Piece:
         """The variant for such arguments."""
         kind = _kind(arguments, self._numbers)
         with self._lock:
-            found = self._variants.pop(kind, None)
+            found = self._variants.get(kind)
         if found is None:
             with generators_held(), gate.tracing():
                 found = self._compiled(arguments)
         with self._lock:
-            self._variants[kind] = found
+            self._variants.pop(kind, None)
+            self._variants[kind] = found  # the latest last
             while len(self._variants) > _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
         return found
@@ -418,7 +429,7 @@ def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
             if not isinstance(one, nn.Parameter) and strided:
                 key = storage_of(one)[0]
                 if first.setdefault(key, at) != at:
-                    kinds.append((first[key], one.storage_offset()))
+                    kinds.append((first[key], arguments[first[key]].storage_offset(), one.storage_offset()))
         else:
             kinds.append(type(one))
     modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))

@@ -5,7 +5,7 @@ Whatever Dynamo leaves eager saves its activations as plain PyTorch does. Hooks 
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,11 +42,15 @@ class EagerRest:
         """What is saved now and waits for backward."""
         self.peak_bytes = 0
         """The most at once, since it was read last."""
+        self._standing: frozenset[int] = frozenset()
+        """Storages that are there anyway."""
         self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
-        """What is saved inside counts until it is freed."""
+    def counting(self, standing: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+        """What is saved inside counts until it is freed, but for parameters and ``standing``: they are there anyway."""
+        strided = [one for one in standing if type(one) is torch.Tensor and one.layout is torch.strided]
+        self._standing = frozenset(int(one.untyped_storage()._cdata) for one in strided)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -59,10 +63,11 @@ class EagerRest:
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
         entry = None
         base = tensor if tensor._base is None else tensor._base
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not base.is_leaf:  # leaves stand anyway
+        is_parameter = base.is_leaf and base.requires_grad
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_parameter:
             storage = tensor.untyped_storage()
             key, size_bytes = int(storage._cdata), storage.nbytes()
-            if size_bytes >= _TINY_BYTES:
+            if size_bytes >= _TINY_BYTES and key not in self._standing:
                 entry = self._entries.get(key)
                 if entry is None:
                     entry = self._entries[key] = _Entry(self, size_bytes)

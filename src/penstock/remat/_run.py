@@ -76,11 +76,11 @@ class OptimizedStep:
     def _first_call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], *, as_eager: bool) -> Any:
         with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=as_eager):
             self._compiled[key] = torch.compile(self._with_code(), backend=self._backend, fullgraph=True, dynamic=False)
-            num_planned = len(self._session.planned)
+            num_planned = self._session.num_planned
             try:
                 return self._call(key, arguments, keywords)
             except BaseException:
-                if len(self._session.planned) == num_planned:  # else it was planned, and did not run
+                if self._session.num_planned == num_planned:  # else it was planned, and did not run
                     del self._compiled[key]
                 raise
             finally:
@@ -116,7 +116,7 @@ class OptimizedStep:
         compiled = torch.compile(self._with_code(), backend=self._backend)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            with door.call():
+            with door.call(arguments, keywords):
                 return compiled(*arguments, **keywords)
 
         self._compiled, self._broken = {}, run

@@ -46,6 +46,7 @@ _MAX_MEASURED = 4
 _WORTH_MEASURING = 0.05
 """Of the budget: where an eager rest saves less, nothing is said if it cannot be measured."""
 _MAX_TRIED, _MAX_MISSED = 16, 3
+_MAX_PLANNED = 256
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
 
@@ -110,6 +111,16 @@ class _Halves:
         self.plan, self.forward, self.backward = plan, forward, backward
 
 
+class _OfThread(threading.local):
+    """The step that a thread is in."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Call] = {}
+        self.step: list[_Done] = []
+        self.following: _Sequence | None = None
+        self.is_new = False
+
+
 class Session:
     """Plans what Dynamo brings, and keeps what it planned."""
 
@@ -120,7 +131,8 @@ class Session:
         self.is_one_graph = is_one_graph
         """Whether every graph is a step of its own, so that the first call can be planned."""
         self.planned: list[Planned] = []
-        """In the order in which they were made."""
+        """In the order in which they were made; the latest, where there are very many."""
+        self.num_planned = 0
         self.has_rest = not is_one_graph
         """Whether what cannot be captured may run eagerly."""
         self.is_rehearsing = False
@@ -139,12 +151,10 @@ class Session:
         self._footprint = Footprint()
         self._costs = Costs()
         self._lock = threading.RLock()
-        self._live: dict[int, Call] = {}
-        self._step: list[_Done] = []
-        self._following: _Sequence | None = None
+        self._mine = _OfThread()
+        self._waiting: dict[int, dict[int, Call]] = {}
+        """For each call whose backward is to come, those of its thread."""
         self._sequences: dict[tuple[int, ...], _Sequence] = {}
-        self._is_new = False
-        """Whether the step has left every sequence that is known."""
         self._whole_steps: set[tuple[int, ...]] = set()
         """What the graphs did that steps were made of, whatever their sizes."""
         self._has_warned = False
@@ -152,6 +162,38 @@ class Session:
         """How many steps with an eager rest were to be measured, how many were, and how many could not be."""
         self._largest_bytes = 0
         """The largest peak of a step without a plan so far, of which a budget may be a share."""
+
+    @property
+    def _live(self) -> dict[int, Call]:
+        """Calls of this thread's step whose backward is to come."""
+        return self._mine.live
+
+    @property
+    def _step(self) -> list[_Done]:
+        """Calls of this thread's step."""
+        return self._mine.step
+
+    @_step.setter
+    def _step(self, calls: list[_Done]) -> None:
+        self._mine.step = calls
+
+    @property
+    def _following(self) -> _Sequence | None:
+        """The sequence that this thread's step follows."""
+        return self._mine.following
+
+    @_following.setter
+    def _following(self, sequence: _Sequence | None) -> None:
+        self._mine.following = sequence
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this thread's step has left every sequence that is known."""
+        return self._mine.is_new
+
+    @_is_new.setter
+    def _is_new(self, is_new: bool) -> None:
+        self._mine.is_new = is_new
 
     @property
     def adds_gradients(self) -> bool:
@@ -238,7 +280,9 @@ class Session:
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
         """A call of ``variant`` begins. Raises `RehearsalOver` where only its plan was wanted."""
         with self._lock:
-            if not self._live or len(self._step) >= _MAX_CALLS:
+            if len(self._step) >= _MAX_CALLS:
+                self._live.clear()
+            if not self._live:
                 self._end_step()
             statics = _Statics(arguments, accumulates=self.settings.accumulates)
             made = self._plan_for(variant, statics)
@@ -246,6 +290,7 @@ class Session:
             if self.is_rehearsing:
                 raise RehearsalOver
             self._live[id(call)] = call
+            self._waiting[id(call)] = self._live
             self._step.append(_Done(variant, statics, call))
             self._mark_calls()
             return call
@@ -348,7 +393,11 @@ class Session:
         return self._static_bytes(step) - calls - self.rest_bytes - sum(missing.values())
 
     def _over(self, call: Call) -> None:
-        self._live.pop(id(call), None)
+        waiting = self._waiting.pop(id(call), None)
+        if waiting is not None:
+            waiting.pop(id(call), None)
+        if call.is_failed:
+            self._step = [one for one in self._step if one.call is not call]
         if call.had_backward:
             done = next((one for one in self._step if one.call is call), None)
             if done is not None and done.variant.is_scaled:
@@ -492,6 +541,8 @@ class Session:
         made = plan(problem, budget_bytes, method=self.settings.method, like=like)
         verify(problem, made)
         self._take(problem, made, parameters)
+        self.num_planned += 1
+        del self.planned[:-_MAX_PLANNED]
         shapes, num_graphs = variants[0].shapes, len(variants)
         self.planned.append(
             Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes, num_graphs=num_graphs)

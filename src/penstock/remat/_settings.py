@@ -1,6 +1,6 @@
 """What a step is planned for, whichever door it comes through."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 import torch
@@ -61,6 +61,10 @@ class Settings:
             return self.budget
         size = None if isinstance(self.budget, float) or self.budget is None else self.budget
         return tiers.Budget(device=size, host=self.host, disk=self.disk)
+
+    def as_options(self) -> dict[str, Any]:
+        """As `of_options` takes them."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def of_options(cls, options: dict[str, Any]) -> Self:
