@@ -524,7 +524,7 @@ def test_a_planned_step_counts_the_optimizer_and_refuses_a_hopeless_budget(tmp_p
     model = llama()
     static_bytes = 4 * sum(one.nbytes for one in model.parameters())  # gradients and AdamW's two moments
     trainer = trainer_of(tmp_path, PenstockCallback(budget=static_bytes, method="remat"), model=model)
-    with nothing_left(model, disk), pytest.raises(Exception, match="BudgetError.*cannot be met"):
+    with nothing_left(model, disk), pytest.raises(Exception, match="cannot be met"):
         trainer.train()
 
 

@@ -383,7 +383,8 @@ def test_a_step_that_is_only_planned_opens_nothing(tmp_path):
             model, batch, smallest(problem, "swap") + 4096, method="swap", disk=tmp_path, profile=problem
         )
         assert step.plan.plan.gone_slots
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+    assert threading.active_count() <= before[0]  # threads of earlier tests may have ended meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= before[1]
 
 
 def test_hooks_on_saved_tensors_leave_a_planned_step_alone(tmp_path):

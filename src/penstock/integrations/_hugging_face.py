@@ -211,7 +211,7 @@ class PenstockCallback:
     def _compile(self, trainer: Any) -> None:
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
         self._compiled = contextlib.ExitStack()
-        backend = remat.Backend(**self._options, optimizer=optimizer)
+        backend = remat.Backend(**{"as_eager": False, **self._options}, optimizer=optimizer)  # fewer breaks
         self._compiled.callback(backend.close)
         self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
         trainer.model.compile(backend=backend)

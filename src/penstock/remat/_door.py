@@ -76,7 +76,11 @@ class Door:
             if not session.modules and session.is_fresh:
                 session.modules = modules_of(_dynamo.compiled_function())
             standing = (*(one for module in session.modules for one in module.buffers()), *_tensors_of(arguments))
-            with _dynamo.tracing_a_step(has_rest=True), self._offloading or self._rest.counting(standing):
+            as_eager = session.settings.as_eager
+            with (
+                _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
+                self._offloading or self._rest.counting(standing),
+            ):
                 self._meter.end()
                 session.settle()
                 if session.wants_to_be_measured and self._offloading is None:

@@ -288,7 +288,12 @@ class Piece:
                 self._capture(variant, arguments)
         except (CaptureError, *_aot.cannot_trace()) as error:  # type: ignore[misc]
             if not self.owner.has_rest:
-                raise error if isinstance(error, CaptureError) else CaptureError(_why(error)) from error
+                if isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(
+                    "the step reads the value of a tensor, or makes one whose shape depends on values, and cannot be "
+                    f"planned before they are known: {_why(error)}"
+                ) from error
             variant.run, variant.is_eager = self._module.forward, True
             self.owner.left_eager(_why(error))
         except Exception as error:

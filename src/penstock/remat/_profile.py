@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
 from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
@@ -178,6 +177,8 @@ def _made_bytes(call: fx.Node) -> int:
 
 def _work(call: fx.Node) -> float:
     """Floating-point operations, or bytes where PyTorch does not count them, and what starting takes."""
+    from torch.utils.flop_counter import flop_registry  # which imports Triton
+
     packet = getattr(call.target, "overloadpacket", None)
     if packet in flop_registry:
         arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])

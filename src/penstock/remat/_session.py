@@ -23,19 +23,20 @@ from penstock import tiers
 from penstock.directio import BLOCK_BYTES
 from penstock.errors import BudgetError, BudgetNotKeptWarning, GraphBreakWarning
 from penstock.remat import _aot, _capture, _dynamo, _swap
+from penstock.remat._calls import Done, Statics, links_of, saved_bytes_of
 from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
 from penstock.remat._explain import Planned
 from penstock.remat._lanes import lane_rates
 from penstock.remat._optimizer import optimizer_state_bytes
-from penstock.remat._piece import Call, Piece, RehearsalOver, Variant, storage_of, weak_storage
+from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, plan, plan_of
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._profile import Costs
 from penstock.remat._settings import Settings
-from penstock.remat._together import Link, merged, parts
+from penstock.remat._together import merged, parts
 from penstock.remat._trial import Trial
-from penstock.remat._verify import live_bytes, verify
+from penstock.remat._verify import verify
 from penstock.tiers import Charges, Footprint
 from penstock.units import format_bytes, parse_bytes
 
@@ -49,49 +50,6 @@ _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_PLANNED = 256
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
-
-
-@dataclass(slots=True)
-class _Done:
-    """A call of the step that runs."""
-
-    variant: Variant
-    statics: "_Statics"
-    call: Call | None = None
-    """``None`` before it begins."""
-
-    @property
-    def plan(self) -> RematPlan:
-        """What it follows."""
-        assert self.call is not None
-        return self.call.halves.plan
-
-    @property
-    def results(self) -> list[tuple[int, int]]:
-        """Identity and bytes of the storage of each result, once forward has ended."""
-        return [] if self.call is None else self.call.results
-
-
-class _Statics:
-    """What the arguments of a call hold: parameters with their gradients, and other storages, by identity."""
-
-    def __init__(self, arguments: Sequence[Any], *, accumulates: bool):
-        self.storages = [storage_of(one)[0] for one in arguments]
-        self._held = [weak_storage(one) for one in arguments]
-        """As long as they live, no other storage gets one of these identities."""
-        self.parameters: dict[int, int] = {}
-        self.missing: dict[int, int] = {}
-        """Of the parameters' bytes those of gradients that do not exist yet."""
-        self.others: dict[int, int] = {}
-        for one in arguments:
-            if isinstance(one, nn.Parameter):
-                has_gradient = accumulates and one.requires_grad
-                self.parameters[id(one)] = one.nbytes * (2 if has_gradient else 1)
-                if has_gradient and one.grad is None:
-                    self.missing[id(one)] = one.nbytes
-            else:
-                key, size_bytes = storage_of(one)
-                self.others[key] = size_bytes
 
 
 @dataclass(slots=True)
@@ -116,7 +74,7 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.live: dict[int, Call] = {}
-        self.step: list[_Done] = []
+        self.step: list[Done] = []
         self.following: _Sequence | None = None
         self.is_new = False
 
@@ -169,12 +127,12 @@ class Session:
         return self._mine.live
 
     @property
-    def _step(self) -> list[_Done]:
+    def _step(self) -> list[Done]:
         """Calls of this thread's step."""
         return self._mine.step
 
     @_step.setter
-    def _step(self, calls: list[_Done]) -> None:
+    def _step(self, calls: list[Done]) -> None:
         self._mine.step = calls
 
     @property
@@ -284,14 +242,14 @@ class Session:
                 self._live.clear()
             if not self._live:
                 self._end_step()
-            statics = _Statics(arguments, accumulates=self.settings.accumulates)
+            statics = Statics(arguments, accumulates=self.settings.accumulates)
             made = self._plan_for(variant, statics)
             call = Call(variant.emitted(made), self._over)
             if self.is_rehearsing:
                 raise RehearsalOver
             self._live[id(call)] = call
             self._waiting[id(call)] = self._live
-            self._step.append(_Done(variant, statics, call))
+            self._step.append(Done(variant, statics, call))
             self._mark_calls()
             return call
 
@@ -382,7 +340,7 @@ class Session:
                     f"{format_bytes(planned.budget_bytes)}: what its eager rest works with leaves too little"
                 )
 
-    def _standing_before(self, step: Sequence[_Done]) -> int:
+    def _standing_before(self, step: Sequence[Done]) -> int:
         """What stood when the step began: parameters, the gradients that there were, optimizer state, arguments."""
         calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
         missing = {key: size for one in step for key, size in one.statics.missing.items()}
@@ -403,7 +361,7 @@ class Session:
             if done is not None and done.variant.is_scaled:
                 self._correct(done)
 
-    def _correct(self, done: _Done) -> None:
+    def _correct(self, done: Done) -> None:
         """Times that were scaled from other sizes become those of a step: its second, since the first one warms up."""
         variant, problem = done.variant, done.variant.problem
         variant.num_calls += 1
@@ -419,7 +377,7 @@ class Session:
             self._sequences = {key: one for key, one in self._sequences.items() if variant not in one.variants}
             self._is_new = True
 
-    def _plan_for(self, variant: Variant, statics: _Statics) -> RematPlan:
+    def _plan_for(self, variant: Variant, statics: Statics) -> RematPlan:
         at = len(self._step)
         following = self._following
         if following is None or at >= len(following.variants) or following.variants[at] is not variant:
@@ -449,7 +407,7 @@ class Session:
         ]
         return max(fitting, key=lambda one: len(one.variants), default=None)
 
-    def _leanest(self, variant: Variant, statics: _Statics) -> RematPlan:
+    def _leanest(self, variant: Variant, statics: Statics) -> RematPlan:
         """The plan that leaves the least behind. Raises ``BudgetError`` where the graph does not fit even alone."""
         problem = variant.problem
         assert problem is not None
@@ -466,15 +424,15 @@ class Session:
         self._take(problem, variant.leanest, statics.parameters)
         return variant.leanest
 
-    def _beside_bytes(self, variant: Variant, statics: _Statics) -> int:
+    def _beside_bytes(self, variant: Variant, statics: Statics) -> int:
         """What the step holds that is none of a graph's own, if it is called now."""
         problem = variant.problem
         assert problem is not None
         waiting = [one for one in self._step if id(one.call) in self._live]
-        saved_bytes = sum(_saved_bytes(one) for one in waiting)
-        return self._static_bytes([*waiting, _Done(variant, statics)]) + saved_bytes - problem.static_bytes
+        saved_bytes = sum(saved_bytes_of(one) for one in waiting)
+        return self._static_bytes([*waiting, Done(variant, statics)]) + saved_bytes - problem.static_bytes
 
-    def _must_fit(self, variant: Variant, made: RematPlan, statics: _Statics) -> None:
+    def _must_fit(self, variant: Variant, made: RematPlan, statics: Statics) -> None:
         """Says so where a graph does not fit beside what the step's earlier ones have saved."""
         problem = variant.problem
         assert problem is not None
@@ -511,7 +469,7 @@ class Session:
             self._has_warned = True
             warnings.warn(f"{why}. It trains on above the budget", BudgetNotKeptWarning, stacklevel=2)
 
-    def _planned_alone(self, variant: Variant, statics: _Statics) -> _Sequence:
+    def _planned_alone(self, variant: Variant, statics: Statics) -> _Sequence:
         """The plan of a graph that is a step."""
         problem = variant.problem
         assert problem is not None
@@ -522,12 +480,12 @@ class Session:
         made = self._planned(problem, statics.parameters, [variant])
         return self._remember([variant], (made.plan,), made)
 
-    def _planned_together(self, step: Sequence[_Done]) -> _Sequence:
+    def _planned_together(self, step: Sequence[Done]) -> _Sequence:
         """The plans of the graphs of a step that was run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
         problems = [one.variant.problem for one in step if one.variant.problem is not None]
-        problem = merged(problems, _links(step), self._static_bytes(step))
+        problem = merged(problems, links_of(step), self._static_bytes(step))
         parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
         variants = [one.variant for one in step]
         made = self._planned(problem, parameters, variants)
@@ -563,7 +521,7 @@ class Session:
             del self._sequences[next(iter(self._sequences))]
         return made
 
-    def _static_bytes(self, step: Sequence[_Done]) -> int:
+    def _static_bytes(self, step: Sequence[Done]) -> int:
         """What stands all along while the graphs of a step run, each tensor once."""
         parameters = self._modules_bytes()
         parameters |= {key: size for one in step for key, size in one.statics.parameters.items()}
@@ -623,37 +581,6 @@ class Session:
             self.charges.enter(own, force=True)
         room_bytes = self.settings.account().step_room_bytes(own)
         return 2**62 if room_bytes is None else max(0, room_bytes)
-
-
-def _links(step: Sequence[_Done]) -> list[Link]:
-    """Which results of the step's graphs were arguments of later ones."""
-    links: list[Link] = []
-    made: dict[int, tuple[int, int]] = {}
-    for target, done in enumerate(step):
-        captured = done.variant.captured
-        assert captured is not None
-        for at, key in enumerate(done.statics.storages):
-            if key in made:
-                source, storage = made[key]
-                links.append(Link(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at)))
-        for node, (key, _) in zip(captured.forward_outputs, done.results, strict=True):
-            storage_number = captured.storage_of.get(node) if isinstance(node, fx.Node) else None
-            if key and storage_number is not None:
-                made[key] = (target, storage_number)
-    return links
-
-
-def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
-    node = captured.gradients[argument] if argument < len(captured.gradients) else None
-    return captured.storage_of.get(node) if isinstance(node, fx.Node) else None
-
-
-def _saved_bytes(done: _Done) -> int:
-    """What a call has left for its backward, or a little more."""
-    problem = done.variant.problem
-    assert problem is not None
-    live = live_bytes(problem, done.plan)
-    return live[problem.num_forward] if len(live) > problem.num_forward else 0
 
 
 def _device_of(captured: _capture.Captured) -> torch.device:

@@ -38,6 +38,8 @@ class Settings:
     """What runs the planned graphs: node by node, or Inductor where that keeps within the budget."""
     verify: bool = False
     """Compare the storages that are resident with the plan's after every operator, and checksums of swaps (slow)."""
+    as_eager: bool = True
+    """Whether a model that asks ``torch.compiler.is_compiling()`` is told no, so that it takes eager PyTorch's path."""
     strict: bool = False
     """Raise an error where the budget cannot be kept, instead of warning."""
 

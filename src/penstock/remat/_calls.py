@@ -1,0 +1,87 @@
+"""Calls of a step's graphs: what each holds, and which results of one are arguments of another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from penstock.remat import _capture
+from penstock.remat._piece import Call, Variant, storage_of, weak_storage
+from penstock.remat._plan import RematPlan
+from penstock.remat._together import Link
+from penstock.remat._verify import live_bytes
+
+
+@dataclass(slots=True)
+class Done:
+    """A call of the step that runs."""
+
+    variant: Variant
+    statics: "Statics"
+    call: Call | None = None
+    """``None`` before it begins."""
+
+    @property
+    def plan(self) -> RematPlan:
+        """What it follows."""
+        assert self.call is not None
+        return self.call.halves.plan
+
+    @property
+    def results(self) -> list[tuple[int, int]]:
+        """Identity and bytes of the storage of each result, once forward has ended."""
+        return [] if self.call is None else self.call.results
+
+
+class Statics:
+    """What the arguments of a call hold: parameters with their gradients, and other storages, by identity."""
+
+    def __init__(self, arguments: Sequence[Any], *, accumulates: bool):
+        self.storages = [storage_of(one)[0] for one in arguments]
+        self._held = [weak_storage(one) for one in arguments]
+        """As long as they live, no other storage gets one of these identities."""
+        self.parameters: dict[int, int] = {}
+        self.missing: dict[int, int] = {}
+        """Of the parameters' bytes those of gradients that do not exist yet."""
+        self.others: dict[int, int] = {}
+        for one in arguments:
+            if isinstance(one, nn.Parameter):
+                has_gradient = accumulates and one.requires_grad
+                self.parameters[id(one)] = one.nbytes * (2 if has_gradient else 1)
+                if has_gradient and one.grad is None:
+                    self.missing[id(one)] = one.nbytes
+            else:
+                key, size_bytes = storage_of(one)
+                self.others[key] = size_bytes
+
+
+def links_of(step: Sequence[Done]) -> list[Link]:
+    """Which results of the step's graphs were arguments of later ones."""
+    links: list[Link] = []
+    made: dict[int, tuple[int, int]] = {}
+    for target, done in enumerate(step):
+        captured = done.variant.captured
+        assert captured is not None
+        for at, key in enumerate(done.statics.storages):
+            if key in made:
+                source, storage = made[key]
+                links.append(Link(source=source, storage=storage, target=target, gradient=_gradient_of(captured, at)))
+        for node, (key, _) in zip(captured.forward_outputs, done.results, strict=True):
+            storage_number = captured.storage_of.get(node) if isinstance(node, fx.Node) else None
+            if key and storage_number is not None:
+                made[key] = (target, storage_number)
+    return links
+
+
+def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
+    node = captured.gradients[argument] if argument < len(captured.gradients) else None
+    return captured.storage_of.get(node) if isinstance(node, fx.Node) else None
+
+
+def saved_bytes_of(done: Done) -> int:
+    """What a call has left for its backward, or a little more."""
+    problem = done.variant.problem
+    assert problem is not None
+    live = live_bytes(problem, done.plan)
+    return live[problem.num_forward] if len(live) > problem.num_forward else 0
