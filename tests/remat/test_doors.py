@@ -594,3 +594,22 @@ def test_threads_that_share_a_step_each_have_their_own():
         thread.join()
     assert not failed
     assert max(one.num_graphs for one in step.plans) == 1
+
+
+def test_a_step_that_differentiates_by_itself():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def step(x):
+        return (layer(x) * torch.func.grad(lambda y: layer(y).sum())(x)).sum()
+
+    step(x).backward()
+    expected = layer.weight.grad.clone()
+    compiled = remat.compile(step, budget="1MiB")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetNotKeptWarning)
+        for _ in range(2):
+            layer.zero_grad()
+            compiled(x).backward()
+            assert torch.equal(layer.weight.grad, expected)
+    with torch.autograd.graph.save_on_cpu():  # hooks are allowed as before
+        layer(x).sum().backward()

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from penstock.remat import _dynamo
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
-from penstock.remat._rest import EagerRest, MakeOffloading, Offloading
+from penstock.remat._rest import EagerRest, MakeOffloading, Offloading, is_refused_beside
 from penstock.remat._session import Session
 from penstock.remat._settings import Settings
 
@@ -64,6 +64,8 @@ class Door:
         self.session = session
         session.modules = modules_of(function)
         self._rest = EagerRest()
+        self.counts = True
+        """Whether what the eager rest saves can be counted."""
         self._meter = StepMeter(session.was_measured)
         self._offloading: Offloading | None = None
 
@@ -79,13 +81,21 @@ class Door:
             as_eager = session.settings.as_eager
             with (
                 _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
-                self._offloading or self._rest.counting(standing),
+                self._offloading or (self._rest.counting(standing) if self.counts else contextlib.nullcontext()),
             ):
                 self._meter.end()
                 session.settle()
                 if session.wants_to_be_measured and self._offloading is None:
                     session.could_be_measured(self._meter.begin(session.device))
                 yield
+        except RuntimeError as error:
+            if self.counts and is_refused_beside(error):
+                self.counts = False
+                session.not_kept(
+                    "the step uses torch.func, beside which what it saves outside of its graphs cannot be counted: the "
+                    "budget is kept by its graphs alone"
+                )
+            raise
         finally:
             _mine.session = before
             session.rest_saved(self._rest.take_peak())
@@ -178,7 +188,14 @@ class CompiledFunction:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the function as planned."""
-        with self.door.call(arguments, keywords):
+        counted = self.door.counts
+        try:
+            with self.door.call(arguments, keywords):
+                return self._compiled(*arguments, **keywords)
+        except RuntimeError:
+            if self.door.counts or not counted:
+                raise
+        with self.door.call(arguments, keywords):  # it was torch.func's error, which has nothing to refuse any more
             return self._compiled(*arguments, **keywords)
 
     @property

@@ -99,6 +99,14 @@ class _Saved:
         self.entry = entry
 
 
+def is_refused_beside(error: RuntimeError) -> bool:
+    """Whether ``torch.func`` refuses to work beside hooks, which Dynamo may have switched off while it tried."""
+    if "saved tensor hooks" not in str(error):
+        return False
+    torch._C._autograd._saved_tensors_hooks_enable()  # type: ignore[attr-defined]
+    return True
+
+
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _unpack(saved: _Saved) -> torch.Tensor:
     tensor = saved.tensor
