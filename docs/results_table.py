@@ -138,6 +138,23 @@ ENTRIES = {
             Figure(label="{} leaked files", metric="num_leaked_files", of="value", form="d"),
         ),
     ),
+    "cpu-shapes": Entry(
+        shows="A batch of another size is planned from the profile of the first",
+        command="shapes",
+        figures=(
+            Figure(label="measured peak {} of the predicted", metric="peak", of="value", form=".3f"),
+            Figure(label="predicted time {} of the measured, median", name="median", metric="time", of="value"),
+            Figure(label="planned in {} s, median", name="median", metric="plan_s", of="value", form=".3f"),
+        ),
+    ),
+    "cpu-strange": Entry(
+        shows="Models that are no single graph train as eager PyTorch does, through both doors",
+        command="strange",
+        figures=(
+            Figure(label="equal to the bit: {}", metric="equal to eager.*", of="value", form=".0f"),
+            Figure(label="measured peak {} of the budget", metric="measured over budget.*", of="value", form=".3f"),
+        ),
+    ),
     "cpu-remat": Entry(
         shows="Planned steps of nine models: budgets kept, beside checkpoints and PyTorch's knob",
         command="remat",
