@@ -20,6 +20,13 @@ from penstock.tiers import Budget
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.fixture(autouse=True)
+def _without_garbage():
+    """What earlier tests left must not be freed between two measurements."""
+    for _ in range(3):  # finalisers leave more
+        gc.collect()
+
+
 def gpt():
     torch.manual_seed(0)
     return GPT(num_layers=3, width=64, num_heads=2, context=64)
