@@ -513,7 +513,7 @@ def test_a_step_that_fails_is_forgotten():
         step(torch.tensor([3])).backward()
     session = step.door.session
     assert not session._waiting
-    assert len(session._step) == 1
+    assert len(session._mine.step) == 1
 
 
 def test_two_models_of_one_class_have_a_session_each():

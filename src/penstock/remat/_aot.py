@@ -1,7 +1,7 @@
 """AOTAutograd, which makes the joint graph of forward and backward, and calls what the plan makes of it.
 
 The compiled function keeps its plan open: forward hands over to backward one ticket instead of tensors, so that each
-call may run as another plan says (`_graph.py`). What AOTAutograd is given to look at is therefore an outline: a graph
+call may run as another plan says (`_piece.py`). What AOTAutograd is given to look at is therefore an outline: a graph
 with the results' fake values and a ticket, which is never run.
 
 Python decompositions that change the last bits (interpolation) are out of the way meanwhile: the operator and its own

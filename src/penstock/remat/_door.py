@@ -102,11 +102,10 @@ class Door:
             if session.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
                 self.offload_rest()
 
-    def offload_rest(self, make: MakeOffloading | None = None) -> None:
+    def offload_rest(self) -> None:
         """From the next call on what the eager rest saves is offloaded."""
         if self._offloading is None and self.session.modules:
-            make = make or pkgutil.resolve_name(_OFFLOADING)
-            assert make is not None
+            make: MakeOffloading = pkgutil.resolve_name(_OFFLOADING)
             modules = self.session.modules
             module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
             self._offloading = make(module, self.session.settings.account())
@@ -219,7 +218,7 @@ def compile(  # noqa: A001
 ) -> CompiledModule | CompiledFunction:
     """``model``, run within a budget of bytes, whatever shapes come and wherever its graph breaks.
 
-    The first step of every new kind runs at its smallest peak; all graphs of a step are then planned together. What
+    In the first step of every new kind each graph saves as little as it can; all are then planned together. What
     PyTorch cannot compile runs eagerly; what that saves counts in the same budget, and is offloaded where ``disk`` or
     ``host`` is given. Results and gradients equal eager PyTorch's to the bit.
 

@@ -172,8 +172,6 @@ class Variant:
     """By decisions, the latest last."""
     leanest: RematPlan | None = None
     """The plan that leaves the least for backward, once it was asked for."""
-    plan_s: float = 0.0
-    """Seconds that capturing, measuring and planning took."""
 
     def emitted(self, plan: RematPlan) -> Halves:
         """Both halves as ``plan`` says."""
@@ -232,8 +230,8 @@ def _backward(arguments: list[Any]) -> Any:
 class Piece:
     """A graph of Dynamo's. Calling it runs the variant for the arguments, which is made if there is none yet."""
 
-    def __init__(self, owner: Owner, number: int, module: fx.GraphModule, break_reason: str):
-        self.owner, self.number, self.break_reason = owner, number, break_reason
+    def __init__(self, owner: Owner, module: fx.GraphModule, break_reason: str):
+        self.owner, self.break_reason = owner, break_reason
         self.does = hash(tuple((node.op, str(node.target)) for node in module.graph.nodes))
         """The same for graphs that differ in sizes alone."""
         self._module = module
@@ -253,7 +251,8 @@ class Piece:
 
     def devices(self) -> set[torch.device]:
         """Where its arguments were."""
-        return {device for one in self._variants.values() for device in one.devices}
+        with self._lock:
+            return {device for one in self._variants.values() for device in one.devices}
 
     def variant(self, arguments: Sequence[Any]) -> Variant:
         """The variant for such arguments."""
@@ -271,7 +270,6 @@ class Piece:
         return found
 
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
-        start_s = time.perf_counter()
         variant = Variant(self)
         variant.devices = frozenset(one.device for one in arguments if isinstance(one, torch.Tensor))
         variant.shapes = ", ".join(
@@ -303,7 +301,6 @@ class Piece:
                 f"a step could not be captured by PyTorch {torch.__version__}, which is newer than what plans were "
                 f"tested with ({_dynamo.TESTED}): {_why(error)}. Please report it; an older PyTorch works"
             ) from error
-        variant.plan_s = time.perf_counter() - start_s
         return variant
 
     def _capture(self, variant: Variant, arguments: Sequence[Any]) -> None:

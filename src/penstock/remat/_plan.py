@@ -100,12 +100,6 @@ def plan(
     return made
 
 
-def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPlan:
-    """The plan with the smallest peak found, whatever its time."""
-    planner = _Planner(problem, method)
-    return planner.finished(planner.lowest())
-
-
 def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid") -> RematPlan:
     """The plan that leaves the least for backward of those that fit; where none does, that with the smallest peak."""
     planner = _Planner(problem, method)

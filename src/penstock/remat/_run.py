@@ -105,9 +105,9 @@ class OptimizedStep:
                 "torch.compile(step, fullgraph=True) shows, or train it with penstock.remat.compile(step, budget=...)"
             ) from error
         warnings.warn(
-            f"the step is not one graph ({why}), so it is planned once it has run: its first step runs each graph at "
-            "its smallest peak, and what cannot be compiled eagerly. torch.compile(step, fullgraph=True) shows the "
-            "break",
+            f"the step is not one graph ({why}), so it is planned once it has run: in its first step each graph saves "
+            "as little as it can, and what cannot be compiled runs eagerly. torch.compile(step, fullgraph=True) shows "
+            "the break",
             GraphBreakWarning,
             stacklevel=4,
         )

@@ -1,10 +1,10 @@
 """One budget over all graphs of a step: which plan each of their calls follows.
 
 A step begins when a graph is called while nothing of an earlier call waits for backward. What it calls until then, in
-order, is its sequence. A sequence that was never seen runs every graph at its smallest peak; once it has ended, its
-graphs are planned together (`_together.py`), and the next such step follows that plan. A step that leaves its sequence
-runs the rest at its smallest peak, and is learned in turn. Where a single graph is known to be the whole step, it is
-planned before it first runs.
+order, is its sequence. In a sequence that was never seen every graph saves as little for backward as it can; once the
+step has ended, its graphs are planned together (`_together.py`), and the next such step follows that plan. A step that
+leaves its sequence saves as little as it can from there on, and is learned in turn. Where a single graph is known to be
+the whole step, it is planned before it first runs.
 
 What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `BudgetError` itself with ``strict=True``.
 """
@@ -59,7 +59,7 @@ class _Sequence:
     variants: tuple[Variant, ...]
     plans: tuple[RematPlan, ...]
     planned: Planned | None
-    """``None`` while each runs at its smallest peak."""
+    """``None`` where they cannot share the budget, and each saves as little as it can."""
 
 
 class _Halves:
@@ -74,9 +74,13 @@ class _OfThread(threading.local):
 
     def __init__(self) -> None:
         self.live: dict[int, Call] = {}
+        """Calls whose backward is to come."""
         self.step: list[Done] = []
+        """Calls of the step, in order."""
         self.following: _Sequence | None = None
+        """The sequence that the step follows."""
         self.is_new = False
+        """Whether the step has left every sequence that is known."""
 
 
 class Session:
@@ -122,38 +126,6 @@ class Session:
         """The largest peak of a step without a plan so far, of which a budget may be a share."""
 
     @property
-    def _live(self) -> dict[int, Call]:
-        """Calls of this thread's step whose backward is to come."""
-        return self._mine.live
-
-    @property
-    def _step(self) -> list[Done]:
-        """Calls of this thread's step."""
-        return self._mine.step
-
-    @_step.setter
-    def _step(self, calls: list[Done]) -> None:
-        self._mine.step = calls
-
-    @property
-    def _following(self) -> _Sequence | None:
-        """The sequence that this thread's step follows."""
-        return self._mine.following
-
-    @_following.setter
-    def _following(self, sequence: _Sequence | None) -> None:
-        self._mine.following = sequence
-
-    @property
-    def _is_new(self) -> bool:
-        """Whether this thread's step has left every sequence that is known."""
-        return self._mine.is_new
-
-    @_is_new.setter
-    def _is_new(self, is_new: bool) -> None:
-        self._mine.is_new = is_new
-
-    @property
     def adds_gradients(self) -> bool:
         """Whether backward adds gradients to their leaves itself."""
         return self.settings.accumulates and self.settings.adds_gradients
@@ -166,7 +138,7 @@ class Session:
     def take(self, module: fx.GraphModule) -> Callable[..., Any]:
         """A graph of Dynamo's; what is returned runs it. PyTorch keeps that for ever, so it holds nothing."""
         _dynamo.warn_if_untested()
-        piece = Piece(self, len(self.pieces), module, _dynamo.break_after(module))
+        piece = Piece(self, module, _dynamo.break_after(module))
         self.pieces.append(piece)
         held = weakref.ref(piece)
 
@@ -185,7 +157,7 @@ class Session:
         """Gives back what was taken of the account, and ends the lanes of swaps."""
         self.pieces = []
         self._sequences = {}
-        self._step, self._following = [], None
+        self._mine.step, self._mine.following = [], None
         if self.charges is not None:
             self.charges.give_back()
         if self.tiers is not None:
@@ -238,25 +210,25 @@ class Session:
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
         """A call of ``variant`` begins. Raises `RehearsalOver` where only its plan was wanted."""
         with self._lock:
-            if len(self._step) >= _MAX_CALLS:
-                self._live.clear()
-            if not self._live:
+            if len(self._mine.step) >= _MAX_CALLS:
+                self._mine.live.clear()
+            if not self._mine.live:
                 self._end_step()
             statics = Statics(arguments, accumulates=self.settings.accumulates)
             made = self._plan_for(variant, statics)
             call = Call(variant.emitted(made), self._over)
             if self.is_rehearsing:
                 raise RehearsalOver
-            self._live[id(call)] = call
-            self._waiting[id(call)] = self._live
-            self._step.append(Done(variant, statics, call))
+            self._mine.live[id(call)] = call
+            self._waiting[id(call)] = self._mine.live
+            self._mine.step.append(Done(variant, statics, call))
             self._mark_calls()
             return call
 
     def settle(self) -> None:
         """Learns from the last step, if it is over."""
         with self._lock:
-            if not self._live:
+            if not self._mine.live:
                 self._end_step()
 
     def left_eager(self, why: str) -> None:
@@ -269,8 +241,8 @@ class Session:
 
     def _mark_calls(self) -> None:
         """Calls that others of their step, or an eager rest, stand beside leave adding gradients to autograd."""
-        if len(self._step) > 1 or self.rest_bytes:
-            for one in self._step:
+        if len(self._mine.step) > 1 or self.rest_bytes:
+            for one in self._mine.step:
                 if one.call is not None:
                     one.call.is_alone = False
 
@@ -284,12 +256,12 @@ class Session:
                 return
             self.rest_bytes = size_bytes
             self._sequences.clear()
-            self._is_new = bool(self._step)
-            if self._step:
-                last = self._step[-1]
-                del self._step[-1]
+            self._mine.is_new = bool(self._mine.step)
+            if self._mine.step:
+                last = self._mine.step[-1]
+                del self._mine.step[-1]
                 self._must_fit(last.variant, last.plan, last.statics)
-                self._step.append(last)
+                self._mine.step.append(last)
 
     @property
     def device(self) -> torch.device:
@@ -322,13 +294,13 @@ class Session:
     def was_measured(self, taken_bytes: int) -> None:
         """A step with an eager rest took so many bytes beside what stood before. Too many leave less for the graphs."""
         with self._lock:
-            planned = None if self._following is None else self._following.planned
-            had_backward = all(one.call is not None and one.call.had_backward for one in self._step)
+            planned = None if self._mine.following is None else self._mine.following.planned
+            had_backward = all(one.call is not None and one.call.had_backward for one in self._mine.step)
             self._num_tried += 1
             if planned is None or not planned.has_budget or not had_backward:
                 return
             self._num_measured += 1
-            peak_bytes = taken_bytes + self._standing_before(self._step)
+            peak_bytes = taken_bytes + self._standing_before(self._mine.step)
             excess_bytes = peak_bytes - planned.budget_bytes
             if excess_bytes <= 0:
                 self._num_measured = _MAX_MEASURED
@@ -355,9 +327,9 @@ class Session:
         if waiting is not None:
             waiting.pop(id(call), None)
         if call.is_failed:
-            self._step = [one for one in self._step if one.call is not call]
+            self._mine.step = [one for one in self._mine.step if one.call is not call]
         if call.had_backward:
-            done = next((one for one in self._step if one.call is call), None)
+            done = next((one for one in self._mine.step if one.call is call), None)
             if done is not None and done.variant.is_scaled:
                 self._correct(done)
 
@@ -372,20 +344,22 @@ class Session:
         variant.problem, variant.is_scaled = problem.scaled(durations=factor), False
         for at, planned in enumerate(self.planned):
             if planned.plan is made:
-                self.planned[at] = replace(planned, problem=planned.problem.scaled(durations=factor))
+                times = {name: getattr(made, name) * factor for name in ("step_s", "extra_s", "stall_s")}
+                problem = planned.problem.scaled(durations=factor)
+                self.planned[at] = replace(planned, problem=problem, plan=replace(made, **times))
         if made.gone_slots:  # what a lane can hide is another question now
             self._sequences = {key: one for key, one in self._sequences.items() if variant not in one.variants}
-            self._is_new = True
+            self._mine.is_new = True
 
     def _plan_for(self, variant: Variant, statics: Statics) -> RematPlan:
-        at = len(self._step)
-        following = self._following
+        at = len(self._mine.step)
+        following = self._mine.following
         if following is None or at >= len(following.variants) or following.variants[at] is not variant:
-            following = self._following = self._known(variant)
+            following = self._mine.following = self._known(variant)
         if following is None and not at and self._is_a_step(variant):
-            following = self._following = self._planned_alone(variant, statics)
+            following = self._mine.following = self._planned_alone(variant, statics)
         if following is None:
-            self._is_new = True
+            self._mine.is_new = True
             return self._leanest(variant, statics)
         if following.planned is None:
             self._must_fit(variant, following.plans[at], statics)
@@ -398,8 +372,8 @@ class Session:
 
     def _known(self, variant: Variant) -> _Sequence | None:
         """The longest sequence that begins as this step did, with the same plans."""
-        so_far = [*(id(one.variant) for one in self._step), id(variant)]
-        used = [one.plan for one in self._step]
+        so_far = [*(id(one.variant) for one in self._mine.step), id(variant)]
+        used = [one.plan for one in self._mine.step]
         fitting = [
             one
             for key, one in self._sequences.items()
@@ -428,7 +402,7 @@ class Session:
         """What the step holds that is none of a graph's own, if it is called now."""
         problem = variant.problem
         assert problem is not None
-        waiting = [one for one in self._step if id(one.call) in self._live]
+        waiting = [one for one in self._mine.step if id(one.call) in self._mine.live]
         saved_bytes = sum(saved_bytes_of(one) for one in waiting)
         return self._static_bytes([*waiting, Done(variant, statics)]) + saved_bytes - problem.static_bytes
 
@@ -448,8 +422,8 @@ class Session:
 
     def _end_step(self) -> None:
         """Plans what the last step called, if that is new."""
-        step, is_new = self._step, self._is_new
-        self._step, self._following, self._is_new = [], None, False
+        step, is_new = self._mine.step, self._mine.is_new
+        self._mine.step, self._mine.following, self._mine.is_new = [], None, False
         if not step:
             return
         self._whole_steps.add(tuple(one.variant.piece.does for one in step))
@@ -459,7 +433,10 @@ class Session:
                 self._planned_together(step)
             except BudgetError as error:
                 self._remember([one.variant for one in step], tuple(one.plan for one in step), None)
-                self.not_kept(f"the {len(step)} graphs of a step cannot share the budget: {error}", error)
+                breaks = dict.fromkeys(one.variant.piece.break_reason for one in step)
+                where = "; ".join(one for one in breaks if one)
+                broken = f" (it breaks at {where})" if where else ""
+                self.not_kept(f"the {len(step)} graphs of a step{broken} cannot share the budget: {error}", error)
 
     def not_kept(self, why: str, error: BudgetError | None = None) -> None:
         """Says that the budget is not kept, once, or raises it where the user is strict."""
