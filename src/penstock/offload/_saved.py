@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.tiers import Handle, ViewLayout
+from penstock.tiers import Handle, ViewLayout, check_version, version_of
 
 if TYPE_CHECKING:
     from penstock.offload._cycle import Cycle
@@ -60,14 +60,14 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor, entry: SavedEntry | None = None):
         self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.entry = entry
 
     def unpack(self) -> torch.Tensor:
         """The tensor, if nobody changed it since."""
         if self.entry is not None:
             self.entry.cycle.needed(self.entry)
-        _check_version(self.tensor, self.version, self.tensor.dtype, tuple(self.tensor.shape))
+        check_version(self.tensor, self.version)
         return self.tensor
 
 
@@ -85,7 +85,7 @@ class ParkedTensor:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, rebuilt on the fetched storage, if nobody changed it since it was saved."""
-        _check_version(self._alias, self.entry.version, self._layout.dtype, self._layout.shape)
+        check_version(self._alias, self.entry.version, dtype=self._layout.dtype, shape=self._layout.shape)
         entry = self.entry
         entry.cycle.needed(entry)
         storage = entry.fetch(not self._is_used)
@@ -132,12 +132,3 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.detach()
     alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias
-
-
-def _check_version(alias: torch.Tensor, version: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    if alias._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{str(dtype).removeprefix('torch.')} tensor of shape {list(shape)}] is at version {alias._version}; "
-            f"expected version {version} instead. Use the out-of-place operation, or change it before it is saved."
-        )

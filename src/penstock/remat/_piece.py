@@ -24,7 +24,7 @@ from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._whole import keep_whole
-from penstock.tiers import gate, generators_held
+from penstock.tiers import check_version, gate, generators_held, version_of
 
 if TYPE_CHECKING:
     from penstock.remat._whole import Recipe
@@ -112,7 +112,7 @@ class _Handed:
     def __init__(self, call: Call, saved: list[Any]):
         self.call = call
         self.saved: list[Any] | None = saved
-        self.versions = [_version(one) for one in saved]
+        self.versions = [version_of(one) if isinstance(one, torch.Tensor) else 0 for one in saved]
 
     def take(self) -> list[Any]:
         """The saved values, given away unless autograd keeps the graph."""
@@ -122,12 +122,8 @@ class _Handed:
                 "through the graph a second time."
             )
         for tensor, version in zip(self.saved, self.versions, strict=True):
-            if _version(tensor) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor of shape {list(tensor.shape)} is at version {tensor._version}; expected version "
-                    f"{version} instead. Change it before forward, or after backward."
-                )
+            if isinstance(tensor, torch.Tensor):
+                check_version(tensor, version)
         if _capture.keeps_graph():
             return list(self.saved)
         saved, self.saved = self.saved, None
@@ -135,10 +131,6 @@ class _Handed:
 
     def __del__(self) -> None:
         self.call.over()
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 @dataclass(slots=True, weakref_slot=True)

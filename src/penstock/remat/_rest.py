@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from penstock.tiers import Budget
+from penstock.tiers import Budget, check_version, version_of
 
 _TINY_BYTES = 1024
 """Storages below this are not counted."""
@@ -95,7 +95,7 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, entry: _Entry | None):
         self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
-        self.version = 0 if tensor.is_inference() else tensor._version
+        self.version = version_of(tensor)
         self.entry = entry
 
 
@@ -109,10 +109,5 @@ def is_refused_beside(error: RuntimeError) -> bool:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _unpack(saved: _Saved) -> torch.Tensor:
-    tensor = saved.tensor
-    if not tensor.is_inference() and tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(tensor.shape)} is at version {tensor._version}; expected version {saved.version} instead."
-        )
-    return tensor
+    check_version(saved.tensor, saved.version)
+    return saved.tensor

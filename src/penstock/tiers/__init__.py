@@ -20,15 +20,13 @@ tensor(999999)
   `Footprint` what a step takes of the device, `Charges` what is given back as a whole; `PlaceUse` and `Holder` say who
   holds what.
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
-- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` makes one for a device, `waterfalls_for`
-  for several that share their tiers.
-- `ViewLayout`: what of a tensor is not in its storage.
+- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` one device, `waterfalls_for` several.
+- `ViewLayout`: what of a tensor is not in its storage; `version_of`, `check_version`: whether it changed in place.
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
-- `pin`, `unpin`: host memory registered with CUDA at its exact size.
 - `Gate`, `gate`: nobody computes while somebody traces a model.
 - `generator_state`, `set_generator_state`, `drawing_from`, `generators_held`, `Generators`: where a thread draws from.
-- `Streams`, `CudaStreams`: a device's queues, as far as copies need them.
+- `Streams`, `CudaStreams`: a device's queues, as copies need them; `pin`, `unpin`: host memory of exact size for CUDA.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -67,4 +65,6 @@ from penstock.tiers._tier import Extent as Extent
 from penstock.tiers._tier import Piece as Piece
 from penstock.tiers._tier import Tier as Tier
 from penstock.tiers._trace import write_trace as write_trace
+from penstock.tiers._versions import check_version as check_version
+from penstock.tiers._versions import version_of as version_of
 from penstock.tiers._waterfall import Waterfall as Waterfall

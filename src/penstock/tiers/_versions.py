@@ -1,0 +1,26 @@
+"""The check for changes in place that autograd makes of what it saved, for those who save in its stead."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was changed in place; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def check_version(
+    tensor: torch.Tensor, version: int, *, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
+) -> None:
+    """Raises autograd's ``RuntimeError`` if ``tensor`` was changed since it was at ``version``.
+
+    ``dtype`` and ``shape`` are those to name, where ``tensor`` is an alias without them.
+    """
+    if version_of(tensor) != version:
+        kind, size = str(dtype or tensor.dtype).removeprefix("torch."), list(tensor.shape if shape is None else shape)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{kind} tensor of shape {size}] is at version {version_of(tensor)}; expected version {version} instead. "
+            "Use the out-of-place operation, or change it before it is saved."
+        )
