@@ -504,6 +504,22 @@ def test_copies_and_pickles_are_compiled_again():
         assert other.head.weight is not model.head.weight
 
 
+def test_lightnings_note_of_what_was_compiled_does_not_keep_it_from_being_pickled(monkeypatch):
+    def noting(compiled, **keywords):
+        made = torch_compile(compiled, **keywords)
+        made._compile_kwargs = dict(keywords)  # as lightning.fabric does to torch.compile
+        return made
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", noting)
+    model = nn.Linear(4, 1)
+    before = dict(vars(model))
+    step = remat.compile(model, budget="1MiB")
+    assert vars(model) == before
+    other = pickle.loads(pickle.dumps(step))
+    assert torch.equal(other(torch.ones(2, 4)), model(torch.ones(2, 4)))
+
+
 def test_a_step_that_fails_is_forgotten():
     table = nn.Embedding(8, 16)
     step = remat.compile(lambda tokens: table(tokens).square().mean(), budget="1MiB")

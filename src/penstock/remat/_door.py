@@ -183,7 +183,11 @@ class CompiledFunction:
             assert found is not None  # whoever calls the step has it
             return found.take(graph)
 
+        own = set(vars(function)) if isinstance(function, nn.Module) else None
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
+        if own is not None:  # what PyTorch and Lightning note on the module keeps it from being pickled
+            for name in vars(function).keys() - own:
+                del vars(function)[name]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Runs the function as planned."""

@@ -436,7 +436,7 @@ class Session:
                 breaks = dict.fromkeys(one.variant.piece.break_reason for one in step)
                 where = "; ".join(one for one in breaks if one)
                 broken = f" (it breaks at {where})" if where else ""
-                self.not_kept(f"the {len(step)} graphs of a step{broken} cannot share the budget: {error}", error)
+                self.not_kept(f"the {len(step)} graphs of a step cannot share the budget{broken}: {error}", error)
 
     def not_kept(self, why: str, error: BudgetError | None = None) -> None:
         """Says that the budget is not kept, once, or raises it where the user is strict."""
