@@ -11,11 +11,6 @@ from penstock import probe, remat
 from penstock.remat import _accumulate
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before():
-    torch._dynamo.reset()
-
-
 class Wide(nn.Module):
     """Large parameters, small activations."""
 

@@ -10,11 +10,6 @@ from penstock import remat
 from penstock.remat import _aot, _capture, _dynamo
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before():
-    torch._dynamo.reset()
-
-
 def captured_from(function, *inputs):
     """What ``read`` makes of the joint graph of a function."""
     found = []

@@ -13,11 +13,6 @@ from penstock import relational, remat
 from penstock.testing import GPT
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before():
-    torch._dynamo.reset()
-
-
 def make():
     torch.manual_seed(0)
     model = GPT(num_layers=3, width=64, num_heads=4, context=32)

@@ -16,13 +16,6 @@ from penstock.errors import BudgetError, BudgetNotKeptWarning, CaptureError, Gra
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before(monkeypatch):
-    torch._dynamo.reset()
-    rates = lambda _, account: (1e12, 1e12) if account.disk_bytes else (0.0, 0.0)  # noqa: E731
-    monkeypatch.setattr("penstock.remat._session.lane_rates", rates)
-
-
 class Block(nn.Module):
     """A residual block."""
 

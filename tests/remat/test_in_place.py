@@ -10,11 +10,6 @@ from penstock.remat import _piece
 ADD, ADD_IN_PLACE = "aten.add.Tensor", "aten.add_.Tensor"
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before():
-    torch._dynamo.reset()
-
-
 def backward_sums(step):
     """How many sums backward makes anew, and how many in place."""
     problem = step.plan.problem

@@ -17,13 +17,6 @@ from penstock.testing import GPT
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler for the CPU")
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before(monkeypatch):
-    torch._dynamo.reset()
-    rates = lambda _, account: (1e12, 1e12) if account.disk_bytes else (0.0, 0.0)  # noqa: E731
-    monkeypatch.setattr("penstock.remat._session.lane_rates", rates)
-
-
 def make():
     torch.manual_seed(0)
     model = GPT(num_layers=3, width=64, num_heads=4, context=64)

@@ -13,11 +13,6 @@ from penstock.errors import BudgetError
 from penstock.tiers import Budget
 
 
-@pytest.fixture(autouse=True)
-def _no_compilation_of_before():
-    torch._dynamo.reset()
-
-
 def mlp():
     return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.GELU())])
 

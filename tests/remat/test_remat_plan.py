@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import chain, problems, random_problem
 
@@ -43,6 +43,7 @@ def test_the_compiled_simulation_equals_the_one_in_python(seed, gap):
 
 
 @given(problems, st.sampled_from(["hybrid", "recompute", "swap"]), st.floats(0.3, 1.0))
+@example(random_problem(37), "recompute", 0.875)  # makes a storage again beside another while it is still there
 @many
 def test_every_plan_is_verified_and_within_its_budget(problem, method, share):
     budget = problem.static_bytes + int(share * (keep_all_bytes(problem) - problem.static_bytes))

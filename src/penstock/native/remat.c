@@ -157,8 +157,12 @@ static int backward(Play *play, int32_t index) {
         run(play, operator);
         for (int32_t at = graph->output_starts[operator]; at < graph->output_starts[operator + 1]; at++) {
             int32_t storage = graph->output_ids[at];
-            if (play->is_here[storage]) {
-                hold(play, slot, slot, graph->sizes[storage]);
+            if (play->is_here[storage] && stays(play, storage)) {
+                hold(play, slot, slot, graph->sizes[storage]); /* goes at once */
+            } else if (play->is_here[storage]) { /* takes the place of the one before */
+                int32_t birth = play->births[storage], last = play->uses[storage];
+                hold(play, birth, last > birth ? last : birth, graph->sizes[storage]);
+                play->births[storage] = slot;
             } else if (is_held(play, storage, index)) {
                 play->births[storage] = slot;
                 play->is_here[storage] = 1;

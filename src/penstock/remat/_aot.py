@@ -76,6 +76,13 @@ def cannot_trace() -> tuple[type[Exception], ...]:
     return GuardOnDataDependentSymNode, *(getattr(fake_tensor, name) for name in names if hasattr(fake_tensor, name))
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape alone, since somebody traces."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.is_fake(tensor)
+
+
 def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """A forward and a backward with the right inputs, outputs and fake values, and nothing in between."""
     nodes = list(joint.graph.nodes)

@@ -205,7 +205,7 @@ class CompiledFunction:
     def plans(self) -> Sequence[Planned]:
         """What was planned, for each kind of step that came."""
         self.door.session.settle()
-        latest = {(one.shapes, one.num_graphs): one for one in self.door.session.planned}
+        latest = {one.shapes: one for one in self.door.session.planned}
         return tuple(latest.values())
 
     def explain(self, most: int | None = 5) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from penstock.errors import PenstockWarning
+from penstock.remat import _packed
 
 TESTED = "2.11 to 2.15"
 """Versions of PyTorch that the tests were run with."""
@@ -36,9 +37,9 @@ _CONTEXT = "backend_ctx_ctor"
 def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator[None]:
     """Inside, Dynamo traces what a plan needs whole, and guards every parameter. Settings are as before afterwards.
 
-    Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up; no number of shapes is too
-    many. PyTorch 2.11 skips guards of a module whose attributes are the same objects, as they are after
-    ``model.double()`` and ``parameter.requires_grad_(False)``.
+    Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up, over packed sequences too
+    (`_packed.py`); no number of shapes is too many. PyTorch 2.11 skips guards of a module whose attributes are the same
+    objects, as they are after ``model.double()`` and ``parameter.requires_grad_(False)``.
 
     ``as_eager`` tells a model that asks ``torch.compiler.is_compiling()`` that nobody compiles: else many take other
     paths, whose results differ in their last bits. ``has_rest``: what Dynamo fails on may run eagerly, since somebody
@@ -59,51 +60,53 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
         "accumulated_recompile_limit": max(_NO_LIMIT, dynamo_config.accumulated_recompile_limit),
         "suppress_errors": has_rest,
     }
+    changes: dict[tuple[Any, str], Any] = {(dynamo_config, name): value for name, value in settings.items()}
+    changes |= {(kind, "forward"): value for kind, value in _packed.forwards(outside).items()}
     answers = tracing_state_functions()
     asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []
     told = dict.fromkeys([*asked, torch.cuda.is_current_stream_capturing], False)
-    _of_pytorch.enter(dynamo_config, settings, answers, told)
+    _of_pytorch.enter(changes, answers, told)
     try:
         yield
     finally:
-        _of_pytorch.leave(dynamo_config, answers)
+        _of_pytorch.leave(answers)
 
 
 class _OfPyTorch:
-    """What PyTorch's settings and answers were before the first of those who changed them, and are after the last."""
+    """PyTorch's attributes and answers as they were before the first who changed them, and are after the last."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._settings: dict[str, Any] = {}
+        self._attributes: dict[tuple[Any, str], Any] = {}
         self._answers: dict[Any, Any] = {}
 
-    def enter(self, config: Any, settings: dict[str, Any], answers: dict[Any, Any], told: dict[Any, Any]) -> None:
-        """Changes them; calls may overlap, in several threads too."""
+    def enter(self, changes: dict[tuple[Any, str], Any], answers: dict[Any, Any], told: dict[Any, Any]) -> None:
+        """Changes attributes of objects, and answers; calls may overlap, in several threads too."""
         with self._lock:
             self._depth += 1
-            for name in settings.keys() - self._settings.keys():
-                self._settings[name] = getattr(config, name)
+            for owner, name in changes.keys() - self._attributes.keys():
+                self._attributes[owner, name] = getattr(owner, name)
             for asked in told.keys() - self._answers.keys():
                 self._answers[asked] = answers.get(asked, _UNANSWERED)
-            for name, value in settings.items():
-                setattr(config, name, value)
+            for (owner, name), value in changes.items():
+                setattr(owner, name, value)
             answers |= told
 
-    def leave(self, config: Any, answers: dict[Any, Any]) -> None:
+    def leave(self, answers: dict[Any, Any]) -> None:
         """The last one puts everything back."""
         with self._lock:
             self._depth -= 1
             if self._depth:
                 return
-            for name, value in self._settings.items():
-                setattr(config, name, value)
+            for (owner, name), value in self._attributes.items():
+                setattr(owner, name, value)
             for asked, answer in self._answers.items():
                 if answer is _UNANSWERED:
                     answers.pop(asked, None)
                 else:
                     answers[asked] = answer
-            self._settings, self._answers = {}, {}
+            self._attributes, self._answers = {}, {}
 
 
 _of_pytorch = _OfPyTorch()

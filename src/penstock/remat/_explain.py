@@ -6,6 +6,9 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes, format_duration
 
+_MAX_SHAPES = 3
+"""Of graphs, in one line."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -17,10 +20,13 @@ class Planned:
     """What to do with its storages."""
     budget_bytes: int
     """What it was planned for; 2**62 without a budget."""
-    shapes: str = ""
-    """Of the arguments that it was planned for, such as ``"32x128 int64"``; of several graphs, the first's."""
-    num_graphs: int = 1
-    """How many graphs the step has."""
+    shapes: tuple[str, ...] = ("",)
+    """Of the arguments that it was planned for, such as ``"32x128 int64"``, for each graph of the step."""
+
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs the step has."""
+        return len(self.shapes)
 
     @property
     def has_budget(self) -> bool:
@@ -48,7 +54,9 @@ class Planned:
         plan, problem = self.plan, self.problem
         budget = f" in a budget of {format_bytes(self.budget_bytes)}" if self.has_budget else ""
         graphs = f"{self.num_graphs} graphs" if self.num_graphs > 1 else ""
-        of = ", ".join(one for one in (self.shapes, graphs) if one)
+        shapes = [one for one in dict.fromkeys(self.shapes) if one]
+        more = "..." if len(shapes) > _MAX_SHAPES else ""
+        of = ", ".join(one for one in (*shapes[:_MAX_SHAPES], more, graphs) if one)
         lines = [f"for {of}:"] if of else []
         lines += [
             f"peak {format_bytes(plan.peak_bytes)}{budget} (without a plan {format_bytes(plan.keep_all_peak_bytes)}), "

@@ -478,10 +478,8 @@ class Session:
         self._take(problem, made, parameters)
         self.num_planned += 1
         del self.planned[:-_MAX_PLANNED]
-        shapes, num_graphs = variants[0].shapes, len(variants)
-        self.planned.append(
-            Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes, num_graphs=num_graphs)
-        )
+        shapes = tuple(one.shapes for one in variants)
+        self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes))
         return self.planned[-1]
 
     def _alike(self, variants: Sequence[Variant]) -> list[_Sequence]:

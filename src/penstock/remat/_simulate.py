@@ -287,9 +287,14 @@ class _Player:
             self.uses[storage] = len(self.slots) - 1
 
     def _duplicate(self, storage: int) -> None:
-        """Made once more beside another output that was wanted; goes at once."""
-        slot = len(self.slots) - 1
-        self.intervals.append((slot, slot, int(self.graph.sizes[storage])))
+        """Made once more beside another output that was wanted: goes at once, or takes the place of the one before."""
+        slot, size_bytes = len(self.slots) - 1, int(self.graph.sizes[storage])
+        if self._stays(storage):
+            self.intervals.append((slot, slot, size_bytes))
+        else:
+            birth = self.births[storage]
+            self.intervals.append((birth, max(birth, self.uses[storage]), size_bytes))
+            self.births[storage] = slot
 
     def _is_held(self, storage: int, index: int) -> bool:
         """Whether what was recomputed for operator ``index`` stays for later ones."""

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from penstock.remat import _ticket
+from penstock.remat import _packed, _ticket
 
 _library = torch.library.Library("penstock", "DEF")
 _library.define("whole(int recipe, Tensor[] inputs) -> Tensor[]")
@@ -435,6 +435,10 @@ def _fill_rnn(data: torch.Tensor, *arguments: Any) -> None:
             rows -= taken
 
 
+def _fill_packed_rnn(_: str, data: torch.Tensor, *arguments: Any) -> None:
+    _fill_rnn(data, *arguments)
+
+
 def _fill_ctc(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *_: Any) -> None:
     """The longest that the arguments may stand for."""
     if isinstance(input_lengths, torch.Tensor):
@@ -467,6 +471,7 @@ _METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.
 
 _KINDS: dict[Any, _Kind] = {
     **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    _packed.PACKED_RNN: _Kind(_drops, _fill_packed_rnn),
     **{function: _Kind(_nothing, _as_it_is) for function in _METHODS.values()},
     torch.ctc_loss: _Kind(_nothing, _fill_ctc),
     torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),

@@ -1,0 +1,104 @@
+"""RNNs over packed sequences, as Dynamo can take them up.
+
+How many sequences a packed batch has is the first of its ``batch_sizes``, a number in a tensor. PyTorch's modules read
+it where Dynamo must give the whole module up. Here it is taken from the order of the sequences, where that is known,
+else read in a place after which a graph can begin, and the RNN is one operator, whose result's shape needs no numbers.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from penstock.remat._aot import is_fake
+
+_library = torch.library.Library("penstock", "FRAGMENT")
+_library.define(
+    "packed_rnn(str mode, Tensor data, Tensor batch_sizes, Tensor[] hidden, Tensor[] weights, bool bias,"
+    " int num_layers, float dropout, bool training, bool bidirectional) -> Tensor[]"
+)
+PACKED_RNN = torch.ops.penstock.packed_rnn
+_FUNCTIONS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu}
+
+
+def packed_rnn(
+    mode: str, data: torch.Tensor, batch_sizes: torch.Tensor, hidden: Sequence[torch.Tensor], *others: Any
+) -> list[torch.Tensor]:
+    """The output and the last hidden states, by PyTorch's function; of fake tensors, their shapes."""
+    if is_fake(data):
+        return _shapes(data, hidden, *others)
+    given: Any = tuple(hidden) if mode == "LSTM" else hidden[0]
+    return list(_FUNCTIONS[mode](data, batch_sizes, given, *others))  # type: ignore[operator]
+
+
+def _shapes(
+    data: torch.Tensor, hidden: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *others: Any
+) -> list[torch.Tensor]:
+    num_directions = 2 if others[-1] else 1
+    output = data.new_empty(data.shape[0], num_directions * hidden[0].shape[2])
+    made = [output, *(torch.empty_like(one) for one in hidden)]
+    needs = torch.is_grad_enabled() and any(one.requires_grad for one in (data, *hidden, *weights))
+    return [one.requires_grad_(needs) for one in made]
+
+
+_library.impl("packed_rnn", packed_rnn, "CompositeImplicitAutograd")
+
+
+def forwards(outside: Callable[..., Any]) -> dict[type[nn.Module], Callable[..., Any]]:
+    """What ``forward`` of each module has to be while a step is traced; Dynamo does not look ``outside``."""
+    return {kind: _for_packed_too(kind.forward, outside) for kind in (nn.LSTM, nn.GRU, nn.RNN)}
+
+
+@functools.cache
+def _for_packed_too(original: Callable[..., Any], outside: Callable[..., Any]) -> Callable[..., Any]:
+    if getattr(original, "_takes_packed", False):
+        return original
+    read = outside(_num_sequences)
+
+    @functools.wraps(original)
+    def forward(self: nn.RNNBase, input: Any, hx: Any = None) -> Any:  # noqa: A002  # callers may name it
+        if not isinstance(input, PackedSequence):
+            return original(self, input, hx)
+        order = input.sorted_indices
+        return _packed(self, input, hx, read(input.batch_sizes) if order is None else order.shape[0])
+
+    forward._takes_packed = True  # type: ignore[attr-defined]
+    return forward
+
+
+def _num_sequences(batch_sizes: torch.Tensor) -> int:
+    return int(batch_sizes[0])
+
+
+def _packed(module: nn.RNNBase, packed: PackedSequence, hx: Any, num_sequences: int) -> Any:
+    data, batch_sizes, order, back = packed
+    is_lstm = module.mode == "LSTM"
+    module.check_input(data, batch_sizes)
+    num_states = module.num_layers * (2 if module.bidirectional else 1)
+    widths = (module.proj_size or module.hidden_size, module.hidden_size)[: 2 if is_lstm else 1]
+    shapes = [(num_states, num_sequences, width) for width in widths]
+    if hx is None:
+        hidden = [torch.zeros(*shape, dtype=data.dtype, device=data.device) for shape in shapes]
+    else:
+        hidden = list(hx) if is_lstm else [hx]
+        for one, shape in zip(hidden, shapes, strict=True):
+            module.check_hidden_size(one, shape)
+        hidden = [one if order is None else one.index_select(1, order) for one in hidden]
+    weights = [one for layer in module.all_weights for one in layer]
+    output, *last = PACKED_RNN(
+        module.mode,
+        data,
+        batch_sizes,
+        hidden,
+        weights,
+        module.bias,
+        module.num_layers,
+        module.dropout,
+        module.training,
+        module.bidirectional,
+    )
+    last = [one if back is None else one.index_select(1, back) for one in last]
+    return PackedSequence(output, batch_sizes, order, back), tuple(last) if is_lstm else last[0]
