@@ -1,6 +1,7 @@
 """Models as they come, through both doors: plain results to the bit, and a budget that is kept or loudly not."""
 
 import copy
+import functools
 import gc
 import pickle
 import threading
@@ -8,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from penstock import probe, remat
@@ -622,3 +624,59 @@ def test_a_step_that_differentiates_by_itself():
             assert torch.equal(layer.weight.grad, expected)
     with torch.autograd.graph.save_on_cpu():  # hooks are allowed as before
         layer(x).sum().backward()
+
+
+def test_a_number_that_changes_with_every_call_is_warned_of_once():
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PenstockWarning)
+        step = remat.compile(lambda x, scale: (layer(x) * scale).sum(), budget="1MiB")
+        for at in range(12):
+            step(x, 1.0 + at / 8).backward()
+    (one,) = caught
+    assert "had another number among its arguments, the last 2.125" in str(one.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PenstockWarning)
+        step = remat.compile(lambda x, scale: (layer(x) * scale).sum(), budget="1MiB")
+        for at in range(12):
+            step(x, torch.tensor(1.0 + at / 8)).backward()
+    assert len(step.plans) == 1
+
+
+@DOORS
+def test_a_step_of_which_nothing_is_compiled_is_warned_of(door):
+    model = make("plain")
+    model.forward = torch.compiler.disable(model.forward)
+    peak = max(peak for *_, peak in train(model, model, [batch()] * 2))
+    for budget, is_kept in ((int(0.7 * peak), False), (int(1.1 * peak), True)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", BudgetNotKeptWarning)
+            step = through(door, model, budget)
+            for _ in range(6):
+                step(batch()).backward()
+        said = [str(one.message) for one in caught if one.category is BudgetNotKeptWarning]
+        assert len(said) == (0 if is_kept else 1)
+        assert is_kept or "can compile nothing of this step" in said[0]
+
+
+@pytest.fixture
+def alone_in_a_group():
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_the_buckets_of_ddp_count(alone_in_a_group, is_inside):
+    x, static = batch(), {}
+    for is_view in (True, False):
+        model = make("plain")
+        ddp = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=is_view)
+        outer = compiled = remat.compile(model if is_inside else ddp(model), budget="64MiB")
+        if is_inside:
+            outer = ddp(compiled)
+        for _ in range(2):
+            outer(x).backward()
+        static[is_view] = max(one.problem.static_bytes for one in compiled.plans)
+    assert static[False] - static[True] == sum(one.nbytes for one in model.parameters())

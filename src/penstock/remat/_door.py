@@ -77,6 +77,7 @@ class Door:
         try:
             if not session.modules and session.is_fresh:
                 session.modules = modules_of(_dynamo.compiled_function())
+            session.held_by_ddp(_dynamo.held_by_ddp(session.modules))
             standing = (*(one for module in session.modules for one in module.buffers()), *_tensors_of(arguments))
             as_eager = session.settings.as_eager
             with (

@@ -11,12 +11,12 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from penstock.errors import PenstockWarning
 from penstock.remat import _packed
@@ -190,6 +190,14 @@ def compiled_function() -> Any:
             return None
         frame = frame.f_back
     return None
+
+
+def held_by_ddp(modules: Sequence[nn.Module]) -> int:
+    """Bytes of the buckets in which DDP reduces gradients, if one of ``modules`` is it, or it calls them."""
+    ddp = nn.parallel.DistributedDataParallel
+    active = ddp._get_active_ddp_module()
+    found = {id(one): one for one in (active, *modules) if isinstance(one, ddp) and not one.gradient_as_bucket_view}
+    return sum(two.nbytes for one in found.values() for two in one.parameters() if two.requires_grad)
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import CaptureError, PenstockError
+from penstock.errors import CaptureError, PenstockError, PenstockWarning
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _MAX_VARIANTS = 64
 """Of one graph; the one that was not called for longest goes."""
+_MANY_NUMBERS = 8
+"""Calls that differ in a float alone; one more, and a tensor is recommended."""
 _FURTHER_GRADIENTS = 3
 """Of a tensor between graphs; what is used more often has some of its gradients added within the graph."""
 _MAX_EMITTED = 8
@@ -252,6 +255,7 @@ class Piece:
         with self._lock:
             found = self._variants.get(kind)
         if found is None:
+            self._warn_of_numbers(kind)
             with generators_held(), gate.tracing():
                 found = self._compiled(arguments)
         with self._lock:
@@ -260,6 +264,19 @@ class Piece:
             while len(self._variants) > _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
         return found
+
+    def _warn_of_numbers(self, kind: Any) -> None:
+        """Says once that a float changes from call to call, since each is traced anew."""
+        floats = [one for one in kind[0] if isinstance(one, float)]
+        with self._lock:
+            num_alike = sum(_but_floats(one) == _but_floats(kind) for one in self._variants) if floats else 0
+        if num_alike == _MANY_NUMBERS:
+            warnings.warn(
+                f"each of {num_alike + 1} calls of a compiled step had another number among its arguments, the last "
+                f"{floats[0]:g}; each is traced and planned anew, which takes long. Pass torch.tensor({floats[0]:g})",
+                PenstockWarning,
+                stacklevel=2,
+            )
 
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
         variant = Variant(self)
@@ -428,6 +445,10 @@ def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
             kinds.append(type(one))
     modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
     return tuple(kinds), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled()
+
+
+def _but_floats(kind: Any) -> Any:
+    return tuple(float if isinstance(one, float) else one for one in kind[0]), *kind[1:]
 
 
 def _number_places(module: fx.GraphModule) -> frozenset[int]:

@@ -110,6 +110,8 @@ class Session:
         """Of the step, as far as they are known: parameters stand there also where only the eager rest uses them."""
         self.rest_bytes = 0
         """What the eager rest of a step had saved at most, beside the graphs."""
+        self.buckets_bytes = 0
+        """What DDP holds beside the gradients."""
         self._footprint = Footprint()
         self._costs = Costs()
         self._lock = threading.RLock()
@@ -263,6 +265,13 @@ class Session:
                 self._must_fit(last.variant, last.plan, last.statics)
                 self._mine.step.append(last)
 
+    def held_by_ddp(self, size_bytes: int) -> None:
+        """DDP is found out when its forward calls a step."""
+        with self._lock:
+            if size_bytes > self.buckets_bytes:
+                self.buckets_bytes = size_bytes
+                self._sequences.clear()
+
     @property
     def device(self) -> torch.device:
         """Where the step runs."""
@@ -271,12 +280,12 @@ class Session:
 
     @property
     def wants_to_be_measured(self) -> bool:
-        """Whether a step with an eager rest was planned, and its peak is not known yet."""
+        """Whether a step with an eager rest was planned, or is nothing else, and its peak is not known yet."""
         has_budget = not isinstance(self.settings.budget, float) and self.settings.account().device_bytes is not None
         return (
             has_budget
             and self.rest_bytes > 0
-            and bool(self._sequences)
+            and bool(self._sequences or not self.pieces)
             and self._num_tried < _MAX_TRIED
             and self._num_measured < _MAX_MEASURED
         )
@@ -297,6 +306,8 @@ class Session:
             planned = None if self._mine.following is None else self._mine.following.planned
             had_backward = all(one.call is not None and one.call.had_backward for one in self._mine.step)
             self._num_tried += 1
+            if not self.pieces:
+                self._ran_eagerly(taken_bytes + self._standing_before([]))
             if planned is None or not planned.has_budget or not had_backward:
                 return
             self._num_measured += 1
@@ -311,6 +322,15 @@ class Session:
                     f"a step took {format_bytes(peak_bytes)}, above the budget of "
                     f"{format_bytes(planned.budget_bytes)}: what its eager rest works with leaves too little"
                 )
+
+    def _ran_eagerly(self, peak_bytes: int) -> None:
+        """A step of which nothing was compiled took so many bytes."""
+        budget_bytes = self.settings.account().device_bytes or 0
+        if peak_bytes > budget_bytes:
+            self.not_kept(
+                f"PyTorch can compile nothing of this step, which took {format_bytes(peak_bytes)}, above the budget of "
+                f"{format_bytes(budget_bytes)}; TORCH_LOGS=graph_breaks says why"
+            )
 
     def _standing_before(self, step: Sequence[Done]) -> int:
         """What stood when the step began: parameters, the gradients that there were, optimizer state, arguments."""
@@ -527,7 +547,8 @@ class Session:
 
     def _standing_bytes(self) -> int:
         optimizer = self.settings.optimizer
-        return parse_bytes(self.settings.reserve) + (0 if optimizer is None else optimizer_state_bytes(optimizer))
+        state_bytes = 0 if optimizer is None else optimizer_state_bytes(optimizer)
+        return parse_bytes(self.settings.reserve) + state_bytes + self.buckets_bytes
 
     def _take(self, problem: RematProblem, made: RematPlan, parameters: dict[int, int]) -> None:
         """Enters what the step takes beside what other rooms hold; plans of one step share what stands between them."""
