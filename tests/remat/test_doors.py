@@ -659,6 +659,28 @@ def test_a_step_of_which_nothing_is_compiled_is_warned_of(door):
         assert is_kept or "can compile nothing of this step" in said[0]
 
 
+@DOORS
+def test_parameters_that_only_the_eager_rest_uses_count_also_in_a_trainers_method(door):
+    class Trainer:
+        def __init__(self, width):
+            self.model, self.rest = make("plain"), nn.Linear(64, width)
+
+        @torch.compiler.disable
+        def aside(self, x):
+            return self.rest(x[:, :1]).square().mean()
+
+        def loss(self, x):
+            return self.model(x) + self.aside(x)
+
+    for width, is_kept in ((64, True), (2**15, False)):  # 32 KiB with its gradient, and 16 MiB
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", BudgetNotKeptWarning)
+            step = through(door, Trainer(width).loss, "12MiB")
+            for _ in range(4):
+                step(batch(1)).backward()
+        assert len([one for one in caught if one.category is BudgetNotKeptWarning]) == (0 if is_kept else 1)
+
+
 @pytest.fixture
 def alone_in_a_group():
     """A process group of this process."""

@@ -39,17 +39,16 @@ _mine = _OfThread()
 
 
 def modules_of(function: Any) -> tuple[nn.Module, ...]:
-    """The modules that a function is, is a method of, or refers to by its closure and its globals."""
+    """The modules that a function is, is a method of, or refers to by its closure, its globals and its object."""
     if isinstance(function, nn.Module):
         return (function,)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return (owner,)
-    try:
+    named = list(getattr(owner, "__dict__", {}).values())
+    with contextlib.suppress(TypeError, ValueError):
         names = inspect.getclosurevars(inspect.unwrap(function))
-    except (TypeError, ValueError):
-        return ()
-    named = (*names.nonlocals.values(), *names.globals.values())
+        named += (*names.nonlocals.values(), *names.globals.values())
     return tuple({id(one): one for one in named if isinstance(one, nn.Module)}.values())
 
 
