@@ -4,6 +4,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 # Another version of PyTorch, `make test TORCH=2.15.0`, gets an environment of its own (gigabytes, where its wheels are for CUDA).
 TORCH ?= 2.13.0
+# Its Triton interprets kernels with older NumPy only.
+NUMPY := $(if $(filter 2.11.%,$(TORCH)),"numpy<2.4")
 VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
@@ -13,7 +15,7 @@ RUN := $(BIN)/python
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check "torch==$(TORCH)"
-	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
+	printf '%s\n' "torch==$(TORCH)" $(NUMPY) > $(VENV)/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $(VENV)/ready
 

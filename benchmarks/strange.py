@@ -1,8 +1,8 @@
 """Models from elsewhere that are no single graph, through both doors: eager PyTorch's bits, and the budget.
 
-Each model is small and made from a configuration (transformers), or written here (RNNs). It trains six steps plainly
-and six through a door, within a share of what the plain step takes, or within 1.25 of it where that is refused; then
-three steps are measured. Equal means: losses and gradients of the measured steps, to the bit.
+Each model is small and made from a configuration (transformers, torchvision), or written here (RNNs). It trains six
+steps plainly and six through a door, within a share of what the plain step takes, or within 1.25 of it where that is
+refused; then three steps are measured. Equal means: losses and gradients of the measured steps, to the bit.
 """
 
 import argparse
@@ -93,6 +93,24 @@ def detr() -> Made:
     return transformers.DetrForObjectDetection(config), {"pixel_values": torch.randn(2, 3, 96, 96), "labels": labels}
 
 
+class Segmenter(nn.Module):
+    """A torchvision model that scores pixels, with its loss."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
+        return (nn.functional.cross_entropy(self.model(images)["out"], labels),)
+
+
+def lraspp() -> Made:
+    from torchvision.models import segmentation
+
+    model = segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5)
+    return Segmenter(model), {"images": torch.randn(2, 3, 96, 96), "labels": torch.randint(0, 5, (2, 96, 96))}
+
+
 def transformer(name: str, config: str, options: dict[str, Any]) -> nn.Module:
     import transformers
 
@@ -104,6 +122,7 @@ _TEXT = {"vocab_size": 100, "hidden_size": 64}
 MODELS: dict[str, Callable[[], Made]] = {
     "LSTM tagger, packed": lambda: tagged(Tagger(nn.LSTM, packs=True)),
     "bidirectional GRU": lambda: tagged(Tagger(nn.GRU, packs=False)),
+    "LR-ASPP": lraspp,
     "SegFormer": segformer,
     "DETR": detr,
     "Mamba": lambda: of_text(

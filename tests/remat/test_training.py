@@ -210,7 +210,9 @@ def test_two_forwards_before_two_backwards_and_one_that_never_comes(tmp_path, me
         profile=problem,
     )
     torch.manual_seed(7)
-    with pytest.warns(BudgetNotKeptWarning, match="this step needs"):  # three forwards hold three steps' activations
+    with pytest.warns(
+        BudgetNotKeptWarning, match="first step of its kind takes"
+    ):  # three forwards hold three steps' activations
         losses = [step(batch) for batch in batches]
     for loss, gradients in zip(losses[:2], expected, strict=True):
         loss.backward()
@@ -420,7 +422,7 @@ def test_dropout_of_half_precision_rounds_as_eager_pytorch_does(dtype, p):
         with torch.autocast("cpu", dtype=dtype):
             return model(x).float().square().mean()
 
-    step = remat.optimize(lambda: loss(ours), [], 0.75)
+    step = remat.optimize(lambda: loss(ours), [], 0.8)
     losses = []
     for one in (lambda: loss(plain), step):
         torch.manual_seed(1)

@@ -13,6 +13,7 @@ inside what is measured). Memory that a library takes past PyTorch's allocator (
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,8 +96,11 @@ def record_memory(
 
 def can_record(device: torch.device | str) -> bool:
     """Whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
-    is_free = bool(_passive) or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-    return torch.device(device).type != "cpu" or is_free
+    if torch.device(device).type != "cpu":
+        return True
+    if any(thread != threading.get_ident() for thread, _ in _passive):
+        return False  # profilers of several threads break each other, and only the one that began it can end it
+    return bool(_passive) or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
@@ -115,18 +119,19 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     return found
 
 
-_passive: list[Callable[[], None]] = []
-"""What ends recordings of ours that give way."""
+_passive: list[tuple[int, Callable[[], None]]] = []
+"""Recordings of ours that give way: the thread of each, and what ends it."""
 
 
 @contextmanager
 def giving_way(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, a recording that others start calls ``stop`` first, which is to end the one that runs."""
-    _passive.append(stop)
+    """Inside, a recording that this thread starts calls ``stop`` first, which is to end the one that runs."""
+    entry = (threading.get_ident(), stop)
+    _passive.append(entry)
     try:
         yield
     finally:
-        _passive[:] = [one for one in _passive if one is not stop]
+        _passive[:] = [one for one in _passive if one is not entry]
 
 
 @contextmanager
@@ -152,8 +157,9 @@ def _record_cuda(device: torch.device, recording: MemoryRecording) -> Iterator[N
 
 @contextmanager
 def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[None]:
-    for stop in tuple(_passive):
-        stop()
+    for thread, stop in tuple(_passive):
+        if thread == threading.get_ident():
+            stop()
     if not can_record("cpu"):
         raise RuntimeError(
             "a PyTorch profiler is already running, and two of them break each other. Measure outside of it: "

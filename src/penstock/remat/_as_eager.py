@@ -1,7 +1,8 @@
 """Operators that capture puts in place of others which round differently, run as eager PyTorch would have run them.
 
 On a CPU eager dropout multiplies by a mask that was divided by ``1 - p`` in the tensor's own dtype; captured it becomes
-``native_dropout``, which scales in float32. For bfloat16 and float16 the two differ in the third digit.
+``native_dropout``, which multiplies by ``1 / (1 - p)``, rounded once. For bfloat16 and float16 the two differ in the
+third digit, for float32 in the last one, for one ``p`` in six.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import fx
 
 from penstock.remat._whole import BACKWARD, FORWARD, run_backward, run_forward
 
-_HALF = (torch.bfloat16, torch.float16)
+_ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def function_of(call: fx.Node) -> Callable[..., Any]:
@@ -24,7 +25,7 @@ def function_of(call: fx.Node) -> Callable[..., Any]:
         return run_backward
     found = _FUNCTIONS.get(call.target)
     value = call.args[0].meta.get("val") if found is not None and isinstance(call.args[0], fx.Node) else None
-    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _HALF:
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _ROUNDED:
         return found or call.target
     return call.target
 
@@ -37,6 +38,8 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tenso
 
 
 def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    if scale == 0:
+        return torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)  # type: ignore[no-any-return]
     return mask.to(gradient.dtype).div_(1 / scale).mul_(gradient)
 
 

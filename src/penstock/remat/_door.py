@@ -73,6 +73,7 @@ class Door:
         """Inside is one call with these arguments, as far as they are known."""
         session = self.session
         before, _mine.session = _mine.session, session
+        session.num_calls += 1
         try:
             if not session.modules and session.is_fresh:
                 session.modules = modules_of(_dynamo.compiled_function())
@@ -85,15 +86,16 @@ class Door:
             ):
                 self._meter.end()
                 session.settle()
-                if session.wants_to_be_measured and self._offloading is None:
+                if session.wants_to_be_measured and self._offloading is None and torch.is_grad_enabled():
                     session.could_be_measured(self._meter.begin(session.device))
                 yield
         except RuntimeError as error:
             if self.counts and is_refused_beside(error):
                 self.counts = False
                 session.not_kept(
-                    "the step uses torch.func, beside which what it saves outside of its graphs cannot be counted: the "
-                    "budget is kept by its graphs alone"
+                    "torch.func",
+                    "this step uses torch.func, which allows no hooks on saved tensors: what code that runs eagerly "
+                    "saves cannot be counted, and the budget covers the compiled graphs alone. Leave room for the rest",
                 )
             raise
         finally:
@@ -141,7 +143,9 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_modules"]["_orig_mod"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_orig_mod", "_step", "training") or "_orig_mod" not in self.__dict__.get("_modules", ()):
+        if name in ("_orig_mod", "_step", "training", "_is_full_backward_hook") or "_orig_mod" not in self.__dict__.get(
+            "_modules", ()
+        ):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)
@@ -162,7 +166,7 @@ class CompiledModule(nn.Module):
         return self._step.explain(most)
 
     def close(self) -> None:
-        """Gives back what it took of a shared ``Budget``, and ends its lanes. The module itself can be called on."""
+        """Returns its share of a ``Budget`` and stops its copy threads. Only the module given to it can run again."""
         self._step.close()
 
 
@@ -204,16 +208,14 @@ class CompiledFunction:
     @property
     def plans(self) -> Sequence[Planned]:
         """What was planned, for each kind of step that came."""
-        self.door.session.settle()
-        latest = {one.shapes: one for one in self.door.session.planned}
-        return tuple(latest.values())
+        return self.door.session.plans()
 
     def explain(self, most: int | None = 5) -> str:
         """Every plan in words; ``most`` storages of each."""
-        return "\n\n".join(one.explain(most) for one in self.plans) or "nothing is planned yet: call it once"
+        return self.door.session.explain(most)
 
     def close(self) -> None:
-        """Gives back what it took of a shared ``Budget``, and ends its lanes. It cannot be called again."""
+        """Returns its share of a ``Budget`` and stops its copy threads. It cannot be called again."""
         self.door.close()
 
 
@@ -222,9 +224,10 @@ def compile(  # noqa: A001
 ) -> CompiledModule | CompiledFunction:
     """``model``, run within a budget of bytes, whatever shapes come and wherever its graph breaks.
 
-    In the first step of every new kind each graph saves as little as it can; all are then planned together. What
-    PyTorch cannot compile runs eagerly; what that saves counts in the same budget, and is offloaded where ``disk`` or
-    ``host`` is given. Results and gradients equal eager PyTorch's to the bit.
+    A step that is one graph is planned before it runs. One of several graphs is planned once it has run: in its first
+    step each graph saves as little as it can. What PyTorch cannot compile runs eagerly; what that saves counts in the
+    same budget, and is offloaded where ``disk`` or ``host`` is given. Results and gradients equal eager PyTorch's to
+    the bit, with the exceptions that docs/rooms/remat.md lists. Steps without gradients run as they are.
 
     >>> import torch, penstock
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
@@ -232,10 +235,11 @@ def compile(  # noqa: A001
     >>> for rows in (512, 512, 300):
     ...     model(torch.randn(rows, 64)).sum().backward()
 
-    ``options`` are those of ``optimize``: ``budget`` (bytes at the true peak of the step, parameters, gradients and
-    optimizer state included), ``optimizer``, ``disk``, ``host``, ``reserve`` and others; ``strict=True`` raises
-    ``BudgetError`` where the budget cannot be kept, which else warns (``BudgetNotKeptWarning``). Raises ``ValueError``
-    for options that there are not, and, when called, ``BudgetError`` where a single graph does not fit.
+    ``options`` are those of ``optimize``: ``budget`` (bytes at the true peak of the step, with parameters, gradients
+    and, if ``optimizer`` is given, its state), ``optimizer``, ``disk``, ``host``, ``reserve`` and others. With
+    ``strict=True`` a budget that cannot be kept is a ``BudgetError``, else a ``BudgetNotKeptWarning``; with
+    ``as_eager=False`` the model may ask PyTorch whether it is compiled. Raises ``ValueError`` for unknown options.
+    Calling the result raises ``BudgetError`` if a single graph cannot fit.
     """
     session = Session(Settings.of_options(options))
     return CompiledModule(model, session) if isinstance(model, nn.Module) else CompiledFunction(model, session)
@@ -260,8 +264,17 @@ class Backend:
         """What is around each call of what was compiled."""
         return lambda: self._open().call()
 
+    @property
+    def plans(self) -> Sequence[Planned]:
+        """What was planned, for each kind of step that came."""
+        return self._open().session.plans()
+
+    def explain(self, most: int | None = 5) -> str:
+        """Every plan in words; ``most`` storages of each."""
+        return self._open().session.explain(most)
+
     def close(self) -> None:
-        """Gives back what it took of a shared ``Budget``, and ends its lanes. What it compiled cannot run again."""
+        """Returns its share of a ``Budget`` and stops its copy threads. What it compiled cannot run again."""
         if self._door is not None:
             self._door.close()
             self._door = None

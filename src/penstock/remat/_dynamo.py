@@ -6,11 +6,11 @@ looks for it on its own wrapper of the backend, through which `own_calls` lets i
 """
 
 import contextlib
+import contextvars
 import functools
 import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from penstock.errors import PenstockWarning
 from penstock.remat import _packed
+from penstock.remat._warn import warn
 
 TESTED = "2.11 to 2.15"
 """Versions of PyTorch that the tests were run with."""
@@ -38,8 +39,9 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     """Inside, Dynamo traces what a plan needs whole, and guards every parameter. Settings are as before afterwards.
 
     Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up, over packed sequences too
-    (`_packed.py`); no number of shapes is too many. PyTorch 2.11 skips guards of a module whose attributes are the same
-    objects, as they are after ``model.double()`` and ``parameter.requires_grad_(False)``.
+    (`_packed.py`); no number of shapes is too many; hooks that a module gets later are noticed. PyTorch 2.11 skips
+    guards of a module whose attributes are the same objects, as they are after ``model.double()`` and
+    ``parameter.requires_grad_(False)``.
 
     ``as_eager`` tells a model that asks ``torch.compiler.is_compiling()`` that nobody compiles: else many take other
     paths, whose results differ in their last bits. ``has_rest``: what Dynamo fails on may run eagerly, since somebody
@@ -53,6 +55,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     settings = {
         "ignore_logging_functions": _Functions(ignored),
         "skip_tensor_guards_with_matching_dict_tags": False,
+        "skip_nnmodule_hook_guards": False,
         "allow_rnn": True,
         "enable_dynamo_decompositions": False,
         "use_numpy_random_stream": True,
@@ -61,15 +64,25 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
         "suppress_errors": has_rest,
     }
     changes: dict[tuple[Any, str], Any] = {(dynamo_config, name): value for name, value in settings.items()}
-    changes |= {(kind, "forward"): value for kind, value in _packed.forwards(outside).items()}
+    others: dict[tuple[Any, str], Any] = {(kind, "forward"): one for kind, one in _packed.forwards(outside).items()}
+    of_config = _of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
     answers = tracing_state_functions()
     asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []
     told = dict.fromkeys([*asked, torch.cuda.is_current_stream_capturing], False)
-    _of_pytorch.enter(changes, answers, told)
+    _of_pytorch.enter(others, answers, told)
+    of_config.enter(changes, {}, {})
     try:
         yield
     finally:
+        of_config.leave({})
         _of_pytorch.leave(answers)
+
+
+def _has_settings_per_thread() -> bool:
+    """Whether Dynamo's settings are a thread's own, as they are from PyTorch 2.13 on."""
+    import torch._dynamo.config as dynamo_config
+
+    return isinstance(dynamo_config._config["suppress_errors"].user_override, contextvars.ContextVar)  # type: ignore[attr-defined]
 
 
 class _OfPyTorch:
@@ -112,6 +125,14 @@ class _OfPyTorch:
 _of_pytorch = _OfPyTorch()
 
 
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.of_pytorch = _OfPyTorch()
+
+
+_of_thread = _OfThread()
+
+
 def is_untested() -> bool:
     """Whether PyTorch is newer than what was tested."""
     return tuple(map(int, torch.__version__.split(".")[:2])) > _NEWEST
@@ -121,11 +142,10 @@ def is_untested() -> bool:
 def warn_if_untested() -> None:
     """Says so once if PyTorch is newer than what was tested."""
     if is_untested():
-        warnings.warn(
-            f"PyTorch {torch.__version__} is newer than what plans were tested with ({TESTED}); they lean on private "
-            "parts of it",
+        warn(
+            f"Penstock's plans are tested with PyTorch {TESTED}, and this is {torch.__version__}. They use private "
+            "parts of PyTorch, so a step may fail to be captured; if one does, install a tested version",
             PenstockWarning,
-            stacklevel=2,
         )
 
 
@@ -198,6 +218,13 @@ def held_by_ddp(modules: Sequence[nn.Module]) -> int:
     active = ddp._get_active_ddp_module()
     found = {id(one): one for one in (active, *modules) if isinstance(one, ddp) and not one.gradient_as_bucket_view}
     return sum(two.nbytes for one in found.values() for two in one.parameters() if two.requires_grad)
+
+
+def compiling_alone() -> contextlib.AbstractContextManager[Any]:
+    """Inside, Dynamo compiles nothing in other threads: tracing puts functions of its own in place of PyTorch's."""
+    from torch._dynamo import convert_frame
+
+    return convert_frame.compile_lock
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:

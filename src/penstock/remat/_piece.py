@@ -7,9 +7,9 @@ variant can run as any plan for it says; whoever owns the step (`_session.py`) c
 
 import contextlib
 import itertools
+import math
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import CaptureError, PenstockError, PenstockWarning
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
+from penstock.remat._as_eager import function_of
 from penstock.remat._in_place import add_in_place
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._warn import warn
 from penstock.remat._whole import keep_whole
 from penstock.tiers import check_version, gate, generators_held, version_of
 
@@ -55,6 +57,13 @@ class Owner(Protocol):
     """Whether only plans are wanted."""
     has_rest: bool
     """Whether what cannot be captured may run eagerly."""
+
+    pieces: "list[Piece]"
+    """All graphs."""
+    num_calls: int
+    """Of what was compiled, so far."""
+    has_warned_of_pieces: bool
+    """Whether the user knows that graphs are made again and again."""
 
     def left_eager(self, why: str) -> None:
         """A graph runs eagerly."""
@@ -233,6 +242,8 @@ class Piece:
         self._numbers = _number_places(module)
         """Which arguments are numbers, or tensors that stand for a number of the caller's."""
         self._variants: dict[Any, Variant] = {}  # any: see _kind
+        self.first = (0, "")
+        """The call of the step in which it first ran, and the shapes of its arguments then."""
         self._lock = threading.RLock()
 
     def __call__(self, *arguments: Any) -> Any:
@@ -256,7 +267,7 @@ class Piece:
             found = self._variants.get(kind)
         if found is None:
             self._warn_of_numbers(kind)
-            with generators_held(), gate.tracing():
+            with generators_held(), gate.tracing(), _dynamo.compiling_alone():
                 found = self._compiled(arguments)
         with self._lock:
             self._variants.pop(kind, None)
@@ -267,15 +278,28 @@ class Piece:
 
     def _warn_of_numbers(self, kind: Any) -> None:
         """Says once that a float changes from call to call, since each is traced anew."""
-        floats = [one for one in kind[0] if isinstance(one, float)]
+        floats = [one[0] for one in kind[0] if _is_float(one)]
         with self._lock:
             num_alike = sum(_but_floats(one) == _but_floats(kind) for one in self._variants) if floats else 0
         if num_alike == _MANY_NUMBERS:
-            warnings.warn(
-                f"each of {num_alike + 1} calls of a compiled step had another number among its arguments, the last "
-                f"{floats[0]:g}; each is traced and planned anew, which takes long. Pass torch.tensor({floats[0]:g})",
+            warn(
+                f"a number among the arguments of a compiled step was another one in each of {num_alike + 1} calls, "
+                f"the last {floats[0]:g}. Every new number is traced and planned again, which is slow. Pass a tensor "
+                f"instead: torch.tensor({floats[0]:g})",
                 PenstockWarning,
-                stacklevel=2,
+            )
+
+    def _warn_of_pieces(self, shapes: str) -> None:
+        """Says once that Dynamo traces anew again and again though no shape changed."""
+        self.first = (self.owner.num_calls, shapes)
+        calls = {one.first[0] for one in self.owner.pieces if one.does == self.does and one.first[1] == shapes}
+        if len(calls) == _MANY_NUMBERS and not self.owner.has_warned_of_pieces:
+            self.owner.has_warned_of_pieces = True
+            warn(
+                f"in {len(calls)} calls a step was traced and planned again for the same shapes, which is slow: "
+                "something that is no tensor changes between calls, such as a counter that forward reads. "
+                "TORCH_LOGS=recompiles says what. Keep it in a buffer, or out of forward",
+                PenstockWarning,
             )
 
     def _compiled(self, arguments: Sequence[Any]) -> Variant:
@@ -286,6 +310,8 @@ class Piece:
             for one in arguments
             if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
         )
+        if not self._variants:
+            self._warn_of_pieces(variant.shapes)
         variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
         try:
             try:
@@ -339,6 +365,9 @@ class Piece:
         variant.run = _aot.compiled(module, inputs, partition, forward, _backward, self._without_gradients)
 
     def _without_gradients(self, module: fx.GraphModule) -> _aot.Runner:
+        for node in module.graph.nodes:
+            if node.op == "call_function":
+                node.target = function_of(node)
         run = _aot.boxed(module)
 
         def runner(arguments: list[Any]) -> Any:
@@ -417,13 +446,18 @@ def weak_storage(value: Any) -> StorageWeakRef | None:
     return StorageWeakRef(value.untyped_storage()) if is_strided else None
 
 
+_KERNELS = [getattr(torch.backends.cuda, f"{one}_sdp_enabled") for one in ("flash", "mem_efficient", "math", "cudnn")]
+"""What `torch.nn.attention.sdpa_kernel` chooses among, on CPUs too."""
+
+
 def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
     """Everything that a captured graph depends on."""
     kinds: list[Any] = []
     first: dict[int, int] = {}
     for at, one in enumerate(arguments):
         if at in numbers:
-            kinds.append(one.item() if isinstance(one, torch.Tensor) else one)
+            number = one.item() if isinstance(one, torch.Tensor) else one
+            kinds.append((number, math.copysign(1, number)) if isinstance(number, float) else number)
         elif isinstance(one, torch.Tensor):
             strided = one.layout is torch.strided
             kinds.append(
@@ -444,11 +478,16 @@ def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
         else:
             kinds.append(type(one))
     modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
-    return tuple(kinds), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled()
+    kernels = [one() for one in _KERNELS]
+    return tuple(kinds), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled(), *kernels
+
+
+def _is_float(kind: Any) -> bool:
+    return isinstance(kind, tuple) and isinstance(kind[0], float)
 
 
 def _but_floats(kind: Any) -> Any:
-    return tuple(float if isinstance(one, float) else one for one in kind[0]), *kind[1:]
+    return tuple(float if _is_float(one) else one for one in kind[0]), *kind[1:]
 
 
 def _number_places(module: fx.GraphModule) -> frozenset[int]:

@@ -29,6 +29,8 @@ from penstock.units import format_bytes
 Method = Literal["hybrid", "recompute", "swap"]
 """What a plan may use."""
 
+_NEARLY = 1.25
+"""Times the smallest peak."""
 MIN_SWAP_BYTES = 64 * 1024
 """Smaller storages are not worth a request."""
 _NUM_CAPS = 28
@@ -101,13 +103,22 @@ def plan(
 
 
 def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid") -> RematPlan:
-    """The plan that leaves the least for backward of those that fit; where none does, that with the smallest peak."""
+    """The plan that leaves the least for backward of those that fit.
+
+    Where none does, of those whose peak is nearly the smallest: further graphs of the step stand on what it leaves.
+    """
     planner = _Planner(problem, method)
     room_bytes = budget_bytes - problem.static_bytes
+    if not any(one.peak_bytes <= room_bytes for one in planner.seeds):
+        room_bytes = int(_NEARLY * min(one.peak_bytes for one in planner.seeds))
     fitting = [one for one in planner.seeds if one.peak_bytes <= room_bytes]
-    if not fitting:
-        return planner.finished(planner.lowest())
     return planner.finished(min(fitting, key=planner.saved_bytes))
+
+
+def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPlan:
+    """The plan with the smallest peak."""
+    planner = _Planner(problem, method)
+    return planner.finished(planner.lowest())
 
 
 def plan_of(problem: RematProblem, decisions: Sequence[Decision]) -> RematPlan:

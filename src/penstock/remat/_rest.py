@@ -49,8 +49,7 @@ class EagerRest:
     @contextlib.contextmanager
     def counting(self, standing: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """What is saved inside counts until it is freed, but for parameters and ``standing``: they are there anyway."""
-        strided = [one for one in standing if type(one) is torch.Tensor and one.layout is torch.strided]
-        self._standing = frozenset(int(one.untyped_storage()._cdata) for one in strided)
+        self._standing = frozenset(int(one.untyped_storage()._cdata) for one in standing if _is_counted(one))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -64,7 +63,7 @@ class EagerRest:
         entry = None
         base = tensor if tensor._base is None else tensor._base
         is_parameter = base.is_leaf and base.requires_grad
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_parameter:
+        if _is_counted(tensor) and not is_parameter:
             storage = tensor.untyped_storage()
             key, size_bytes = int(storage._cdata), storage.nbytes()
             if size_bytes >= _TINY_BYTES and key not in self._standing:
@@ -97,6 +96,12 @@ class _Saved:
         self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
         self.version = version_of(tensor)
         self.entry = entry
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether its storage is bytes of its own."""
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_wrapped
 
 
 def is_refused_beside(error: RuntimeError) -> bool:

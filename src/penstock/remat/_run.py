@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from penstock.remat._plan import Method
 from penstock.remat._problem import RematProblem
 from penstock.remat._session import Session
 from penstock.remat._settings import Settings, Size
+from penstock.remat._warn import warn
 from penstock.tiers import gate, generators_held
 
 _numbers = itertools.count()
@@ -104,12 +104,11 @@ class OptimizedStep:
                 f"the step cannot be planned as one graph: {why}. Remove the break, which "
                 "torch.compile(step, fullgraph=True) shows, or train it with penstock.remat.compile(step, budget=...)"
             ) from error
-        warnings.warn(
+        warn(
             f"the step is not one graph ({why}), so it is planned once it has run: in its first step each graph saves "
             "as little as it can, and what cannot be compiled runs eagerly. torch.compile(step, fullgraph=True) shows "
             "the break",
             GraphBreakWarning,
-            stacklevel=4,
         )
         self._session.is_one_graph, self._session.has_rest = False, True
         door = Door(self._session, self._function)

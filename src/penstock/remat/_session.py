@@ -10,7 +10,6 @@ What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `Bu
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,26 +29,40 @@ from penstock.remat._explain import Planned
 from penstock.remat._lanes import lane_rates
 from penstock.remat._optimizer import optimizer_state_bytes
 from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
-from penstock.remat._plan import RematPlan, leanest_plan, plan, plan_of
+from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._profile import Costs
 from penstock.remat._settings import Settings
 from penstock.remat._together import merged, parts
 from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
+from penstock.remat._warn import warn
 from penstock.tiers import Charges, Footprint
 from penstock.units import format_bytes, parse_bytes
 
 _MAX_SEQUENCES = 64
 """Of graphs; the one that was not followed for longest is forgotten."""
 _MAX_MEASURED = 4
-"""Steps with an eager rest are measured until one keeps the budget, and no more often than that."""
+"""Steps of a sequence are measured until one keeps the budget, and no more often than that."""
+_TOLERANCE = 200
+"""A step that takes so small a part of the budget more than the budget keeps it."""
 _WORTH_MEASURING = 0.05
 """Of the budget: where an eager rest saves less, nothing is said if it cannot be measured."""
 _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_PLANNED = 256
+_GOES_ON = "Training continues above the budget."
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
+
+
+def _plans_of(problems: Sequence[RematProblem], made: RematPlan) -> tuple[RematPlan, ...]:
+    """The plan of each graph, from that of all of them."""
+    shares = parts(problems, made.decisions)
+    return tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
+
+
+def _exactly(size_bytes: int) -> str:
+    return f"{size_bytes:,} bytes ({format_bytes(size_bytes)})"
 
 
 @dataclass(slots=True)
@@ -59,7 +72,7 @@ class _Sequence:
     variants: tuple[Variant, ...]
     plans: tuple[RematPlan, ...]
     planned: Planned | None
-    """``None`` where they cannot share the budget, and each saves as little as it can."""
+    """``None`` where they do not fit the budget, and take as little as they can."""
 
 
 class _Halves:
@@ -106,10 +119,15 @@ class Session:
         self.trials: list[Trial] = []
         """Of plans that Inductor is to compile."""
         self.pieces: list[Piece] = []
+        self.num_calls = 0
+        """Of what was compiled, so far."""
+        self.has_warned_of_pieces = False
         self.modules: tuple[nn.Module, ...] = ()
         """Of the step, as far as they are known: parameters stand there also where only the eager rest uses them."""
         self.rest_bytes = 0
         """What the eager rest of a step had saved at most, beside the graphs."""
+        self.outside_bytes = 0
+        """What measured steps took beyond their plans: a loss outside of the model, what eager operators work with."""
         self.buckets_bytes = 0
         """What DDP holds beside the gradients."""
         self._footprint = Footprint()
@@ -121,9 +139,12 @@ class Session:
         self._sequences: dict[tuple[int, ...], _Sequence] = {}
         self._whole_steps: set[tuple[int, ...]] = set()
         """What the graphs did that steps were made of, whatever their sizes."""
-        self._has_warned = False
-        self._num_tried = self._num_measured = self._num_missed = 0
-        """How many steps with an eager rest were to be measured, how many were, and how many could not be."""
+        self._said: set[str] = set()
+        """Reasons for which the budget is not kept, of which the user was told."""
+        self._tries_left, self._num_missed = _MAX_TRIED, 0
+        """How many more steps may be measured, and how many could not be."""
+        self._num_measured: dict[tuple[int, ...], int] = {}
+        """How often steps of each sequence were, until one kept the budget."""
         self._largest_bytes = 0
         """The largest peak of a step without a plan so far, of which a budget may be a share."""
 
@@ -148,8 +169,8 @@ class Session:
             found = held()
             if found is None:
                 raise ValueError(
-                    "this step is closed; compile again: torch.compile(model, backend='penstock', "
-                    "options={'budget': '6GiB'})"
+                    "this compiled step was closed with close(). Compile it again: "
+                    "penstock.remat.compile(model, budget='6GiB')"
                 )
             return found(*arguments)
 
@@ -235,10 +256,9 @@ class Session:
 
     def left_eager(self, why: str) -> None:
         """A graph cannot be captured; what it saves counts as that of the eager rest does."""
-        warnings.warn(
+        warn(
             f"part of the step runs eagerly, since it cannot be captured: {why}. What it saves counts in the budget",
             GraphBreakWarning,
-            stacklevel=2,
         )
 
     def _mark_calls(self) -> None:
@@ -259,6 +279,8 @@ class Session:
             self.rest_bytes = size_bytes
             self._sequences.clear()
             self._mine.is_new = bool(self._mine.step)
+            if not self.pieces and self._has_bytes:
+                self._ran_eagerly(self._standing_before([]) + size_bytes)
             if self._mine.step:
                 last = self._mine.step[-1]
                 del self._mine.step[-1]
@@ -280,15 +302,14 @@ class Session:
 
     @property
     def wants_to_be_measured(self) -> bool:
-        """Whether a step with an eager rest was planned, or is nothing else, and its peak is not known yet."""
-        has_budget = not isinstance(self.settings.budget, float) and self.settings.account().device_bytes is not None
-        return (
-            has_budget
-            and self.rest_bytes > 0
-            and bool(self._sequences or not self.pieces)
-            and self._num_tried < _MAX_TRIED
-            and self._num_measured < _MAX_MEASURED
-        )
+        """Whether steps were planned, or nothing of them can be, and the peak of some is not known yet."""
+        is_known = bool(self._sequences) if self.pieces else self.rest_bytes > 0
+        return self._has_bytes and is_known and self._tries_left > 0
+
+    @property
+    def _has_bytes(self) -> bool:
+        """Whether the budget is a number of bytes."""
+        return not isinstance(self.settings.budget, float) and self.settings.account().device_bytes is not None
 
     def could_be_measured(self, answer: bool) -> None:
         """Whether it was possible to begin with that. Where it never is, the user hears of it."""
@@ -296,31 +317,39 @@ class Session:
         budget_bytes = self.settings.account().device_bytes or 0
         if self._num_missed == _MAX_MISSED and self.rest_bytes > _WORTH_MEASURING * budget_bytes:
             self.not_kept(
-                f"an eager rest of this step saves {format_bytes(self.rest_bytes)}, which counts; what its operators "
-                "work with could not be measured, since a profiler was running, so the budget may be exceeded"
+                "profiled",
+                f"the part of this step that runs eagerly saves {format_bytes(self.rest_bytes)}, which is counted. The "
+                "temporary memory of its operators could not be measured because a profiler of PyTorch was running, so "
+                "the budget may be exceeded. Run a few steps without the profiler",
             )
 
     def was_measured(self, taken_bytes: int) -> None:
-        """A step with an eager rest took so many bytes beside what stood before. Too many leave less for the graphs."""
+        """A step took so many bytes beside what stood before. Too many leave less for the graphs."""
         with self._lock:
             planned = None if self._mine.following is None else self._mine.following.planned
             had_backward = all(one.call is not None and one.call.had_backward for one in self._mine.step)
-            self._num_tried += 1
+            self._tries_left -= 1
             if not self.pieces:
                 self._ran_eagerly(taken_bytes + self._standing_before([]))
-            if planned is None or not planned.has_budget or not had_backward:
+            if planned is None or not planned.has_budget or not had_backward or not self._mine.step:
                 return
-            self._num_measured += 1
+            key = tuple(id(one.variant) for one in self._mine.step)
+            self._num_measured[key] = self._num_measured.get(key, 0) + 1
             peak_bytes = taken_bytes + self._standing_before(self._mine.step)
             excess_bytes = peak_bytes - planned.budget_bytes
-            if excess_bytes <= 0:
-                self._num_measured = _MAX_MEASURED
-            elif self._num_measured < _MAX_MEASURED:
-                self.rest_saved(self.rest_bytes + excess_bytes + excess_bytes // 8)
+            if excess_bytes <= planned.budget_bytes // _TOLERANCE:
+                self._num_measured[key] = _MAX_MEASURED
+                if all(self._num_measured.get(one, 0) >= _MAX_MEASURED for one in self._sequences):
+                    self._tries_left = 0
+            elif self._num_measured[key] < _MAX_MEASURED:
+                self.outside_bytes += peak_bytes - planned.peak_bytes + excess_bytes // 8
+                self._sequences.clear()
+                self._mine.is_new = True
             elif excess_bytes > planned.budget_bytes // 100:
                 self.not_kept(
-                    f"a step took {format_bytes(peak_bytes)}, above the budget of "
-                    f"{format_bytes(planned.budget_bytes)}: what its eager rest works with leaves too little"
+                    "measured",
+                    f"a step took {_exactly(peak_bytes)}, above the budget of {_exactly(planned.budget_bytes)}: the "
+                    f"code outside of its graphs, such as a loss or an eager part, needs the difference. {_GOES_ON}",
                 )
 
     def _ran_eagerly(self, peak_bytes: int) -> None:
@@ -328,8 +357,9 @@ class Session:
         budget_bytes = self.settings.account().device_bytes or 0
         if peak_bytes > budget_bytes:
             self.not_kept(
-                f"PyTorch can compile nothing of this step, which took {format_bytes(peak_bytes)}, above the budget of "
-                f"{format_bytes(budget_bytes)}; TORCH_LOGS=graph_breaks says why"
+                "eager",
+                f"PyTorch can compile nothing of this step, which took {_exactly(peak_bytes)}, above the budget of "
+                f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks says why. {_GOES_ON}",
             )
 
     def _standing_before(self, step: Sequence[Done]) -> int:
@@ -340,7 +370,7 @@ class Session:
             known = {key for one in step for key in one.statics.parameters}
             every = {id(one): one for module in self.modules for one in module.parameters() if one.requires_grad}
             missing |= {key: one.nbytes for key, one in every.items() if key not in known and one.grad is None}
-        return self._static_bytes(step) - calls - self.rest_bytes - sum(missing.values())
+        return self._static_bytes(step) - calls - self.rest_bytes - self.outside_bytes - sum(missing.values())
 
     def _over(self, call: Call) -> None:
         waiting = self._waiting.pop(id(call), None)
@@ -377,7 +407,11 @@ class Session:
         if following is None or at >= len(following.variants) or following.variants[at] is not variant:
             following = self._mine.following = self._known(variant)
         if following is None and not at and self._is_a_step(variant):
-            following = self._mine.following = self._planned_alone(variant, statics)
+            try:
+                following = self._mine.following = self._planned_alone(variant, statics)
+            except BudgetError:
+                if not self.outside_bytes:  # else it runs as lean as it can, and the user hears of it
+                    raise
         if following is None:
             self._mine.is_new = True
             return self._leanest(variant, statics)
@@ -412,8 +446,8 @@ class Session:
             room_bytes = budget_bytes - self._beside_bytes(variant, statics)
         if variant.leanest is None or variant.leanest.peak_bytes > room_bytes:
             variant.leanest = leanest_plan(problem, room_bytes, method=self.settings.method)
-            if variant.leanest.peak_bytes > budget_bytes:
-                plan(problem, budget_bytes, method=self.settings.method)  # raises, and says what needs it
+            if variant.leanest.peak_bytes > budget_bytes:  # raises, and says what needs it, if it cannot fit alone
+                plan(problem, budget_bytes, method=self.settings.method)
         self._must_fit(variant, variant.leanest, statics)
         self._take(problem, variant.leanest, statics.parameters)
         return variant.leanest
@@ -434,10 +468,20 @@ class Session:
             return
         peak_bytes = made.peak_bytes + self._beside_bytes(variant, statics)
         budget_bytes = self._budget_of(problem, statics.parameters)
-        if peak_bytes > budget_bytes:
+        if peak_bytes <= budget_bytes:
+            return
+        needs = f"takes {_exactly(peak_bytes)} or more, above the budget of {_exactly(budget_bytes)}"
+        if self._mine.is_new:
             self.not_kept(
-                f"this step needs {format_bytes(peak_bytes)} although all of its graphs save as little as they can, "
-                f"above the budget of {format_bytes(budget_bytes)}. Give budget={peak_bytes}, or a smaller batch"
+                "first",
+                f"the first step of its kind {needs}: what belongs to it is not known before it has run, so each of "
+                "its graphs saves as little as it can. From the next one on they are planned together, and may fit",
+            )
+        else:
+            self.not_kept(
+                "leanest",
+                f"this step {needs}, although its graphs take as little as they can. {_GOES_ON} Give "
+                f"budget={peak_bytes} or a smaller batch",
             )
 
     def _end_step(self) -> None:
@@ -452,26 +496,45 @@ class Session:
             try:
                 self._planned_together(step)
             except BudgetError as error:
-                self._remember([one.variant for one in step], tuple(one.plan for one in step), None)
+                self._as_low_as_it_goes(step)
                 breaks = dict.fromkeys(one.variant.piece.break_reason for one in step)
                 where = "; ".join(one for one in breaks if one)
                 broken = f" (it breaks at {where})" if where else ""
-                self.not_kept(f"the {len(step)} graphs of a step cannot share the budget{broken}: {error}", error)
+                outside_bytes = self.rest_bytes + self.outside_bytes
+                beside = (
+                    f" beside {format_bytes(outside_bytes)} that the step takes outside of them"
+                    if outside_bytes
+                    else ""
+                )
+                graphs = f"the {len(step)} graphs of a step do" if len(step) > 1 else "the graph of a step does"
+                self.not_kept("leanest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
 
-    def not_kept(self, why: str, error: BudgetError | None = None) -> None:
-        """Says that the budget is not kept, once, or raises it where the user is strict."""
+    def not_kept(self, reason: str, text: str, error: BudgetError | None = None) -> None:
+        """Says that the budget is not kept, once for each reason, or raises it where the user is strict."""
         if self.settings.strict:
-            raise error or BudgetError(why)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(f"{why}. It trains on above the budget", BudgetNotKeptWarning, stacklevel=2)
+            raise error or BudgetError(text)
+        if reason not in self._said:
+            self._said.add(reason)
+            warn(text, BudgetNotKeptWarning)
+
+    def plans(self) -> list[Planned]:
+        """What was planned, the latest for each kind of step that came."""
+        self.settle()
+        return list({one.shapes: one for one in self.planned}.values())
+
+    def explain(self, most: int | None) -> str:
+        """Every plan in words; ``most`` storages of each."""
+        return "\n\n".join(one.explain(most) for one in self.plans()) or (
+            "nothing is planned yet. A step is planned when it first runs with gradients, or, if it has several "
+            "graphs, when it has run; without gradients nothing is, nor if the budget has no room for any plan"
+        )
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> _Sequence:
         """The plan of a graph that is a step."""
         problem = variant.problem
         assert problem is not None
         elsewhere = {key: size for key, size in self._modules_bytes().items() if key not in statics.parameters}
-        beside_bytes = self.rest_bytes + sum(elsewhere.values())
+        beside_bytes = self.rest_bytes + self.outside_bytes + sum(elsewhere.values())
         if beside_bytes:
             problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
         made = self._planned(problem, statics.parameters, [variant])
@@ -486,9 +549,14 @@ class Session:
         parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
         variants = [one.variant for one in step]
         made = self._planned(problem, parameters, variants)
-        shares = parts(problems, made.plan.decisions)
-        plans = tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
-        return self._remember(variants, plans, made)
+        return self._remember(variants, _plans_of(problems, made.plan), made)
+
+    def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
+        """Steps like one that was run, and does not fit, take as little as they can."""
+        problems = [one.variant.problem for one in step if one.variant.problem is not None]
+        problem = merged(problems, links_of(step), self._static_bytes(step))
+        made = lowest_plan(problem, method=self.settings.method)
+        self._remember([one.variant for one in step], _plans_of(problems, made), None)
 
     def _planned(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._budget_of(problem, parameters)
@@ -510,10 +578,14 @@ class Session:
     def _remember(
         self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None
     ) -> _Sequence:
+        if planned is not None:
+            self._tries_left = min(_MAX_TRIED, self._tries_left + _MAX_MEASURED)
         made = _Sequence(tuple(variants), plans, planned)
         self._sequences[tuple(map(id, variants))] = made
         while len(self._sequences) > _MAX_SEQUENCES:
-            del self._sequences[next(iter(self._sequences))]
+            oldest = next(iter(self._sequences))
+            del self._sequences[oldest]
+            self._num_measured.pop(oldest, None)
         return made
 
     def _static_bytes(self, step: Sequence[Done]) -> int:
@@ -525,7 +597,8 @@ class Session:
             for key, _ in one.results:
                 others.pop(key, None)
         calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
-        return sum(parameters.values()) + sum(others.values()) + calls + self._standing_bytes() + self.rest_bytes
+        beside_bytes = calls + self._standing_bytes() + self.rest_bytes + self.outside_bytes
+        return sum(parameters.values()) + sum(others.values()) + beside_bytes
 
     def _modules_bytes(self) -> dict[int, int]:
         """Bytes of all parameters that are known, and of the gradients that they have or will get."""

@@ -1,7 +1,7 @@
 """What a step is planned for, whichever door it comes through."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
@@ -46,6 +46,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.compiler not in ("eager", "inductor"):
             raise ValueError(f"compiler is 'eager' or 'inductor', not {self.compiler!r}")
+        if self.method not in get_args(Method):
+            raise ValueError(f"method is one of {', '.join(map(repr, get_args(Method)))}, not {self.method!r}")
         if self.verify and self.compiler != "eager":
             raise ValueError("verify=True looks at one operator after the other, which needs compiler='eager'")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
@@ -72,7 +74,11 @@ class Settings:
     def of_options(cls, options: dict[str, Any]) -> Self:
         """Settings from a dict, as ``torch.compile`` passes them. Raises ``ValueError`` for others than there are."""
         if "budget" not in options:
-            raise ValueError("say how many bytes: torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
+            given = f" beside {sorted(options)}" if options else ""
+            raise ValueError(
+                f"the option 'budget' is missing{given}: penstock.remat.compile(model, budget='6GiB') or "
+                "torch.compile(model, backend='penstock', options={'budget': '6GiB'})"
+            )
         unknown = set(options) - set(cls.__dataclass_fields__)
         if unknown:
             raise ValueError(f"unknown options {sorted(unknown)}; there are {sorted(cls.__dataclass_fields__)}")

@@ -1,6 +1,5 @@
 """A compiled step is accepted once one was measured: Inductor may hold together what the plan keeps apart."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from penstock.remat._aot import Runner, boxed_function
 from penstock.remat._capture import device_of, tensors_of
 from penstock.remat._inductor import compiled
 from penstock.remat._problem import RematProblem
+from penstock.remat._warn import warn
 from penstock.tiers import generators_held
 from penstock.units import format_bytes
 
@@ -90,5 +90,8 @@ class Trial:
 
     def _decline(self, why: str) -> None:
         if self.is_accepted is None:
-            warnings.warn(f"the planned step runs node by node: {why}", CompilerDeclinedWarning, stacklevel=2)
+            warn(
+                f"compiler='inductor' is not used for this step, which runs operator by operator instead: {why}",
+                CompilerDeclinedWarning,
+            )
         self.is_accepted = False

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from penstock.remat import _packed, _ticket
+from penstock.remat import _layers, _packed, _ticket
 
 _library = torch.library.Library("penstock", "DEF")
 _library.define("whole(int recipe, Tensor[] inputs) -> Tensor[]")
@@ -128,6 +128,8 @@ class _Kind:
     is_random: Callable[[fx.Node], bool]
     fill: Callable[..., None]
     """Writes numbers that the function takes into arguments that are like a step's."""
+    data_at: int | None = None
+    """Of an RNN: which of its arguments is the data."""
 
 
 class _Call:
@@ -138,6 +140,14 @@ class _Call:
         self.__name__ = getattr(function, "__name__", "whole")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        hidden_at = None if keywords else _hidden_at(self.kind, arguments)
+        if hidden_at is None:
+            return self._run(*arguments, **keywords)
+        assert self.kind.data_at is not None
+        self.is_random = False  # only between layers
+        return _layers.layer_by_layer(self._run, hidden_at, self.kind.data_at, arguments)
+
+    def _run(self, *arguments: Any, **keywords: Any) -> Any:
         flat, spec = pytree.tree_flatten((arguments, keywords))
         places = [at for at, one in enumerate(flat) if isinstance(one, torch.Tensor)]
         tensors = [flat[at] for at in places]
@@ -423,6 +433,16 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:
+    """Which argument is the hidden states, of an RNN that may run layer by layer; else ``None``."""
+    if kind.data_at is None:
+        return None
+    data, second = arguments[kind.data_at : kind.data_at + 2]
+    is_packed = isinstance(second, torch.Tensor) and not second.is_floating_point()
+    hidden_at = kind.data_at + 1 + is_packed
+    return hidden_at if data.device.type == "cpu" and arguments[hidden_at + 3] > 1 else None
+
+
 def _fill_rnn(data: torch.Tensor, *arguments: Any) -> None:
     """Packed sequences have the number of rows of each step, which must add up to all rows."""
     batch_sizes = arguments[0]
@@ -470,8 +490,8 @@ _METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.
 """Functions that tensors have as methods."""
 
 _KINDS: dict[Any, _Kind] = {
-    **{function: _Kind(_drops, _fill_rnn) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    _packed.PACKED_RNN: _Kind(_drops, _fill_packed_rnn),
+    **{function: _Kind(_drops, _fill_rnn, 0) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+    _packed.PACKED_RNN: _Kind(_drops, _fill_packed_rnn, 1),
     **{function: _Kind(_nothing, _as_it_is) for function in _METHODS.values()},
     torch.ctc_loss: _Kind(_nothing, _fill_ctc),
     torch.nn.functional.ctc_loss: _Kind(_nothing, _fill_ctc),
