@@ -68,7 +68,7 @@ class PenstockCallback:
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
         method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
-            and swapped where disk or host are given. The model must be one graph, and the loss inside of it.
+            and swapped where disk or host are given. The loss must be inside of the model.
         options: further ones of ``offload.activations``, or of ``remat.optimize``.
 
     Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, ``ValueError`` for options that

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from penstock.tiers import gate
+
 _CAST_SAMPLE = 64
 
 
 class ModuleScope:
     """The stack of running modules of one model, kept by hooks, and the storages of its parameters and buffers.
 
-    Hooks return at once while PyTorch compiles, so that they never enter a graph; modules inside a compiled one
-    are not hooked. The stack belongs to the thread that computes.
+    Hooks return at once while PyTorch compiles, or may, so that they never enter a graph; modules inside a compiled
+    one are not hooked. The stack belongs to the thread that computes.
     """
 
     def __init__(self, model: nn.Module):
@@ -25,7 +27,7 @@ class ModuleScope:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for name, module in eager_modules(model):
             self._hooks.append(module.register_forward_pre_hook(self._entering(name, module)))
-            self._hooks.append(module.register_forward_hook(self._leaving, always_call=True))
+            self._hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
 
     @property
     def current(self) -> str:
@@ -80,7 +82,7 @@ class ModuleScope:
 
     def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
         def enter(*_: object) -> None:
-            if torch.compiler.is_compiling():
+            if gate.may_trace or torch.compiler.is_compiling():
                 return
             self._stack().append(name)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -94,9 +96,15 @@ class ModuleScope:
             if part.untyped_storage()._cdata not in self._own:
                 self._note(part)
 
-    def _leaving(self, *_: object) -> None:
-        if not torch.compiler.is_compiling() and self._stack():
-            self._stack().pop()
+    def _leaving(self, name: str):  # type: ignore[no-untyped-def]
+        def leave(*_: object) -> None:
+            if gate.may_trace or torch.compiler.is_compiling():
+                return
+            stack = self._stack()
+            if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
+                del stack[len(stack) - 1 - stack[::-1].index(name) :]
+
+        return leave
 
 
 def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -10,6 +10,7 @@ inside what is measured). Memory that a library takes past PyTorch's allocator (
 ``rss_bytes`` alone. Two profilers break each other, so measuring inside a profiled region is refused.
 """
 
+import ctypes
 import gc
 import itertools
 import os
@@ -27,6 +28,8 @@ from penstock.probe._ledger import ledger
 
 _SILENT = "6"
 """A level of Kineto's above all of its messages."""
+_ERRORS = 2
+"""A level of PyTorch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,25 +198,43 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
 
 @contextmanager
 def _quiet_profiler() -> Iterator[torch.autograd.profiler.profile]:
-    """A profiler of memory that writes no ``USDT`` lines to standard error.
+    """A profiler of memory that writes nothing to standard error.
 
-    Kineto reads its log level from the environment when the first profiler of the process starts; a level that the
-    user has set stays.
+    Kineto, which writes lines with ``USDT``, reads its log level from the environment when the first profiler of the
+    process starts; a level that the user has set stays. The allocator, which writes one for every thousand blocks that
+    are freed and were there before, looks at PyTorch's own level.
     """
     name, profiler = "KINETO_LOG_LEVEL", torch.autograd.profiler.profile(profile_memory=True)
     before = os.environ.setdefault(name, _SILENT)
+    with _errors_only():
+        try:
+            profiler.__enter__()
+        finally:
+            if before is _SILENT:
+                del os.environ[name]
+        try:
+            yield profiler
+        except BaseException as error:
+            profiler.__exit__(type(error), error, error.__traceback__)
+            raise
+        else:
+            profiler.__exit__(None, None, None)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Inside, PyTorch's C++ logs errors alone, where its library lets one set that."""
     try:
-        profiler.__enter__()
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        yield
+        return
+    before, level.value = level.value, max(level.value, _ERRORS)
+    try:
+        yield
     finally:
-        if before is _SILENT:
-            del os.environ[name]
-    try:
-        yield profiler
-    except BaseException as error:
-        profiler.__exit__(type(error), error, error.__traceback__)
-        raise
-    else:
-        profiler.__exit__(None, None, None)
+        level.value = before
 
 
 def _changes(results: Any, addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:  # any: a binding of kineto

@@ -92,11 +92,7 @@ class Door:
         except RuntimeError as error:
             if self.counts and is_refused_beside(error):
                 self.counts = False
-                session.not_kept(
-                    "torch.func",
-                    "this step uses torch.func, which allows no hooks on saved tensors: what code that runs eagerly "
-                    "saves cannot be counted, and the budget covers the compiled graphs alone. Leave room for the rest",
-                )
+                session.not_kept.under_transforms()
             raise
         finally:
             _mine.session = before

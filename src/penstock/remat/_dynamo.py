@@ -21,6 +21,7 @@ from torch import fx, nn
 from penstock.errors import PenstockWarning
 from penstock.remat import _packed
 from penstock.remat._warn import warn
+from penstock.tiers import gate
 
 TESTED = "2.11 to 2.15"
 """Versions of PyTorch that the tests were run with."""
@@ -65,6 +66,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
     }
     changes: dict[tuple[Any, str], Any] = {(dynamo_config, name): value for name, value in settings.items()}
     others: dict[tuple[Any, str], Any] = {(kind, "forward"): one for kind, one in _packed.forwards(outside).items()}
+    others[gate, "may_trace"] = True
     of_config = _of_thread.of_pytorch if _has_settings_per_thread() else _of_pytorch
     answers = tracing_state_functions()
     asked = [one for one in answers if getattr(one, "__name__", "") in _ASKED] if as_eager else []

@@ -6,6 +6,10 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes, format_duration
 
+NOTHING_PLANNED = (
+    "nothing is planned yet. A step is planned when it first runs with gradients, or, if it has several graphs, when "
+    "it has run; without gradients nothing is, nor if the budget has no room for any plan"
+)
 _MAX_SHAPES = 3
 """Of graphs, in one line."""
 
@@ -94,4 +98,4 @@ class Planned:
             return f"recomputed: {size} for {format_duration(times * operator.duration_s)}" + (
                 f" ({times} times)" if times > 1 else ""
             )
-        return f"kept: {size}, the budget has room"
+        return f"kept: {size}" + (", the budget has room" if self.has_budget else "")

@@ -20,25 +20,26 @@ from torch import fx, nn
 
 from penstock import tiers
 from penstock.directio import BLOCK_BYTES
-from penstock.errors import BudgetError, BudgetNotKeptWarning, GraphBreakWarning
+from penstock.errors import BudgetError, GraphBreakWarning
 from penstock.remat import _aot, _capture, _dynamo, _swap
 from penstock.remat._calls import Done, Statics, links_of, saved_bytes_of
 from penstock.remat._debug import checked
 from penstock.remat._emit import SLOTS, emit
-from penstock.remat._explain import Planned
+from penstock.remat._explain import NOTHING_PLANNED, Planned
 from penstock.remat._lanes import lane_rates
+from penstock.remat._not_kept import NotKept
 from penstock.remat._optimizer import optimizer_state_bytes
 from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._profile import Costs
 from penstock.remat._settings import Settings
-from penstock.remat._together import merged, parts
+from penstock.remat._together import merged, plans_of
 from penstock.remat._trial import Trial
 from penstock.remat._verify import verify
 from penstock.remat._warn import warn
 from penstock.tiers import Charges, Footprint
-from penstock.units import format_bytes, parse_bytes
+from penstock.units import parse_bytes
 
 _MAX_SEQUENCES = 64
 """Of graphs; the one that was not followed for longest is forgotten."""
@@ -50,19 +51,8 @@ _WORTH_MEASURING = 0.05
 """Of the budget: where an eager rest saves less, nothing is said if it cannot be measured."""
 _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_PLANNED = 256
-_GOES_ON = "Training continues above the budget."
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
-
-
-def _plans_of(problems: Sequence[RematProblem], made: RematPlan) -> tuple[RematPlan, ...]:
-    """The plan of each graph, from that of all of them."""
-    shares = parts(problems, made.decisions)
-    return tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
-
-
-def _exactly(size_bytes: int) -> str:
-    return f"{size_bytes:,} bytes ({format_bytes(size_bytes)})"
 
 
 @dataclass(slots=True)
@@ -139,8 +129,7 @@ class Session:
         self._sequences: dict[tuple[int, ...], _Sequence] = {}
         self._whole_steps: set[tuple[int, ...]] = set()
         """What the graphs did that steps were made of, whatever their sizes."""
-        self._said: set[str] = set()
-        """Reasons for which the budget is not kept, of which the user was told."""
+        self.not_kept = NotKept(strict=settings.strict)
         self._tries_left, self._num_missed = _MAX_TRIED, 0
         """How many more steps may be measured, and how many could not be."""
         self._num_measured: dict[tuple[int, ...], int] = {}
@@ -316,12 +305,7 @@ class Session:
         self._num_missed += not answer
         budget_bytes = self.settings.account().device_bytes or 0
         if self._num_missed == _MAX_MISSED and self.rest_bytes > _WORTH_MEASURING * budget_bytes:
-            self.not_kept(
-                "profiled",
-                f"the part of this step that runs eagerly saves {format_bytes(self.rest_bytes)}, which is counted. The "
-                "temporary memory of its operators could not be measured because a profiler of PyTorch was running, so "
-                "the budget may be exceeded. Run a few steps without the profiler",
-            )
+            self.not_kept.profiled(self.rest_bytes)
 
     def was_measured(self, taken_bytes: int) -> None:
         """A step took so many bytes beside what stood before. Too many leave less for the graphs."""
@@ -346,21 +330,13 @@ class Session:
                 self._sequences.clear()
                 self._mine.is_new = True
             elif excess_bytes > planned.budget_bytes // 100:
-                self.not_kept(
-                    "measured",
-                    f"a step took {_exactly(peak_bytes)}, above the budget of {_exactly(planned.budget_bytes)}: the "
-                    f"code outside of its graphs, such as a loss or an eager part, needs the difference. {_GOES_ON}",
-                )
+                self.not_kept.measured(peak_bytes, planned.budget_bytes)
 
     def _ran_eagerly(self, peak_bytes: int) -> None:
         """A step of which nothing was compiled took so many bytes."""
         budget_bytes = self.settings.account().device_bytes or 0
         if peak_bytes > budget_bytes:
-            self.not_kept(
-                "eager",
-                f"PyTorch can compile nothing of this step, which took {_exactly(peak_bytes)}, above the budget of "
-                f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks says why. {_GOES_ON}",
-            )
+            self.not_kept.eagerly(peak_bytes, budget_bytes)
 
     def _standing_before(self, step: Sequence[Done]) -> int:
         """What stood when the step began: parameters, the gradients that there were, optimizer state, arguments."""
@@ -468,21 +444,9 @@ class Session:
             return
         peak_bytes = made.peak_bytes + self._beside_bytes(variant, statics)
         budget_bytes = self._budget_of(problem, statics.parameters)
-        if peak_bytes <= budget_bytes:
-            return
-        needs = f"takes {_exactly(peak_bytes)} or more, above the budget of {_exactly(budget_bytes)}"
-        if self._mine.is_new:
-            self.not_kept(
-                "first",
-                f"the first step of its kind {needs}: what belongs to it is not known before it has run, so each of "
-                "its graphs saves as little as it can. From the next one on they are planned together, and may fit",
-            )
-        else:
-            self.not_kept(
-                "leanest",
-                f"this step {needs}, although its graphs take as little as they can. {_GOES_ON} Give "
-                f"budget={peak_bytes} or a smaller batch",
-            )
+        if peak_bytes > budget_bytes:
+            say = self.not_kept.first if self._mine.is_new else self.not_kept.lowest
+            say(peak_bytes, budget_bytes)
 
     def _end_step(self) -> None:
         """Plans what the last step called, if that is new."""
@@ -491,31 +455,13 @@ class Session:
         if not step:
             return
         self._whole_steps.add(tuple(one.variant.piece.does for one in step))
-        key = tuple(id(one.variant) for one in step)
-        if is_new and key not in self._sequences:
+        if is_new and tuple(id(one.variant) for one in step) not in self._sequences:
             try:
                 self._planned_together(step)
             except BudgetError as error:
                 self._as_low_as_it_goes(step)
-                breaks = dict.fromkeys(one.variant.piece.break_reason for one in step)
-                where = "; ".join(one for one in breaks if one)
-                broken = f" (it breaks at {where})" if where else ""
-                outside_bytes = self.rest_bytes + self.outside_bytes
-                beside = (
-                    f" beside {format_bytes(outside_bytes)} that the step takes outside of them"
-                    if outside_bytes
-                    else ""
-                )
-                graphs = f"the {len(step)} graphs of a step do" if len(step) > 1 else "the graph of a step does"
-                self.not_kept("leanest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
-
-    def not_kept(self, reason: str, text: str, error: BudgetError | None = None) -> None:
-        """Says that the budget is not kept, once for each reason, or raises it where the user is strict."""
-        if self.settings.strict:
-            raise error or BudgetError(text)
-        if reason not in self._said:
-            self._said.add(reason)
-            warn(text, BudgetNotKeptWarning)
+                breaks = [one.variant.piece.break_reason for one in step]
+                self.not_kept.together(error, breaks, self.rest_bytes + self.outside_bytes)
 
     def plans(self) -> list[Planned]:
         """What was planned, the latest for each kind of step that came."""
@@ -524,10 +470,7 @@ class Session:
 
     def explain(self, most: int | None) -> str:
         """Every plan in words; ``most`` storages of each."""
-        return "\n\n".join(one.explain(most) for one in self.plans()) or (
-            "nothing is planned yet. A step is planned when it first runs with gradients, or, if it has several "
-            "graphs, when it has run; without gradients nothing is, nor if the budget has no room for any plan"
-        )
+        return "\n\n".join(one.explain(most) for one in self.plans()) or NOTHING_PLANNED
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> _Sequence:
         """The plan of a graph that is a step."""
@@ -549,14 +492,14 @@ class Session:
         parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
         variants = [one.variant for one in step]
         made = self._planned(problem, parameters, variants)
-        return self._remember(variants, _plans_of(problems, made.plan), made)
+        return self._remember(variants, plans_of(problems, made.plan), made)
 
     def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
         """Steps like one that was run, and does not fit, take as little as they can."""
         problems = [one.variant.problem for one in step if one.variant.problem is not None]
         problem = merged(problems, links_of(step), self._static_bytes(step))
         made = lowest_plan(problem, method=self.settings.method)
-        self._remember([one.variant for one in step], _plans_of(problems, made), None)
+        self._remember([one.variant for one in step], plans_of(problems, made), None)
 
     def _planned(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._budget_of(problem, parameters)

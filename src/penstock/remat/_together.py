@@ -5,10 +5,12 @@ is an argument of a later one. Such a result stays until backward of the later o
 that goes the other way. Everything else belongs to one graph, so the decisions of the whole are those of the parts.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.remat._problem import Decision, Operator, RematProblem
+from penstock.remat._plan import RematPlan, plan_of
+from penstock.remat._problem import Operator, RematProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +84,11 @@ def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes
     )
 
 
-def parts(problems: Sequence[RematProblem], decisions: Sequence[Decision]) -> list[tuple[Decision, ...]]:
-    """The decisions of each problem, from those of all of them."""
-    found, start = [], 0
-    for problem in problems:
-        found.append(tuple(decisions[start : start + len(problem.storages)]))
-        start += len(problem.storages)
-    return found
+def plans_of(problems: Sequence[RematProblem], made: RematPlan) -> tuple[RematPlan, ...]:
+    """The plan of each graph, from that of all of them."""
+    starts = [0, *itertools.accumulate(len(one.storages) for one in problems)]
+    shares = [made.decisions[start:end] for start, end in itertools.pairwise(starts)]
+    return tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))
 
 
 def _end(graph: int, inputs: list[int]) -> Operator:

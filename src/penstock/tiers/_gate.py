@@ -16,6 +16,9 @@ import torch
 class Gate:
     """Many may be inside ``computing``, or one inside ``tracing``; one who wants to trace goes before new ones."""
 
+    may_trace = False
+    """While a planned step is called: Dynamo may trace, although whoever asks PyTorch is told that it does not."""
+
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._num_computing = 0

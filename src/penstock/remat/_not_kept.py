@@ -1,0 +1,87 @@
+"""Steps that do not keep their budget: each way in which that happens is said once, or raised."""
+
+from collections.abc import Sequence
+
+from penstock.errors import BudgetError, BudgetNotKeptWarning
+from penstock.remat._warn import warn
+from penstock.units import format_bytes
+
+_GOES_ON = "Training continues above the budget."
+
+
+class NotKept:
+    """Warns with `BudgetNotKeptWarning`, once in each way, or raises ``BudgetError`` where the user is strict."""
+
+    def __init__(self, *, strict: bool):
+        self._strict = strict
+        self._said: set[str] = set()
+
+    def first(self, peak_bytes: int, budget_bytes: int) -> None:
+        """A step whose graphs are not known yet takes too much."""
+        self._say(
+            "first",
+            f"the first step of its kind takes {_exactly(peak_bytes)} or more, above the budget of "
+            f"{_exactly(budget_bytes)}: what belongs to it is not known before it has run, so each of its graphs saves "
+            "as little as it can. From the next one on they are planned together, and may fit",
+        )
+
+    def lowest(self, peak_bytes: int, budget_bytes: int) -> None:
+        """A step whose graphs are known does."""
+        self._say(
+            "lowest",
+            f"this step takes {_exactly(peak_bytes)} or more, above the budget of {_exactly(budget_bytes)}, although "
+            f"its graphs take as little as they can. {_GOES_ON} Give budget={peak_bytes} or a smaller batch",
+        )
+
+    def together(self, error: BudgetError, breaks: Sequence[str], outside_bytes: int) -> None:
+        """The graphs of a step, which ``breaks`` keep apart, cannot be planned beside what is outside of them."""
+        num_graphs = len(breaks)
+        graphs = f"the {num_graphs} graphs of a step do" if num_graphs > 1 else "the graph of a step does"
+        beside = f" beside {format_bytes(outside_bytes)} that the step takes outside of them" if outside_bytes else ""
+        where = "; ".join(one for one in dict.fromkeys(breaks) if one)
+        broken = f" (it breaks at {where})" if where else ""
+        self._say("lowest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
+
+    def measured(self, peak_bytes: int, budget_bytes: int) -> None:
+        """A step took more than its plan, and went on to do so when the plan had left room for that."""
+        self._say(
+            "measured",
+            f"a step took {_exactly(peak_bytes)}, above the budget of {_exactly(budget_bytes)}: code outside of its "
+            f"graphs, such as a loss or an eager part, needs the difference. {_GOES_ON}",
+        )
+
+    def eagerly(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Nothing of a step was compiled."""
+        self._say(
+            "eagerly",
+            f"PyTorch can compile nothing of this step, which took {_exactly(peak_bytes)}, above the budget of "
+            f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks says why. {_GOES_ON}",
+        )
+
+    def profiled(self, rest_bytes: int) -> None:
+        """What eager operators work with cannot be measured."""
+        self._say(
+            "profiled",
+            f"the part of this step that runs eagerly saves {format_bytes(rest_bytes)}, which is counted. The "
+            "temporary memory of its operators could not be measured because a profiler of PyTorch was running, so the "
+            "budget may be exceeded. Run a few steps without the profiler",
+        )
+
+    def under_transforms(self) -> None:
+        """What runs eagerly cannot be counted."""
+        self._say(
+            "under transforms",
+            "this step uses torch.func, which allows no hooks on saved tensors: what code that runs eagerly saves "
+            "cannot be counted, and the budget covers the compiled graphs alone. Leave room for the rest",
+        )
+
+    def _say(self, way: str, text: str, error: BudgetError | None = None) -> None:
+        if self._strict:
+            raise error or BudgetError(text)
+        if way not in self._said:
+            self._said.add(way)
+            warn(text, BudgetNotKeptWarning)
+
+
+def _exactly(size_bytes: int) -> str:
+    return f"{size_bytes:,} bytes ({format_bytes(size_bytes)})"
