@@ -346,38 +346,45 @@ class Piece:
         ends = list(itertools.accumulate(variant.times))
         groups = [range(end - count, end) for end, count in zip(ends, variant.times, strict=True) if count > 1]
 
+        held, given = weakref.ref(variant), [inputs]  # PyTorch keeps what it compiled, and the functions for it
+
         def partition(joint: fx.GraphModule, num_forward_outputs: int) -> None:
+            variant = _alive(held)
+            owner = variant.piece.owner
             _capture.tag_backward(joint.graph)
             _capture.separate_sums(joint.graph, num_forward_outputs, groups)
-            if self.owner.adds_gradients:
-                _capture.accumulate_early(joint.graph, num_forward_outputs, inputs)
-            if not self.owner.is_functional:
+            if owner.adds_gradients:
+                _capture.accumulate_early(joint.graph, num_forward_outputs, given[0])
+            if not owner.is_functional:
                 add_in_place(joint.graph)
             variant.captured = _capture.read(joint.graph, num_forward_outputs)
             variant.joint = joint
-            variant.problem = self.owner.describe(variant)
-
-        held = weakref.ref(variant)  # PyTorch keeps what it compiled
+            variant.problem = owner.describe(variant)
 
         def forward(given: list[Any]) -> Any:
             return _alive(held).forward(given)
 
-        variant.run = _aot.compiled(module, inputs, partition, forward, _backward, self._without_gradients)
+        def without_gradients(module: fx.GraphModule) -> _aot.Runner:
+            return _without_gradients(module, held)
 
-    def _without_gradients(self, module: fx.GraphModule) -> _aot.Runner:
-        for node in module.graph.nodes:
-            if node.op == "call_function":
-                node.target = function_of(node)
-        run = _aot.boxed(module)
+        variant.run = _aot.compiled(module, inputs, partition, forward, _backward, without_gradients)
+        given.clear()
 
-        def runner(arguments: list[Any]) -> Any:
-            if self.owner.is_rehearsing:
-                arguments.clear()
-                raise RehearsalOver
-            with gate.computing():
-                return run(arguments)
 
-        return _aot.boxed_function(runner)
+def _without_gradients(module: fx.GraphModule, held: "weakref.ref[Variant]") -> _aot.Runner:
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            node.target = function_of(node)
+    run = _aot.boxed(module)
+
+    def runner(arguments: list[Any]) -> Any:
+        if _alive(held).piece.owner.is_rehearsing:
+            arguments.clear()
+            raise RehearsalOver
+        with gate.computing():
+            return run(arguments)
+
+    return _aot.boxed_function(runner)
 
 
 class _OnlyOnce(torch.autograd.Function):
