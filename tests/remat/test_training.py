@@ -469,3 +469,27 @@ def test_functions_with_a_backward_of_their_own(share):
         leaf.grad.zero_()
     planned(x).backward()
     assert all(torch.equal(leaf.grad, one) for leaf, one in zip(leaves, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_has_eager_pytorchs_bits_for_every_share_and_layout(dtype):
+    x = torch.randn(4, 64, 33, dtype=dtype)
+    places, weight = (torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in ((64,), (64, 32)))
+    different = []
+    for percent in range(4, 100, 5):
+
+        def run(percent=percent):
+            dropped = nn.functional.dropout(x.mT + places, percent / 100)  # its gradient comes in another layout
+            return (dropped @ weight).float().square().mean()
+
+        step = remat.optimize(run, [], None)
+        found = []
+        for one in (run, step):
+            torch.manual_seed(percent)
+            places.grad = weight.grad = None
+            one().backward()
+            with torch.no_grad():
+                found.append([places.grad, weight.grad, one()])
+        if not all(map(torch.equal, *found)):
+            different.append(percent)
+    assert not different

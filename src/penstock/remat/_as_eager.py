@@ -34,13 +34,18 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tenso
     if train is False or not 0 < p < 1:
         return torch.ops.aten.native_dropout.default(x, p, train)  # type: ignore[no-any-return]
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
-    return mask.to(x.dtype).div_(1 - p).mul_(x), mask
+    return _times(x, mask.to(x.dtype).div_(1 - p)), mask
 
 
 def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     if scale == 0:
         return torch.ops.aten.native_dropout_backward.default(gradient, mask, scale)  # type: ignore[no-any-return]
-    return mask.to(gradient.dtype).div_(1 / scale).mul_(gradient)
+    return _times(gradient, mask.to(gradient.dtype).div_(1 / scale))
+
+
+def _times(x: torch.Tensor, scaled_mask: torch.Tensor) -> torch.Tensor:
+    """The product, in the layout that it has in eager PyTorch, on which later sums depend; in place where it may be."""
+    return scaled_mask.mul_(x) if x.stride() == scaled_mask.stride() else x * scaled_mask
 
 
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
