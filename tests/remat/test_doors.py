@@ -158,6 +158,10 @@ def test_shapes_are_listed():
     assert step.explain().count("peak ") == 2
     assert "32x32x64" in step.explain()
     assert "24x32x64" in step.explain()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(batch(24)).backward()
+    assert len(step.plans) == 3
+    assert "24x32x64 float32 under autocast to bfloat16" in step.explain()
 
 
 def test_a_compiled_module_is_the_module_to_whoever_asks():
@@ -274,6 +278,8 @@ def test_a_graph_that_does_not_fit_alone_is_refused_before_it_runs():
         remat.compile(model)
     with pytest.raises(ValueError, match="unknown options"):
         remat.compile(model, budget="1MiB", bugdet=3)
+    with pytest.raises(ValueError, match="method is one of 'hybrid', 'recompute', 'swap'"):
+        remat.compile(model, budget="1MiB", method="recomp")
 
 
 def test_two_forwards_at_once_are_planned_together_from_then_on():
@@ -906,4 +912,5 @@ def test_a_backend_shows_its_plans():
     assert len(backend.plans) == 2
     assert "2x32x64" in backend.explain()
     assert "3x32x64" in backend.explain()
+    assert copy.deepcopy(backend) is backend
     backend.close()

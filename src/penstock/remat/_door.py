@@ -260,6 +260,10 @@ class Backend:
         """What is around each call of what was compiled."""
         return lambda: self._open().call()
 
+    def __deepcopy__(self, _: dict[int, Any]) -> "Backend":
+        """Itself: Lightning notes a copy of the arguments of every ``torch.compile``."""
+        return self
+
     @property
     def plans(self) -> Sequence[Planned]:
         """What was planned, for each kind of step that came."""

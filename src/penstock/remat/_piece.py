@@ -310,6 +310,9 @@ class Piece:
             for one in arguments
             if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
         )
+        for device in sorted({one.type for one in variant.devices}):
+            if torch.is_autocast_enabled(device):
+                variant.shapes += f" under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
         if not self._variants:
             self._warn_of_pieces(variant.shapes)
         variant.times = [0 if at in self._numbers else _times(one) for at, one in enumerate(arguments)]
