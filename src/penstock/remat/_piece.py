@@ -310,8 +310,8 @@ class Piece:
             for one in arguments
             if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
         )
-        for device in sorted({one.type for one in variant.devices}):
-            if torch.is_autocast_enabled(device):
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device) and any(one.type == device for one in variant.devices):
                 variant.shapes += f" under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
         if not self._variants:
             self._warn_of_pieces(variant.shapes)
