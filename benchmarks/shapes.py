@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 
 import torch
+from torch import nn
 
 from benchmarks import common, models
 from penstock import probe, remat
@@ -20,11 +21,41 @@ _SHARE = 0.7
 """Of what the step takes without a plan beside its static bytes: the budget leaves so much."""
 
 
+def t5() -> nn.Module:
+    """Hugging Face's, from texts to texts."""
+    import transformers
+
+    config = transformers.T5Config(
+        d_model=192, d_kv=48, d_ff=512, num_layers=3, num_heads=4, vocab_size=models.VOCABULARY,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return models.HuggingFace(transformers.T5ForConditionalGeneration(config))
+
+
+_MODELS = models.WORKLOADS | {
+    "T5": models.Workload(
+        name="T5",
+        make=t5,
+        make_batch=models.texts,
+        batch=8,
+        blocks=models.children("model.encoder.block", "model.decoder.block"),
+        block="a transformer block",
+    )
+}
+
+
+def made(name: str, batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The module and a batch."""
+    torch.manual_seed(0)
+    module = _MODELS[name].make()
+    return module, _MODELS[name].make_batch(batch)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = common.parser(str(__doc__).splitlines()[0])
-    options.add_argument("--model", action="append", choices=list(models.WORKLOADS))
+    options.add_argument("--model", action="append", choices=list(_MODELS))
     given = options.parse_args(arguments)
-    names = given.model or (["GPT-2"] if given.quick else list(models.WORKLOADS))
+    names = given.model or (["GPT-2"] if given.quick else list(_MODELS))
     rows: list[common.Row] = []
     lines = []
     for name in names:
@@ -51,12 +82,11 @@ _COLUMNS = {
 
 
 def measured(name: str, given: argparse.Namespace) -> dict[str, float]:
-    torch.manual_seed(0)
-    batch = models.WORKLOADS[name].batch
+    batch = _MODELS[name].batch
     large = max(4, batch // 4) if given.quick else batch
     small = max(1, large * 3 // 4)
-    model, inputs = models.make(name, large)
-    _, other = models.make(name, small)
+    model, inputs = made(name, large)
+    _, other = made(name, small)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch._dynamo.reset()
