@@ -7,6 +7,7 @@ refused; then three steps are measured. Equal means: losses and gradients of the
 
 import argparse
 import gc
+import importlib.util
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -196,6 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--share", type=float, default=0.9, help="of the plain peak beyond what stands: the budget")
     given = options.parse_args(arguments)
     names = given.model or (["bidirectional GRU"] if given.quick else list(MODELS))
+    if not given.model and importlib.util.find_spec("torchvision") is None:
+        print("without LR-ASPP, which needs torchvision")
+        names = [name for name in names if name != "LR-ASPP"]
     rows: list[common.Row] = []
     lines = []
     for name in names:

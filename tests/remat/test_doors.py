@@ -874,6 +874,24 @@ def test_settings_of_threads_that_overlap_are_put_back_in_each():
         assert after == [before, before]
 
 
+def test_dynamo_compiles_nothing_in_other_threads_while_a_graph_is_captured(monkeypatch):
+    from torch._dynamo import convert_frame
+
+    from penstock.remat import _piece
+
+    acquired, capture = [], _piece.Piece._capture
+
+    def captured(*arguments):
+        thread = threading.Thread(target=lambda: acquired.append(convert_frame.compile_lock.acquire(blocking=False)))
+        thread.start()
+        thread.join()
+        capture(*arguments)
+
+    monkeypatch.setattr(_piece.Piece, "_capture", captured)
+    remat.compile(make("plain"), budget="64MiB")(batch(2)).backward()
+    assert acquired == [False]
+
+
 def test_a_step_is_measured_in_its_thread():
     model, x = make("disabled"), batch(64)
     step = remat.compile(model, budget="64MiB")

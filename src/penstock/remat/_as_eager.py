@@ -2,7 +2,7 @@
 
 On a CPU eager dropout multiplies by a mask that was divided by ``1 - p`` in the tensor's own dtype; captured it becomes
 ``native_dropout``, which multiplies by ``1 / (1 - p)``, rounded once. For bfloat16 and float16 the two differ in the
-third digit, for float32 in the last one, for one ``p`` in six.
+third digit, for float32 in the last one, for 15 of the 99 whole percentages.
 """
 
 from collections.abc import Callable

@@ -116,6 +116,10 @@ class Door:
             self._offloading.close()
 
 
+_OWN = ("_orig_mod", "_step", "training", "_is_full_backward_hook")
+"""Attributes of a `CompiledModule` itself; all others are its module's."""
+
+
 class CompiledModule(nn.Module):
     """What ``compile`` returns for a module: called and trained like it; its attributes are the module's.
 
@@ -139,9 +143,7 @@ class CompiledModule(nn.Module):
             return getattr(self.__dict__["_modules"]["_orig_mod"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_orig_mod", "_step", "training", "_is_full_backward_hook") or "_orig_mod" not in self.__dict__.get(
-            "_modules", ()
-        ):
+        if name in _OWN or "_orig_mod" not in self.__dict__.get("_modules", ()):
             super().__setattr__(name, value)
         else:
             setattr(self._orig_mod, name, value)

@@ -81,7 +81,7 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
 
 
 def _has_settings_per_thread() -> bool:
-    """Whether Dynamo's settings are a thread's own, as they are from PyTorch 2.13 on."""
+    """Whether Dynamo's settings are a thread's own, as they are in PyTorch 2.13 and are not in 2.11."""
     import torch._dynamo.config as dynamo_config
 
     return isinstance(dynamo_config._config["suppress_errors"].user_override, contextvars.ContextVar)  # type: ignore[attr-defined]

@@ -525,8 +525,7 @@ class Session:
             self._tries_left = min(_MAX_TRIED, self._tries_left + _MAX_MEASURED)
         made = _Sequence(tuple(variants), plans, planned)
         self._sequences[tuple(map(id, variants))] = made
-        while len(self._sequences) > _MAX_SEQUENCES:
-            oldest = next(iter(self._sequences))
+        for oldest in list(self._sequences)[:-_MAX_SEQUENCES]:
             del self._sequences[oldest]
             self._num_measured.pop(oldest, None)
         return made
