@@ -76,6 +76,8 @@ def test_files_are_of_a_size_to_read(file):
 
 
 PRIVATE = {
+    "fleet/_accesses.py": "a dispatch mode sees which tensors of a model an operator uses",
+    "fleet/_program.py": "torch.export prints the graph so far when it gives up",
     "fleet/_random.py": "a dispatch mode draws a job's random numbers from its own state",
     "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",

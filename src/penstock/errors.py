@@ -124,6 +124,10 @@ class NodeLostWarning(PenstockWarning):
     """A machine was lost; its jobs go on elsewhere from their last checkpoints."""
 
 
+class SharedModelWarning(PenstockWarning):
+    """A job's factory returned a module that somebody else holds too. The fleet trains a copy of it."""
+
+
 class BudgetNotKeptWarning(PenstockWarning):
     """A compiled step takes more than its budget. The message says how much; with ``strict=True`` it is an error."""
 

@@ -327,5 +327,5 @@ def test_measured_jobs_are_simulated_and_not_trained():
 
 
 def test_what_cannot_be_measured_is_said():
-    with pytest.raises(PenstockError, match="job 'large' could not be measured: .*above the budget"):
+    with pytest.raises(PenstockError, match="job 'large' could not be measured: .*`budget` must be at least"):
         fleet.measure([job(name="large")], budget="300KB", host_budget="64MiB")

@@ -54,7 +54,7 @@ def with_nan_at(number):
 FAULTS = {
     "the data raises": ({"data": failing_at(3, OSError("the file is gone"))}, "the file is gone", 3),
     "the model raises": ({"model": lambda: 1 / 0}, "division by zero", 0),
-    "no model": ({"model": lambda: 3}, "not an nn.Module", 0),
+    "no model": ({"model": lambda: 3}, "must return an nn.Module", 0),
     "no batches": ({"data": list}, "yields no batch", 0),
     "not a number": (with_nan_at(2), "the loss is nan at step 2", 2),
     "not a scalar": ({"loss": lambda model, batch: model.token(batch[0])}, "scalar", 0),
@@ -65,7 +65,11 @@ FAULTS = {
         0,
     ),
     "L-BFGS": ({"optimizer": torch.optim.LBFGS}, "L-BFGS", 0),
-    "numbers decide": ({"loss": lambda model, batch: model(*batch) if batch[0].sum() > 0 else 0}, "stages=", 0),
+    "a forward that cannot run": (
+        {"loss": lambda model, batch: model(*batch, batch)},
+        "Run as it is, it raises TypeError",
+        0,
+    ),
     "a stage that does not follow": ({"stages": lambda model: [model.token, model.token]}, "cannot follow", 0),
 }
 
@@ -338,7 +342,7 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
     """Once, from the last checkpoint."""
     from penstock.fleet import _worker
 
-    compute, hits = _worker.Worker._compute, []
+    compute, hits = _worker.Worker.compute, []
 
     def hit(self, mini, index):
         if mini.training.position.step == 4 and not hits:
@@ -348,7 +352,7 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
             hits.append(len(mini.program.shards))
         compute(self, mini, index)
 
-    monkeypatch.setattr(_worker.Worker, "_compute", hit)
+    monkeypatch.setattr(_worker.Worker, "compute", hit)
     one = job()
     results = train([one], num_devices=1, budget="2MB", checkpoint_every=2)
     assert results["job"].error is None

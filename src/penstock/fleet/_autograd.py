@@ -63,7 +63,25 @@ class Saved:
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While forward runs."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    def add_home(self, storage: torch.UntypedStorage, item: Item) -> None:
+        """Another item that outlives the unit, and its storage."""
+        self._known[storage._cdata] = item
+
+    def add_place(self, key: int, item: Item, index: int) -> None:
+        """A storage that an item of another unit has already."""
+        self.homes[item] = None
+        self._places[key] = item, index
+
+    def has_place(self, key: int) -> bool:
+        """Whether the storage is somewhere that is not this unit's own."""
+        return key in self._places
+
+    @property
+    def storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """What was saved so far and nobody else has, by identity; nothing once forward has ended."""
+        return self._storages
 
     def finish(self, label: str, outputs: Mapping[int, Item]) -> None:
         """Forward has ended; ``outputs`` are items of values, by the identity of their storage."""
@@ -78,26 +96,33 @@ class Saved:
         self._storages = {}
         self._known = {}
 
-    def _pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or where its bytes will be
+    def pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or where its bytes will be
+        """What autograd keeps instead of ``tensor``."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
-            self.homes[self._known[key]] = None
-            self._places[key] = (self._known[key], 0)
+            self.add_place(key, self._known[key], 0)
+        elif key in self._places:
+            pass
         elif storage.nbytes() < SMALL_BYTES:
             return tensor
         else:
             self._storages[key] = storage  # alive until `finish`, so that no other gets its identity
         return key, ViewLayout.of(tensor)
 
-    def _unpack(self, packed: Any) -> torch.Tensor:  # any: as `_pack` returned it
+    def unpack(self, packed: Any) -> torch.Tensor:  # any: as `pack` returned it
+        """The tensor that `pack` was given."""
         if isinstance(packed, torch.Tensor):
             return packed
         key, layout = packed
-        item, index = self._places[key]
-        tensor: torch.Tensor = layout.rebuild(self.fetched(item)[index])
+        if key in self._storages:  # forward has not ended
+            storage = self._storages[key]
+        else:
+            item, index = self._places[key]
+            storage = self.fetched(item)[index]
+        tensor: torch.Tensor = layout.rebuild(storage)
         return tensor
 
 

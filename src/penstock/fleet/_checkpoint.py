@@ -91,7 +91,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         check_whole(path)
         for key, tensor in _stored(path, "tensors-*.safetensors"):
             if key in training.originals:
-                training.originals[key].copy_(_like(tensor, training.originals[key], key))
+                training.put(key, _like(tensor, training.originals[key], key))
             elif not key.startswith("constant."):
                 raise ValueError(f"it has a tensor {key!r}, and the job's model has none")
         if warm:

@@ -43,11 +43,14 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
     return account
 
 
+def free_bytes(device: torch.device) -> int:
+    """Bytes of its memory that nobody has."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _free_main_memory()
+
+
 def _free_bytes(device: Device, num_devices: int) -> int:
-    if torch.device(device.name).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(torch.device(device.name))
-        return int(0.9 * free)
-    return int(0.3 * _free_main_memory() / num_devices)
+    place = torch.device(device.name)
+    return int(0.9 * free_bytes(place)) if place.type == "cuda" else int(0.3 * free_bytes(place) / num_devices)
 
 
 def _free_main_memory() -> int:

@@ -4,7 +4,7 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from penstock.fleet._problem import UnitKind
 from penstock.fleet._schedulers import Progress, Scheduler
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
+from penstock.fleet._whole import mini_batch
 from penstock.fleet._worker import Turn, Worker
 
 
@@ -44,6 +45,8 @@ class Engine:
         self.measures: dict[tuple[Any, ...], ShardMeasure] = {}
         self.frozen: dict[str, dict[int, Item]] = {}
         """Frozen groups by content, and per device."""
+        self._read_once: list[tuple[object, str]] = []
+        """Data of jobs that no other job may read, and who reads it."""
         self.recompute = recompute
         self.lane_rate = lane_rate
         self.is_stopping = False
@@ -90,6 +93,21 @@ class Engine:
             run.is_taken = goes_on
             self._obey(run)
             self.condition.notify_all()
+
+    def refuse_shared_data(self, run: JobRun) -> None:
+        """Raises ``ValueError`` if the job's data is what another job reads already, and only one can."""
+        training = run.training
+        for field, data in (("data", training.data), ("validation", training.validation)):
+            if not (isinstance(data, Iterator) or getattr(data, "persistent_workers", False)):
+                continue  # each job's loop over it is its own
+            with self.condition:
+                reader = next((name for other, name in self._read_once if other is data), run.job.name)
+                self._read_once.append((data, run.job.name))
+            if reader != run.job.name:
+                raise ValueError(
+                    f"job {run.job.name!r}: {field}() returned the {type(data).__name__} that job {reader!r} reads, "
+                    f"and each batch of it can be read once. Make one per job: {field}=lambda: DataLoader(dataset)"
+                )
 
     def fail(self, run: JobRun, worker: Worker, error: BaseException) -> None:
         """The job has failed; the others go on."""
@@ -281,7 +299,7 @@ class JobTurn:
         run, training = self.run_of, self.run_of.training
         measures = self._measures_for(worker, leaves, structure)
         program = training.program(leaves, structure)
-        mini = MiniBatch(
+        mini = mini_batch(
             training,
             worker.memory,
             program,
@@ -346,12 +364,11 @@ class JobTurn:
             training.program(leaves, structure, training=False)
             Preparation(self.engine, run, worker).place_constants()
         program = training.program(leaves, structure, training=False)
-        mini = MiniBatch(
+        mini = mini_batch(
             training, worker.memory, program, leaves, structure, run.saves, behaviour=Behaviour(trains=False)
         )
         larger = max(1.0, sum(one.nbytes for one in leaves) / max(1, run.leaf_bytes))
-        most = int(larger * max(max(one.saving_bytes, one.backward_bytes) for one in run.measures))
-        worker.run_minibatch(run, mini, _AtMost(most))
+        worker.run_minibatch(run, mini, _AtMost(mini, run.measures, larger))
         result = program.rebuild_result(mini.results)
         named = result if isinstance(result, dict) else {"loss" if training.job.metric is None else "metric": result}
         return {str(name): float(value) for name, value in named.items()}
@@ -380,13 +397,17 @@ class _Measured:
     def transient_bytes(self, index: int) -> int:
         task = self._mini.tasks[index]
         one, saves = self._measures[task.shard], self._saves[task.shard]
-        if task.kind is UnitKind.STEP:
-            return one.step_bytes
+        if task.kind is UnitKind.STEP:  # its gradients are items
+            return self._step_bytes(task.shard) - one.stepped_bytes
         if task.kind is UnitKind.FORWARD:
             return one.saving_bytes if saves else one.dropping_bytes
         most = one.backward_bytes if saves else one.again_bytes
         steps = self._mini.steps and not self._mini.waits_for_all
-        return max(most, one.step_bytes + one.handed_bytes) if steps else most
+        return max(most, self._step_bytes(task.shard) + one.handed_bytes) if steps else most
+
+    def _step_bytes(self, at: int) -> int:
+        """Of the optimizer's step: what it makes of state is there already, or some of it."""
+        return max(self._measures[at].later_step_bytes, self._measures[at].step_bytes - self._mini.state_bytes(at))
 
     def remaining_bytes(self, index: int) -> int:
         task = self._mini.tasks[index]
@@ -401,13 +422,14 @@ class _Measured:
 
 
 class _AtMost:
-    """Units of validation, none of which takes more than training did."""
+    """Units of validation, none of which takes more than training did, but for batches that are ``larger``."""
 
-    def __init__(self, size_bytes: int):
-        self._size_bytes = size_bytes
+    def __init__(self, mini: MiniBatch, measures: Sequence[ShardMeasure], larger: float):
+        self._mini, self._measures, self._larger = mini, measures, larger
 
-    def transient_bytes(self, index: int) -> int:  # noqa: ARG002  # the protocol's
-        return self._size_bytes
+    def transient_bytes(self, index: int) -> int:
+        one = self._measures[self._mini.tasks[index].shard]
+        return int(self._larger * (one.saving_bytes or one.backward_bytes))  # the last shard has no forward of its own
 
     def remaining_bytes(self, index: int) -> int:  # noqa: ARG002
         return 0

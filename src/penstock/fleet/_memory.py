@@ -9,8 +9,10 @@ Belongs to the device's thread. The bytes counted are those of every storage hel
 """
 
 import math
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -102,6 +104,10 @@ class DeviceMemory:
         self._reap()
         return sum(item.held_bytes() for item in self._items)
 
+    def storages_here(self) -> set[int]:
+        """The storages of all items on the device, by identity."""
+        return {storage._cdata for item in self._items for storage in item.storages or ()}
+
     def add(self, item: Item) -> Item:
         """Counts an item that was made on this device, or borrowed."""
         self._items[item] = None
@@ -188,6 +194,15 @@ class DeviceMemory:
         self.stall_s += time.perf_counter() - start_s
         self.peak_bytes = max(self.peak_bytes, self.held_bytes() + size_bytes)
 
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Inside, whatever the budget says: a job that is going to be refused is measured, so that it can be told."""
+        budget_bytes, self.budget_bytes = self.budget_bytes, sys.maxsize
+        try:
+            yield
+        finally:
+            self.budget_bytes = budget_bytes
+
     def may_take(self, size_bytes: int, pinned: Iterable[Item]) -> bool:
         """Whether ``size_bytes`` more fit now, after dropping what has a copy below; waits for nothing."""
         pinned = set(pinned)
@@ -257,6 +272,6 @@ class DeviceMemory:
     def _refuse(self, size_bytes: int, why: str) -> None:
         held = sum(item.held_bytes() for item in self._items)
         raise BudgetError(
-            f"{why} needs {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, above the budget of "
-            f"{format_bytes(self.budget_bytes)} on {self.device}; a budget of {held + size_bytes} has room for it"
+            f"{why} takes {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, more than "
+            f"the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least budget={held + size_bytes}"
         )

@@ -60,13 +60,21 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
         ]
         if found:
             return min(found)[1]
-    sizes = [(_Need(problem, at).add(at), at) for at in range(len(problem.atoms))]
-    most, worst = max(sizes)
+    most, worst = _largest_atom(problem)
     raise BudgetError(
-        f"{problem.atoms[worst].label} alone needs {format_bytes(most)} for parameters, gradients, optimizer state and "
-        f"activations, above the budget of {format_bytes(problem.budget_bytes)}; a budget of {math.ceil(most)} has "
-        "room for it, or take smaller batches (accumulate=)"
+        f"{problem.atoms[worst].label} alone takes about {format_bytes(most)} for parameters, gradients, optimizer "
+        f"state and activations, more than the budget of {format_bytes(problem.budget_bytes)}; give about "
+        f"budget={math.ceil(most)}, or take smaller batches (accumulate=)"
     )
+
+
+def largest_atom_bytes(problem: PartitionProblem) -> float:
+    """What the largest atom takes by itself, by estimate."""
+    return _largest_atom(problem)[0]
+
+
+def _largest_atom(problem: PartitionProblem) -> tuple[float, int]:
+    return max((_Need(problem, at).add(at), at) for at in range(len(problem.atoms)))
 
 
 def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) -> tuple[float, tuple[int, ...]] | None:

@@ -6,7 +6,8 @@ in the data are as before afterwards. Shards that compute the same on the same s
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -15,13 +16,17 @@ import torch
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
 from penstock.fleet._memory import DeviceMemory
+from penstock.fleet._meter import Meter
 from penstock.fleet._problem import ShardCost, UnitKind
-from penstock.fleet._program import Program
+from penstock.fleet._program import BATCH, Program
 from penstock.fleet._training import Packed, Training
 from penstock.fleet._units import Behaviour, MiniBatch
+from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.probe import record_memory
 from penstock.tiers import gate
-from penstock.units import format_bytes
+
+_SLACK_BYTES = 64 * 1024
+"""What items of a step may take beside their bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +54,19 @@ class ShardMeasure:
     step_s: float = 0.0
     """The optimizer's step."""
     step_bytes: int = 0
-    """Its peak, state that it makes included."""
+    """Its peak the first time, gradients and the state that it makes included."""
+    later_step_bytes: int = 0
+    """Its peak once there is a state, gradients included."""
     state_bytes: int = 0
     """State that it makes."""
+    stepped_bytes: int = 0
+    """Parameters that it steps."""
+    forward_needs_bytes: int = 0
+    """Items that forward works on: parameters, buffers, values."""
+    backward_needs_bytes: int = 0
+    """Items that backward works on, if it finds what forward saved."""
+    again_needs_bytes: int = 0
+    """Items that backward works on, if it runs forward again."""
     parameter_bytes: int = 0
     """Parameters and buffers."""
     is_random: bool = True
@@ -71,6 +86,24 @@ class ShardMeasure:
         )
 
 
+def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: bool) -> int:
+    """Bytes of the device that no unit of the shard exceeds in any step, the next shard not counted.
+
+    ``accumulates``: whether gradients of batches before are there. ``waits``: whether the optimizer has units of its
+    own.
+    """
+    forward = one.forward_needs_bytes + (one.saving_bytes if saves else one.dropping_bytes)
+    needs = one.backward_needs_bytes if saves else one.again_needs_bytes
+    transient = one.backward_bytes if saves else one.again_bytes
+    gradients = one.stepped_bytes if accumulates else 0
+    if waits:
+        step = one.stepped_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
+        return max(forward, needs + gradients + transient, step + _SLACK_BYTES)
+    first = max(transient, one.step_bytes + one.handed_bytes)
+    later = one.state_bytes + max(transient, one.later_step_bytes + one.handed_bytes)
+    return max(forward, needs + gradients + max(first, later))
+
+
 def measure(
     training: Training,
     memory: DeviceMemory,
@@ -79,8 +112,11 @@ def measure(
     structure: Structure,
     known: dict[tuple[Any, ...], ShardMeasure],
 ) -> list[ShardMeasure]:
-    """Measures every shard that ``known`` lacks. Raises ``BudgetError`` naming the first that does not fit."""
-    keys = [(one, *_circumstances(training, memory)) for one in program.fingerprints]
+    """Measures every shard that ``known`` lacks. Raises ``BudgetError`` where one cannot run within the budget."""
+    keys = [
+        (one, *_neighbours(training, program, at), *_circumstances(training, memory))
+        for at, one in enumerate(program.fingerprints)
+    ]
     if not all(key in known for key in keys):
         pilot = _Pilot(training, memory, program, leaves, structure)
         for key, found in zip(keys, pilot.run(), strict=True):
@@ -102,6 +138,17 @@ def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
     )
 
 
+def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...]:
+    """What a shard works on beside its own: equal for shards that take the same."""
+    shard, later = program.shards[at], program.shards[at + 1 :]
+    groups = dict.fromkeys(training.group_of[name] for name in shard.tensors)
+    return (
+        tuple((name.startswith(BATCH), any(name in one.inputs for one in later)) for name in shard.inputs),
+        tuple(any(name in one.inputs for one in later[1:]) for name in shard.outputs),
+        tuple((one.kind, one.size_bytes, one.owner == at, len(one.shards) > 1) for one in groups),
+    )
+
+
 class _Pilot:
     def __init__(
         self,
@@ -114,25 +161,22 @@ class _Pilot:
         self._training, self._memory, self._program = training, memory, program
         self._given = leaves, structure
         self._found = [ShardMeasure(parameter_bytes=self._size_bytes(at)) for at in range(len(program.shards))]
-        self._largest = 0, ""
-        """Bytes that a shard takes, and its label."""
 
     def run(self) -> list[ShardMeasure]:
         training = self._training
         mark, cuda = training.randomness.mark(), training.randomness.cuda
         mode, scale = training.is_finite, training.scale
         try:
-            self._pass(saves=True)
-            self._pass(saves=False)
+            if self._program.whole is not None:
+                self._run_whole()
+            else:
+                self._pass(saves=True)
+                self._pass(saves=False)
             for at in range(len(self._program.shards)):
                 self._step(at)
-        except BudgetError:
-            self._refuse_too_large()  # which names a budget for all shards so far
-            raise
         finally:
             training.randomness.cpu, training.randomness.cuda = mark[0], cuda
             training.is_finite, training.scale = mode, scale
-        self._refuse_too_large()
         return self._found
 
     def _size_bytes(self, at: int) -> int:
@@ -154,11 +198,17 @@ class _Pilot:
         try:
             for index, task in enumerate(mini.tasks):
                 draws = self._training.randomness.num_draws
-                taken_s, peak_bytes = self._unit(mini, index)
+                needs_bytes = self._bring_in(mini, index)
+                taken_s, peak_bytes = _measured(self._memory.device, lambda at=index: mini.run(at))  # type: ignore[misc]
                 before = self._found[task.shard]
                 if task.kind is UnitKind.FORWARD:
+                    before = replace(before, forward_needs_bytes=max(before.forward_needs_bytes, needs_bytes))
                     found = self._after_forward(mini, before, task.shard, taken_s, peak_bytes, saves)
                 else:
+                    if task.kind is UnitKind.FUSED or saves:
+                        before = replace(before, backward_needs_bytes=max(before.backward_needs_bytes, needs_bytes))
+                    if task.kind is UnitKind.FUSED or not saves:
+                        before = replace(before, again_needs_bytes=max(before.again_needs_bytes, needs_bytes))
                     found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
                     found = replace(found, handed_bytes=max(found.handed_bytes, mini.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
@@ -167,27 +217,47 @@ class _Pilot:
         finally:
             mini.abandon()
 
-    def _unit(self, mini: MiniBatch, index: int) -> tuple[float, int]:
+    def _run_whole(self) -> None:
+        """One run of a model that is not cut; its backward finds what forward saved."""
+        mini = mini_batch(
+            self._training,
+            self._memory,
+            self._program,
+            *self._given,
+            saves=[True] * len(self._program.shards),
+            behaviour=Behaviour(is_pilot=True),
+        )
+        assert isinstance(mini, WholeBatch)
+        mini.meter, units = Meter(self._memory), _Units(self, mini)
+        try:
+            with _out_of_memory_said(self._memory.device), gate.computing():
+                mini.run_all(units)
+        finally:
+            mini.abandon()
+        for index, task in enumerate(mini.tasks):
+            needs_bytes = sum(item.size_bytes for item in mini.used[index])
+            self._found[task.shard] = _after_visit(
+                self._found[task.shard], task.kind, needs_bytes, mini.meter.peaks[index], units.seconds[index]
+            )
+        for at, size_bytes in mini.saved_by_shard.items():
+            self._found[at] = replace(self._found[at], activation_bytes=size_bytes)
+        most = ShardMeasure(
+            saving_bytes=max(one.saving_bytes for one in self._found),
+            backward_bytes=max(one.backward_bytes for one in self._found),
+        )
+        self._found = [_as_others(one, most) for one in self._found]
+
+    def _bring_in(self, mini: MiniBatch, index: int) -> int:
+        """What a unit needs, and nothing else, comes to the device; returns the bytes."""
         memory, needs = self._memory, mini.needs(index)
         shard = self._program.shards[mini.tasks[index].shard]
         mini.plan_uses(index)
-        missing = sum(item.size_bytes for item in needs if item.storages is None)
+        missing = sum(item.size_bytes - item.held_bytes() for item in needs)
         memory.make_room(missing, needs, f"the shard {shard.label}")
         for item in needs:
             memory.get(item)
         memory.flush(keep=needs)
-        taken_s, peak_bytes = _measured(memory.device, lambda: mini.run(index))
-        self._largest = max(self._largest, (sum(item.size_bytes for item in needs) + peak_bytes, shard.label))
-        return taken_s, peak_bytes
-
-    def _refuse_too_large(self) -> None:
-        size_bytes, label = self._largest
-        if size_bytes > self._memory.budget_bytes:
-            raise BudgetError(
-                f"the shard {label} takes {format_bytes(size_bytes)}, above the budget of "
-                f"{format_bytes(self._memory.budget_bytes)} on {self._memory.device}; a budget of "
-                f"{size_bytes} has room for it, or take smaller batches (accumulate=)"
-            )
+        return sum(item.size_bytes for item in needs)
 
     def _after_forward(
         self, mini: MiniBatch, before: ShardMeasure, at: int, taken_s: float, peak_bytes: int, saves: bool
@@ -208,6 +278,9 @@ class _Pilot:
             memory.flush(keep=[one.item])
             (storage,) = memory.get(one.item)
             copies = {name: view.clone() for name, view in one.views(storage).items()}
+            del storage
+            if memory.held_bytes() + 3 * one.size_bytes > memory.budget_bytes:
+                memory.flush()  # the copies stand for it
             training.bind(copies)
             parameters = {name: training.parameters[name] for name in one.layouts}
             for parameter in parameters.values():
@@ -229,11 +302,11 @@ class _Pilot:
                 found,
                 step_s=found.step_s + taken_s,
                 step_bytes=max(found.step_bytes, gradient_bytes + found.state_bytes + peak_bytes),
+                later_step_bytes=max(found.later_step_bytes, gradient_bytes + peak_bytes - state_bytes),
                 state_bytes=found.state_bytes + state_bytes,
+                stepped_bytes=gradient_bytes,
             )
             del copies, states, parameters
-            taken_bytes = 2 * one.size_bytes + peak_bytes
-            self._largest = max(self._largest, (taken_bytes, f"step of {self._program.shards[at].label}"))
 
 
 def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -249,15 +322,78 @@ def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_b
     return replace(before, again_bytes=peak_bytes)
 
 
-def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, and peak of bytes beside those at the start. Raises ``BudgetError`` where memory ran out."""
+def _after_visit(
+    before: ShardMeasure, kind: UnitKind, needs_bytes: int, peak_bytes: int, taken_s: float
+) -> ShardMeasure:
+    """A shard that is run whole may be visited several times."""
+    if kind is UnitKind.FORWARD:
+        most = max(before.saving_bytes, peak_bytes)
+        return replace(
+            before,
+            forward_s=before.forward_s + taken_s,
+            forward_needs_bytes=max(before.forward_needs_bytes, needs_bytes),
+            saving_bytes=most,
+            dropping_bytes=most,
+        )
+    most, needs_bytes = max(before.backward_bytes, peak_bytes), max(before.backward_needs_bytes, needs_bytes)
+    return replace(
+        before,
+        backward_s=before.backward_s + taken_s,
+        backward_needs_bytes=needs_bytes,
+        again_needs_bytes=needs_bytes,
+        backward_bytes=most,
+        again_bytes=most,
+    )
+
+
+def _as_others(one: ShardMeasure, most: ShardMeasure) -> ShardMeasure:
+    """A shard that the pilot did not come by takes, for all that is known, what the others do."""
+    forward, backward = one.saving_bytes or most.saving_bytes, one.backward_bytes or most.backward_bytes
+    return replace(
+        one,
+        saving_bytes=forward,
+        dropping_bytes=forward,
+        backward_bytes=backward,
+        again_bytes=backward,
+        forward_needs_bytes=one.forward_needs_bytes or one.parameter_bytes,
+        backward_needs_bytes=one.backward_needs_bytes or one.parameter_bytes,
+        again_needs_bytes=one.again_needs_bytes or one.parameter_bytes,
+    )
+
+
+class _Units:
+    """The units of a pilot that runs a model whole."""
+
+    def __init__(self, pilot: _Pilot, mini: WholeBatch):
+        self._pilot, self._mini = pilot, mini
+        self.seconds: dict[int, float] = {}
+
+    def begin(self, index: int) -> int:
+        self._pilot._bring_in(self._mini, index)
+        self.seconds[index] = -time.perf_counter()
+        return 0
+
+    def compute(self, index: int) -> None:
+        raise AssertionError(f"unit {index} of a pilot would step")
+
+    def end(self, index: int) -> None:
+        self.seconds[index] += time.perf_counter()
+
+
+@contextmanager
+def _out_of_memory_said(device: torch.device) -> Iterator[None]:
     try:
-        with gate.computing(), record_memory(device, this_thread_only=True) as recording:
-            start_s = time.perf_counter()
-            run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken_s = time.perf_counter() - start_s
+        yield
     except torch.OutOfMemoryError as error:
         raise BudgetError(f"{device} ran out of memory in a pilot run: {error}") from error
+
+
+def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
+    """Seconds, and peak of bytes beside those at the start. Raises ``BudgetError`` where memory ran out."""
+    with _out_of_memory_said(device), gate.computing(), record_memory(device, this_thread_only=True) as recording:
+        start_s = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken_s = time.perf_counter() - start_s
     return taken_s, recording.report.activation_bytes

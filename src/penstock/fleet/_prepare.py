@@ -1,27 +1,32 @@
 """From a job's factories to shards that were measured, in groups that can move, and what of them is recomputed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._devices import free_bytes
 from penstock.fleet._groups import content_key
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
-from penstock.fleet._partition import AtomCost, PartitionProblem, merged, partition
-from penstock.fleet._pilot import ShardMeasure, measure
-from penstock.fleet._program import Captured, Program
-from penstock.fleet._stages import Staged
+from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_bytes, merged, partition
+from penstock.fleet._pilot import ShardMeasure, measure, required_bytes
+from penstock.fleet._program import Program
+from penstock.fleet._training import Cuttable
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from penstock.fleet._engine import Engine
 
 _MOST_ATOMS = 300
+_PLACING_BYTES = 2**16
+"""What a group may take beside its bytes while it is put in place."""
 _MOST_FACTOR = 1.5**7
 """Estimates are scaled up so far, and the model cut finer, when pilots find more; then each atom is a shard."""
 
@@ -40,6 +45,7 @@ class Preparation:
             run.state, run.started_s = JobState.RUNNING, time.time()
             run.home = self.worker
         training.build()
+        engine.refuse_shared_data(run)
         resume = engine.hooks.restore(run)
         leaves, structure = training.peek()
         run.leaf_bytes = sum(one.nbytes for one in leaves)
@@ -63,16 +69,15 @@ class Preparation:
             self._place()
             training.hollow()
 
-    def _cut(self, captured: Captured | Staged, leaves: list[torch.Tensor], structure: Structure) -> None:
+    def _cut(self, captured: Cuttable, leaves: list[torch.Tensor], structure: Structure) -> None:
         run, training, memory = self.run_of, self.run_of.training, self.worker.memory
         costs, ends = self._costs(captured)
         with gate.computing():
             share = training.optimizer.state_share(training.parameters)
         factor = 1.0
-        error: BudgetError | None = None
         finest = tuple(range(len(costs)))
         chosen: tuple[int, ...] = ()
-        while chosen != finest:
+        while True:
             problem = PartitionProblem(
                 atoms=tuple(_scaled(one, factor) for one in costs),
                 trained=frozenset(training.optimizer.trained),
@@ -81,32 +86,35 @@ class Preparation:
             )
             try:
                 chosen = partition(problem) if factor < _MOST_FACTOR else finest
-            except BudgetError:
-                if error is None:
-                    raise
-                chosen = finest  # by estimates that were scaled up; only pilots know
-            program = training.use(captured, structure, tuple(ends[end] for end in chosen))
-            self._place()
-            try:
-                with self.engine.pilot_lock:
-                    run.measures = measure(training, memory, program, leaves, structure, self.engine.measures)
-                self._check(run.measures, program)
             except BudgetError as refused:
-                error = refused
+                self._refuse_by_far(problem, refused)
+                chosen = finest  # those were estimates; only pilots know
+            program = training.use(captured, structure, tuple(ends[end] for end in chosen))
+            try:
+                with memory.unbounded() if chosen == finest else nullcontext():
+                    self._place()
+                    with self.engine.pilot_lock:
+                        run.measures = measure(training, memory, program, leaves, structure, self.engine.measures)
+                self._check(run.measures, program, is_last=chosen == finest)
+                break
+            except BudgetError:
                 self._take_away()
+                if chosen == finest:
+                    raise
                 factor *= 1.5
-                continue
-            error = None
-            break
-        if error is not None:
-            raise error
         self.engine.let_frozen_go()  # of cuts that were tried
         run.measures_of = {structure.signature: run.measures}
-        run.saves = choose_saves(run.measures, memory.budget_bytes, self.engine.lane_rate(), self.engine.recompute)
+        run.saves = choose_saves(
+            run.measures,
+            self.engine.budget_bytes,
+            self.engine.lane_rate(),
+            False if program.whole is not None else self.engine.recompute,
+            required=self._required,
+        )
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
         run.seconds_per_step += sum(one.step_s for one in run.measures)
 
-    def _costs(self, captured: Captured | Staged) -> tuple[list[AtomCost], list[int]]:
+    def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
         """As estimated, of few enough atoms; and the index of the last one in each."""
         sizes = {name: tensor.nbytes for name, tensor in self.run_of.training.originals.items()}
         costs = [
@@ -120,21 +128,36 @@ class Preparation:
         ]
         return merged(costs, _MOST_ATOMS)
 
-    def _check(self, measures: Sequence[ShardMeasure], program: Program) -> None:
-        """Raises ``BudgetError`` where a unit takes more than the budget, next shard not counted."""
-        for one, shard in zip(measures, program.shards, strict=True):
-            most = max(
-                one.parameter_bytes
-                + one.state_bytes
-                + max(one.again_bytes, one.step_bytes + one.handed_bytes)
-                + one.boundary_bytes,
-                one.parameter_bytes + one.dropping_bytes,
-            )
-            if most > self.engine.budget_bytes:
-                raise BudgetError(
-                    f"the shard {shard.label} takes {most} bytes, above the budget of {self.engine.budget_bytes}; "
-                    f"a budget of {most} has room for it"
-                )
+    def _required(self, one: ShardMeasure, saves: bool) -> int:
+        job = self.run_of.job
+        waits = job.clip_norm is not None or job.precision == "float16" or self.run_of.training.tree is not None
+        return required_bytes(one, saves=saves, accumulates=job.accumulate > 1, waits=waits)
+
+    def _check(self, measures: Sequence[ShardMeasure], program: Program, *, is_last: bool) -> None:
+        """Raises ``BudgetError`` where a unit takes more than the budget, next shard not counted.
+
+        With the budget that it names every unit of every step finds room, as long as batches are like the first.
+        """
+        saving = [True] if program.whole is not None else [False] if self.engine.recompute else [True, False]
+        needs = [min(self._required(one, saves) for saves in saving) for one in measures]
+        needs[-1] = self._required(measures[-1], saves=True)  # forward and backward are one unit
+        largest = max(group.size_bytes for group in self.run_of.training.groups) + _PLACING_BYTES
+        most, at = max((size_bytes, at) for at, size_bytes in enumerate(needs))
+        if max(most, largest) <= self.engine.budget_bytes:
+            return
+        tried = "" if is_last else ", cut as it is"
+        raise BudgetError(
+            f"`budget` must be at least {max(most, largest)} ({format_bytes(max(most, largest))}) for job "
+            f"{self.run_of.job.name!r}{tried}, got {format_bytes(self.engine.budget_bytes)}: the shard "
+            f"{program.shards[at].label} takes {format_bytes(most)}, and cannot be cut further. That is for batches "
+            "like the first; smaller ones (accumulate=) take less"
+        )
+
+    def _refuse_by_far(self, problem: PartitionProblem, refused: BudgetError) -> None:
+        """Where a part of the model is estimated too large even to be tried on the device."""
+        room_bytes = free_bytes(self.worker.device)
+        if largest_atom_bytes(problem) > room_bytes / 2:
+            raise refused
 
     def _place(self) -> None:
         """Puts groups that are nowhere yet into the device's memory, whence they go below as room is needed."""
@@ -150,7 +173,9 @@ class Preparation:
                     if places and (found := self._shared(places)) is not None:
                         group.item = found
                         continue
-            memory.make_room(group.size_bytes + 2**16, (), f"shard {group.owner} of job {self.run_of.job.name!r}")
+            memory.make_room(
+                group.size_bytes + _PLACING_BYTES, (), f"shard {group.owner} of job {self.run_of.job.name!r}"
+            )
             group.item = memory.add(training.initial_item(group, memory.device))
             if group.kind == "frozen":
                 memory.write(group.item)
@@ -183,21 +208,22 @@ def _scaled(cost: AtomCost, factor: float) -> AtomCost:
 
 
 def choose_saves(
-    measures: Sequence[ShardMeasure], budget_bytes: int, rates: tuple[float, float], recompute: bool | None
+    measures: Sequence[ShardMeasure],
+    budget_bytes: int,
+    rates: tuple[float, float],
+    recompute: bool | None,
+    required: Callable[[ShardMeasure, bool], int],
 ) -> list[bool]:
-    """Per shard, whether backward finds what forward saved. ``recompute`` settles it for all.
+    """Per shard, whether backward finds what forward saved. ``recompute`` settles it for all where it is possible.
+
+    ``required`` gives the bytes that a shard takes if it saves, and if it does not.
 
     What is saved costs its way out and in, unless all of the job stays on the device; what is not costs forward again.
     Both lanes run beside the computation, so a mini-batch takes as long as the longest of the three. Shards are taken
     in the order of seconds per byte, and as many recompute as makes the mini-batch shortest.
     """
     last = len(measures) - 1
-    can_save = [
-        one.parameter_bytes + one.state_bytes + one.activation_bytes + max(one.backward_bytes, one.step_bytes)
-        <= budget_bytes
-        and one.parameter_bytes + one.saving_bytes <= budget_bytes
-        for one in measures
-    ]
+    can_save = [required(one, True) <= budget_bytes for one in measures]
     saves = [can and recompute is not True for can in can_save]
     saves[last] = True  # forward and backward are one unit
     if recompute is not None:

@@ -23,6 +23,16 @@ class UnitKind(Enum):
     """The optimizer's, where it has to wait for the norm of all gradients."""
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A unit by kind and shard."""
+
+    kind: UnitKind
+    """What is computed."""
+    shard: int
+    """Of which shard."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCost:
     """Consecutive layers that fit a device together. Times in seconds on a device of speed 1, sizes in bytes."""

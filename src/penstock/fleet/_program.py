@@ -9,13 +9,16 @@ by autograd as ever, so results and gradients equal the model's own to the bit.
 import copy
 import hashlib
 import itertools
+import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
+from torch.export import _trace
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
@@ -49,6 +52,21 @@ class Shard:
     """Whether forward may change a buffer, as batch norm does."""
 
 
+@dataclass(slots=True)
+class Whole:
+    """A step that is run from its first line to its last, as the model's own code has it."""
+
+    function: Callable[[Any, Any], Any]
+    """From the model and a batch to the loss or to metrics."""
+    result: Structure | None = None
+    """Of what the function returned when it last ran."""
+
+    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:  # any: a scalar or a dict of them
+        """What the function returned, from its tensors."""
+        assert self.result is not None
+        return self.result.rebuild(tensors)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A step as shards in order."""
@@ -59,6 +77,8 @@ class Program:
     """From the outputs of the last shard to what the user's function returned."""
     fingerprints: tuple[str, ...]
     """Per shard; equal for shards that compute the same with tensors of the same shapes."""
+    whole: Whole | None = None
+    """What runs instead of the shards' own functions, one after the other, where the model could not be traced."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,12 +125,10 @@ class Captured:
         step = _Step(model, flat)
         whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a base would be symbols
         try:
-            exported = torch.export.export(step, whole, strict=False)
+            with _quiet():
+                exported = torch.export.export(step, whole, strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
-            raise CaptureError(
-                f"{type(model).__name__} cannot be traced: {_first_line(error)}. Models whose forward depends on "
-                "numbers inside of tensors are cut by hand: Job(stages=lambda model: [model.embed, *model.blocks])"
-            ) from error
+            raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
         self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
         self._graph = exported.graph
@@ -221,7 +239,7 @@ class Captured:
             tensors=tuple(self._tensor_of[node] for node in tensors),
             inputs=tuple(self._batch_of.get(node, node.name) for node in inputs),
             outputs=tuple(f"result.{at}" if is_last else node.name for at, node in enumerate(outputs)),
-            label=f"{_label(inside[0])} to {_label(inside[-1])}",
+            label=span(_label(inside[0]), _label(inside[-1])),
             writes_buffers=any(_may_write(node) for node in inside),
         )
         shapes = [(str(node.meta["val"].dtype), tuple(node.meta["val"].shape)) for node in (*tensors, *inputs)]
@@ -352,5 +370,27 @@ def _fingerprint(module: fx.GraphModule, shapes: list[tuple[str, tuple[int, ...]
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _first_line(error: Exception) -> str:
+def span(first: str, last: str) -> str:
+    """A shard's label, from those of its first and its last part."""
+    return first if first == last else f"{first} to {last}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """PyTorch prints the graph so far where code looks at a number; that is no news, since the model is run whole."""
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        vars(_trace)["print"] = lambda *_, **__: None
+        yield
+    finally:
+        vars(_trace).pop("print", None)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def first_line(error: Exception) -> str:
+    """The error's kind and the first line of what it says."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

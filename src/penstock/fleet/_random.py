@@ -69,13 +69,27 @@ class Randomness:
             with drawing_from(self), _Swapping(self):
                 yield
             return
+        with self._on(device), drawing_from(self), _Swapping(self):
+            yield
+
+    @contextmanager
+    def drawing_anyhow(self, device: torch.device) -> Iterator[None]:
+        """Whatever this thread draws, through operators, ``random`` or numpy, is the job's; nobody else draws."""
+        with self.swapped_in(), self._on(device):
+            yield
+
+    @contextmanager
+    def _on(self, device: torch.device) -> Iterator[None]:
+        """The generator of a CUDA device, which this thread has alone, is the job's inside."""
+        if device.type != "cuda":
+            yield
+            return
         before = torch.cuda.get_rng_state(device)
         if self.cuda is None:
             self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
         torch.cuda.set_rng_state(self.cuda, device)
         try:
-            with drawing_from(self), _Swapping(self):
-                yield
+            yield
         finally:
             self.cuda = torch.cuda.get_rng_state(device)
             torch.cuda.set_rng_state(before, device)

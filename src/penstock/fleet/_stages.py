@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._program import BATCH, Atom, Program, Shard
+from penstock.fleet._program import BATCH, Atom, Program, Shard, span
 
 Stage = Callable[..., Any]
 _numbers = itertools.count()
@@ -109,7 +109,7 @@ class Staged:
             tensors=names,
             inputs=before + (batch if is_last or not first else ()),
             outputs=tuple(f"{kind}{at}" for at in range(num_outputs)),
-            label=f"{_name_of(self._stages[first])} to {_name_of(self._stages[last])}",
+            label=span(_name_of(self._stages[first]), _name_of(self._stages[last])),
             writes_buffers=True,
         )
 

@@ -84,7 +84,6 @@ class Stepper:
             memory.changed(before.item)
             return
         if before is not None:
-            worth = {key: tensor.clone() for key, tensor in worth.items()}
             memory.discard(training.states.pop(one).item)
         if worth:
             training.states[one] = Packed.of(f"{training.job.name}: optimizer state of shard {one.owner}", worth)

@@ -5,7 +5,7 @@ in its groups, gradients and optimizer states, which move from device to device 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,13 +16,19 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._groups import Group, group, pack, packed_layouts, span_bytes
+from penstock.fleet._handed import own_model
 from penstock.fleet._job import AUTOCAST_DTYPES, Job
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._optimizer import ShardedOptimizer, State
-from penstock.fleet._program import Captured, Program
+from penstock.fleet._problem import Task
+from penstock.fleet._program import Captured, Program, first_line
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
+from penstock.fleet._tree import Tree
 from penstock.tiers import ViewLayout, gate
+
+Cuttable = Captured | Staged | Tree
+"""A step that can be cut into shards."""
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +122,11 @@ class Training:
         """Where the model is cut: atoms that end a shard."""
         self._losses_of_step: list[float] = []
         self._programs: dict[tuple[Any, ...], Program] = {}
+        self.tree: Tree | None = None
+        """How the model is cut if it could not be traced; then it is run whole."""
+        self.ways: dict[tuple[Any, ...], list[Task]] = {}
+        """Units of the last mini-batch of each kind, where the model is run whole."""
+        self._hollow: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._batches: Iterator[Any] | None = None
         self._peeked: tuple[list[torch.Tensor], Structure] | None = None
         self.epoch_random: dict[str, Any] | None = None
@@ -125,9 +136,13 @@ class Training:
         """Calls the factories, in the order of a training script. Raises what they raise."""
         job = self.job
         with self.randomness.swapped_in():
-            self.model = job.model()
-            if not isinstance(self.model, nn.Module):
-                raise TypeError(f"job {job.name!r}: model() returned {type(self.model).__name__}, not an nn.Module")
+            box = [job.model()]
+            if not isinstance(box[0], nn.Module):
+                raise TypeError(f"job {job.name!r}: model() must return an nn.Module, got {type(box[0]).__name__}")
+            self.model = own_model(box, job.name)
+            self._handed = {
+                tensor.untyped_storage()._cdata for module in box for tensor in module.state_dict().values()
+            }
             self._modes = [(module, module.training) for module in self.model.modules()]
             self.parameters = dict(self.model.named_parameters())
             self.tensors: dict[str, torch.Tensor] = {**self.parameters, **dict(self.model.named_buffers())}
@@ -258,7 +273,7 @@ class Training:
 
     # Programs and groups
 
-    def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Captured | Staged:
+    def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Cuttable:
         """The graph of a step on batches like this one."""
         job = self.job
         function = job.loss if training else job.metric or job.loss
@@ -269,11 +284,28 @@ class Training:
             with self.randomness.undisturbed(), gate.tracing():
                 if job.stages is not None:
                     return Staged(job.stages(self.model), function, leaves, structure, names)
+                if self.tree is not None:
+                    return self.tree.running(function)
                 dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    return Captured(self.model, function, leaves, structure, names, len(self._programs))
+                    return self._trace(function, leaves, structure)
         finally:
             self._set_modes()
+
+    def _trace(
+        self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure
+    ) -> Captured | Tree:
+        """A graph, or, where the model's code depends on numbers, the model run whole."""
+        try:
+            return Captured(self.model, function, leaves, structure, self.names, len(self._programs))
+        except CaptureError as refused:
+            if self._programs:
+                raise
+            try:
+                self.tree = Tree(self.model, function, leaves, structure, self.names)
+            except Exception as error:  # whatever a user's forward raises
+                raise CaptureError(f"{refused}. Run as it is, it raises {first_line(error)}") from error
+            return self.tree
 
     def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
         """Shards for batches like this one, cut where the first were."""
@@ -298,14 +330,19 @@ class Training:
         """Whether such a batch came before."""
         return (structure.signature, training) in self._programs
 
-    def learn_constants(self, captured: Captured | Staged) -> None:
+    def learn_constants(self, captured: Cuttable) -> None:
         """Constants of a graph are buffers that the model does not know of."""
         for name, tensor in captured.constants.items():
+            if tensor.untyped_storage()._cdata in self._handed:
+                raise CaptureError(
+                    f"job {self.job.name!r}: forward reads a tensor of the module that model() returned, not of the "
+                    "copy that the fleet trains (a hook or a closure refers to it); let model() make a new module"
+                )
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
                 self.originals[name] = tensor.detach().data
 
-    def use(self, captured: Captured | Staged, structure: Structure, ends: tuple[int, ...]) -> Program:
+    def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
         """Cuts the model for good, or until it is cut again."""
         self.ends = ends
         self._owners = self._owners_of(captured, ends)
@@ -319,7 +356,7 @@ class Training:
         self.group_of = {name: one for one in self.groups for name in one.layouts}
         return program
 
-    def _owners_of(self, captured: Captured | Staged, ends: Sequence[int]) -> dict[str, int]:
+    def _owners_of(self, captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
         """Per tensor, the first shard that uses it."""
         owners: dict[str, int] = {}
         for shard, (first, last) in enumerate(zip([0, *(end + 1 for end in ends)], ends, strict=False)):
@@ -328,7 +365,7 @@ class Training:
                     owners.setdefault(name, shard)
         return owners
 
-    def _ends_for(self, captured: Captured | Staged) -> tuple[int, ...]:
+    def _ends_for(self, captured: Cuttable) -> tuple[int, ...]:
         """The same cut in another graph of the model: shard by shard, behind the atoms that use the same tensors."""
         ends = list(self.ends[:-1])
         ends.append(len(captured.atoms) - 1)
@@ -356,6 +393,12 @@ class Training:
             )
         return tuple(found)
 
+    def put(self, name: str, numbers: torch.Tensor) -> None:
+        """Gives a tensor of a model that was just built other numbers, in memory of its own: the user may have its."""
+        old = self.originals[name]
+        own = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype).copy_(numbers)
+        self.tensors[name].data = self.originals[name] = own
+
     def hollow(self) -> None:
         """The model keeps shapes and lets its bytes go; they are in the groups."""
         for name, tensor in self.originals.items():
@@ -374,9 +417,24 @@ class Training:
         self.groups, self.gradients, self.states, self.numbers, self._modes = [], {}, {}, {}, []
         self.group_of = {}
         self.originals, self._programs, self._batches, self._peeked = {}, {}, None, None
+        self.tree, self.ways, self._hollow = None, {}, {}
         for key in ("model", "parameters", "tensors", "optimizer", "scheduler", "data", "validation"):
             if hasattr(self, key):
                 delattr(self, key)
+
+    def hollow_on(self, device: torch.device) -> dict[int, str]:
+        """All tensors of the model stand for shapes on ``device``; returns their names by storage."""
+        for name, tensor in self.tensors.items():
+            if (name, device) not in self._hollow:
+                self._hollow[name, device] = hollow(tensor, device)
+            tensor.data = self._hollow[name, device]
+        self._hollow_device = device
+        return {tensor.untyped_storage()._cdata: name for name, tensor in self.tensors.items()}
+
+    def bind_hollow(self, names: Iterable[str]) -> None:
+        """These stand for shapes again, where `hollow_on` said."""
+        for name in names:
+            self.tensors[name].data = self._hollow[name, self._hollow_device]
 
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
         """Tensors of the model stand for these bytes."""
@@ -408,8 +466,8 @@ def _ascends(ends: Sequence[int]) -> bool:
     return ends[0] >= 0 and all(one < other for one, other in itertools.pairwise(ends))
 
 
-def hollow(tensor: torch.Tensor) -> torch.Tensor:
+def hollow(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A tensor of the same shape and strides that takes no memory."""
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     empty.untyped_storage().resize_(0)
     return empty

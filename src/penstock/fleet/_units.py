@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock.fleet._batch import Structure
 from penstock.fleet._groups import Group
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
-from penstock.fleet._problem import UnitKind
+from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import BATCH, Program
 from penstock.fleet._stepper import Stepper
 from penstock.fleet._training import Packed, Training
@@ -25,16 +25,6 @@ from penstock.fleet._writes import StandIns, run_watched
 from penstock.tiers import ViewLayout
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A unit by kind and shard."""
-
-    kind: UnitKind
-    """What is computed."""
-    shard: int
-    """Of which shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +35,19 @@ class Behaviour:
     """Measures: buffers, gradients and random numbers are as before afterwards."""
     trains: bool = True
     """``False`` for validation."""
+
+
+class Between(Protocol):
+    """Whoever runs a mini-batch, as it is told of its tasks."""
+
+    def begin(self, index: int) -> int:
+        """Task ``index`` comes next: what it needs is brought in. Returns the bytes that it takes beside that."""
+
+    def compute(self, index: int) -> None:
+        """Lets the mini-batch `run` task ``index``; not called for tasks that are a part of one long call."""
+
+    def end(self, index: int) -> None:
+        """Task ``index`` has ended."""
 
 
 class MiniBatch:
@@ -154,6 +157,13 @@ class MiniBatch:
             producer = self._backward_at.get(self._consumer_of_gradient(name), index)
             value.item.next_use = base + max(0, producer - index)
 
+    def run_all(self, between: Between) -> None:
+        """Runs all tasks in order, and tells ``between`` where one begins and ends."""
+        for index in range(len(self.tasks)):
+            between.begin(index)
+            between.compute(index)
+            between.end(index)
+
     def run(self, index: int) -> None:
         """Runs task ``index``; what it needs is on the device, or is fetched now."""
         task = self.tasks[index]
@@ -180,6 +190,11 @@ class MiniBatch:
         """Bytes of the values that shard ``at`` has handed on."""
         items = {self._values[name].item for name in self.program.shards[at].outputs if name in self._values}
         return sum(item.size_bytes for item in items)
+
+    def state_bytes(self, at: int) -> int:
+        """Bytes of optimizer state that shard ``at`` has already."""
+        states = self.training.states
+        return sum(states[one].item.size_bytes for one in self._owned(at) if one in states)
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that wait for shards before."""
@@ -427,29 +442,31 @@ class MiniBatch:
                     self.training.tensors[name].grad = tensor
 
     def _collect_gradients(self, at: int) -> None:
-        training = self.training
         for one in self._owned(at):
-            found = {name: training.tensors[name].grad for name in one.layouts}
-            gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-            if self.behaviour.is_pilot:
-                Packed.of("", gradients)  # for its bytes
-            if self.behaviour.is_pilot or not gradients:
-                continue
-            if self.steps:
-                self._stepper.measure(gradients)
-            if self.steps and not self.waits_for_all:
-                self._stepper.step(one, gradients)
-            elif one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
-                self.memory.changed(training.gradients[one].item)
-            else:
-                if one in training.gradients:  # a parameter got its first gradient
-                    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
-                    self.memory.discard(training.gradients.pop(one).item)
-                for name in gradients:
-                    training.tensors[name].grad = None
-                packed = Packed.of(f"{training.job.name}: {GRADIENTS} of shard {at}", gradients)
-                training.gradients[one] = packed
-                self.memory.add(packed.item)
+            self._collect_group(one)
+
+    def _collect_group(self, one: Group) -> None:
+        training = self.training
+        found = {name: training.tensors[name].grad for name in one.layouts}
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        if self.behaviour.is_pilot:
+            Packed.of("", gradients)  # for its bytes
+        if self.behaviour.is_pilot or not gradients:
+            return
+        if self.steps:
+            self._stepper.measure(gradients)
+        if self.steps and not self.waits_for_all:
+            self._stepper.step(one, gradients)
+        elif one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
+            self.memory.changed(training.gradients[one].item)
+        else:
+            if one in training.gradients:  # a parameter got its first gradient
+                self.memory.discard(training.gradients.pop(one).item)
+            for name in gradients:
+                training.tensors[name].grad = None
+            packed = Packed.of(f"{training.job.name}: {GRADIENTS} of shard {one.owner}", gradients)
+            training.gradients[one] = packed
+            self.memory.add(packed.item)
 
     def _step(self, at: int) -> None:
         """The optimizer's unit, once all gradients are known."""

@@ -8,14 +8,17 @@ shard copied in; within a mini-batch that is the next shard. Shards of the unit 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from penstock.fleet._memory import DeviceMemory, Item
+from penstock.fleet._meter import Meter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
+from penstock.fleet._whole import WholeBatch
 from penstock.probe import record_memory
 from penstock.tiers import HeapKeeper, Waterfall, gate
 
@@ -121,25 +124,29 @@ class Worker:
         """All units of a mini-batch in order; ``owner`` is the job whose turn it is."""
         self._owner = owner
         try:
-            for index, task in enumerate(mini.tasks):
-                start_s, stalled_s = time.time(), self.memory.stall_s
-                needs = self._bring_in(mini, index, expected.transient_bytes(index))
-                self._look_at_next(mini, index, needs, expected)
-                waited_s = self.memory.stall_s - stalled_s
-                begin_s = time.perf_counter()
-                self._compute(mini, index)
-                compute_s = time.perf_counter() - begin_s
-                again_s = min(expected.recompute_s(index), compute_s) if task.kind is UnitKind.BACKWARD else 0.0
-                self._note(mini, index, start_s, waited_s, compute_s, again_s)
+            if isinstance(mini, WholeBatch):
+                self._run_whole(mini, expected)
+            else:
+                mini.run_all(_Units(self, mini, expected))
         except BaseException:
             mini.abandon()
             raise
 
-    def _compute(self, mini: MiniBatch, index: int) -> None:
-        if self.measuring is None:
+    def _run_whole(self, mini: WholeBatch, expected: "Expected") -> None:
+        with self.measuring or nullcontext(), gate.computing():
+            if self.measuring is not None:
+                mini.meter = Meter(self.memory)
+            mini.run_all(_Units(self, mini, expected))
+            for index, peak_bytes in mini.meter.peaks.items() if mini.meter is not None else ():
+                most = sum(item.size_bytes for item in mini.used[index]) + peak_bytes
+                self.measured_peak_bytes = max(self.measured_peak_bytes, most)
+
+    def compute(self, mini: MiniBatch, index: int) -> None:
+        """One unit that is a call of its own."""
+        if self.measuring is None or isinstance(mini, WholeBatch):
             with gate.computing():
                 mini.run(index)
-                self._synchronize()
+                self.synchronize()
             return
         held_bytes = self.memory.held_bytes()
         with self.measuring, gate.computing(), record_memory(self.device, this_thread_only=True) as recording:
@@ -147,7 +154,8 @@ class Worker:
         most = held_bytes + recording.report.activation_bytes
         self.measured_peak_bytes = max(self.measured_peak_bytes, most)
 
-    def _bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
+    def bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
+        """What unit ``index`` works on comes to the device, and room for what it takes beside; returns the items."""
         memory, needs = self.memory, mini.needs(index)
         mini.plan_uses(index)
         for item in needs:
@@ -162,7 +170,7 @@ class Worker:
             memory.get(item)
         return needs
 
-    def _look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:
+    def look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:
         """What comes next comes in as far as it fits, and what would be in its way begins to leave."""
         memory, now_bytes = self.memory, expected.transient_bytes(index)
         if index == len(mini.tasks) - 1 and self.following is None:  # a validation has several mini-batches
@@ -186,13 +194,15 @@ class Worker:
         items = self.following.first_items(self) if self.following is not None else []
         return items, [], 0
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
+        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _note(
+    def note(
         self, mini: MiniBatch, index: int, start_s: float, waited_s: float, compute_s: float, again_s: float
     ) -> None:
+        """A unit has ended: its seconds of waiting, of computing, and of those in which forward ran again."""
         busy, task = self.busy, mini.tasks[index]
         busy.compute_s += compute_s
         busy.stall_s += waited_s
@@ -226,3 +236,33 @@ class Worker:
             self.error = error
         finally:
             self.following = None
+
+
+class _Units:
+    """A mini-batch's units as they come, on a worker."""
+
+    def __init__(self, worker: Worker, mini: MiniBatch, expected: Expected):
+        self._worker, self._mini, self._expected = worker, mini, expected
+        self._start_s = self._waited_s = self._begin_s = 0.0
+
+    def begin(self, index: int) -> int:
+        worker, mini, expected = self._worker, self._mini, self._expected
+        self._start_s, stalled_s = time.time(), worker.memory.stall_s
+        transient_bytes = expected.transient_bytes(index)
+        needs = worker.bring_in(mini, index, transient_bytes)
+        worker.look_at_next(mini, index, needs, expected)
+        self._waited_s = worker.memory.stall_s - stalled_s
+        self._begin_s = time.perf_counter()
+        return transient_bytes
+
+    def compute(self, index: int) -> None:
+        self._worker.compute(self._mini, index)
+
+    def end(self, index: int) -> None:
+        worker, mini = self._worker, self._mini
+        if mini.program.whole is not None:
+            worker.synchronize()
+        compute_s = time.perf_counter() - self._begin_s
+        is_backward = mini.tasks[index].kind is UnitKind.BACKWARD
+        again_s = min(self._expected.recompute_s(index), compute_s) if is_backward else 0.0
+        worker.note(mini, index, self._start_s, self._waited_s, compute_s, again_s)

@@ -58,6 +58,8 @@ class MemoryRecording:
     """Filled by ``record_memory`` when its block ends."""
 
     report: PeakReport
+    blocks: list[tuple[int, int, int]]
+    """CPU: ``(unix time in ns, address, bytes)`` of whatever the allocator gave, or with negative bytes took back."""
 
 
 def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None = None) -> PeakReport:
@@ -178,7 +180,8 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
     rss_bytes = _peak_rss_bytes()
     results = profiler.kineto_results
     assert results is not None
-    changes, freed_bytes = _changes(results, addresses)
+    recording.blocks = _blocks(results)
+    changes, freed_bytes = _changes(recording.blocks, addresses)
     merged = sorted(changes if this_thread_only else changes + charges, key=lambda change: change[0])
     held = itertools.accumulate((size for _, size in merged), initial=start)
     times = [time_ns / 1e9 for time_ns, _ in merged]
@@ -237,21 +240,26 @@ def _errors_only() -> Iterator[None]:
         level.value = before
 
 
-def _changes(results: Any, addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:  # any: a binding of kineto
-    """``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start that it said were freed.
-
-    The allocator's table of sizes by address outlives a profiler's session and is blind between sessions: a free of
-    what was not allocated in this one may carry the size of an earlier block, so the size known at the start counts.
-    """
+def _blocks(results: Any) -> list[tuple[int, int, int]]:  # any: a binding of kineto
+    """``(unix time in ns, address, bytes)`` of the allocator's events, in their order."""
     blocks, nodes = [], list(results.experimental_event_tree())
     while nodes:
         node = nodes.pop()
         nodes += node.children
         if node.tag == torch._C._profiler._EventType.Allocation:
             blocks.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
+    return sorted(blocks, key=lambda block: block[0])
+
+
+def _changes(blocks: list[tuple[int, int, int]], addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:
+    """``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start that it said were freed.
+
+    The allocator's table of sizes by address outlives a profiler's session and is blind between sessions: a free of
+    what was not allocated in this one may carry the size of an earlier block, so the size known at the start counts.
+    """
     changes, freed_bytes = [], 0
     fresh: dict[int, int] = {}
-    for time_ns, address, size_bytes in sorted(blocks, key=lambda block: block[0]):
+    for time_ns, address, size_bytes in blocks:
         if size_bytes > 0:
             fresh[address] = change = size_bytes
         elif address in fresh:

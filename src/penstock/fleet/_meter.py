@@ -1,0 +1,84 @@
+"""What the units of one run take beside the items that they work on, where the run is not cut into calls.
+
+A recording goes on from the first unit to the last. Between units, and while one waits for bytes, the fleet itself
+allocates and frees: that time is left out. A unit's peak begins with what is alive of all that operators have made
+and that no item on the device counts; blocks that the fleet fetched are not the unit's, whoever frees them.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.fleet._accesses import Made
+from penstock.fleet._memory import DeviceMemory
+from penstock.probe import record_memory
+
+
+class Meter:
+    """Peaks by unit: ``with meter.recording(): ... meter.go_on(index) ... meter.pause()``; then ``peaks``."""
+
+    def __init__(self, memory: DeviceMemory):
+        self._memory = memory
+        self._is_cuda = memory.device.type == "cuda"
+        self.made = Made()
+        """To be told what operators make."""
+        self.peaks: dict[int, int] = {}
+        """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
+        self._others_bytes = 0
+        """On the device and none of the fleet's."""
+        self._spans: list[tuple[int, int, int, int]] = []
+        """Begin and end in unix nanoseconds, the unit, and the bytes alive at the begin."""
+        self._open: tuple[int, int, int] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around all units."""
+        if self._is_cuda:
+            self._others_bytes = torch.cuda.memory_allocated(self._memory.device) - self._memory.held_bytes()
+        with record_memory(self._memory.device, this_thread_only=True) as recording:
+            yield
+        if not self._is_cuda:
+            self._read(recording.blocks)
+
+    def go_on(self, index: int) -> None:
+        """Unit ``index`` computes from now on."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+            torch.cuda.reset_peak_memory_stats(self._memory.device)
+            self._open = (0, index, self._memory.held_bytes() + self._others_bytes)
+        else:
+            self._open = (time.time_ns(), index, self.made.alive_bytes(self._memory.storages_here()))
+
+    def pause(self) -> None:
+        """The unit does not compute until `go_on`."""
+        if self._open is None:
+            return
+        (start_ns, index, size_bytes), self._open = self._open, None
+        if self._is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+            peak = torch.cuda.max_memory_allocated(self._memory.device) - size_bytes
+            self.peaks[index] = max(self.peaks.get(index, 0), peak)
+        else:
+            self._spans.append((start_ns, time.time_ns(), index, size_bytes))
+
+    def _read(self, blocks: list[tuple[int, int, int]]) -> None:
+        own: dict[int, int] = {}
+        """Bytes of what units allocated, by address."""
+        at = 0
+        for start_ns, end_ns, index, size_bytes in self._spans:
+            while at < len(blocks) and blocks[at][0] < start_ns:
+                own.pop(blocks[at][1], None)
+                at += 1
+            held = most = size_bytes
+            while at < len(blocks) and blocks[at][0] <= end_ns:
+                _, address, change = blocks[at]
+                at += 1
+                if change > 0:
+                    own[address] = change
+                    held += change
+                else:
+                    held -= own.pop(address, 0)
+                most = max(most, held)
+            self.peaks[index] = max(self.peaks.get(index, 0), most)

@@ -1,0 +1,145 @@
+"""A step whose model cannot be traced, cut by its module tree.
+
+Where forward depends on numbers inside of tensors (masks that are tested, experts that are chosen, layers that are
+skipped) no graph stands for all batches, so the model's own code runs, from its first line to its last, in every
+mini-batch (`_whole.py`). What is cut is its tensors: an atom holds those of one module, in the order in which a first
+run used them, and a shard is some atoms in a row. A run that goes another way visits shards in another order.
+
+The first run computes on the CPU, where the factories made the model, without gradients, and leaves buffers and random
+numbers as they were.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.fleet._accesses import Recorder
+from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._program import Atom, Program, Shard, Whole, span
+
+_numbers = itertools.count()
+
+
+class Tree:
+    """The atoms of a model, from a run of ``function(model, batch)``. Raises ``CaptureError`` where that run fails."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        function: Callable[[Any, Any], Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+        names: Mapping[int, str],
+    ):
+        self._number = next(_numbers)
+        self.whole = Whole(function)
+        self.constants: dict[str, torch.Tensor] = {}
+        self._names = [
+            names[id(tensor)] for _, tensor in _named_tensors(model)
+        ]  # in the order of the tree, tied ones where they are first
+        self._names = list(dict.fromkeys(self._names))
+        tensors = {names[id(tensor)]: tensor for _, tensor in _named_tensors(model)}
+        self.atoms = self._find_atoms(self._record(model, leaves, structure, tensors))
+
+    def cut(self, ends: Sequence[int]) -> Program:
+        """Shards that end behind the atoms with these indexes."""
+        bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
+        return Program(
+            shards=tuple(self._shard(first, last) for first, last in bounds),
+            rebuild_result=self.whole.rebuild,
+            fingerprints=tuple(f"tree {self._number} {bound}" for bound in bounds),
+            whole=self.whole,
+        )
+
+    def running(self, function: Callable[[Any, Any], Any]) -> "Tree":
+        """The same atoms for another function of the model, such as a metric."""
+        other: Tree = object.__new__(Tree)
+        other.__dict__.update(self.__dict__, whole=Whole(function))
+        return other
+
+    def _record(
+        self,
+        model: nn.Module,
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> Recorder:
+        by_storage: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+        recorder = Recorder(by_storage)
+        with _unchanged_buffers(model), torch.no_grad(), recorder:
+            result = self.whole.function(model, structure.rebuild([leaf.clone() for leaf in leaves]))
+        if not recorder.uses:
+            raise CaptureError(
+                "the loss never uses the model; for instance loss=lambda model, batch: model(**batch).loss"
+            )
+        self.whole.result = flatten(result)[1]
+        return recorder
+
+    def _find_atoms(self, recorder: Recorder) -> list[Atom]:
+        """One per module, in the order of first uses. What was not used goes where its neighbours in the tree are."""
+        atoms: list[Atom] = []
+        at_of: dict[str, int] = {}
+        for used, size_bytes in recorder.uses:
+            for name in used:
+                if name in at_of:
+                    continue
+                owner = name.rpartition(".")[0]
+                if not atoms or atoms[-1].label != owner:
+                    atoms.append(Atom(end=len(atoms), label=owner))
+                atoms[-1].tensors.append(name)
+                at_of[name] = atoms[-1].end
+            atoms[-1].activation_bytes += size_bytes
+        owners = {name.rpartition(".")[0]: at for name, at in reversed(at_of.items())}
+        last = 0
+        for name in self._names:
+            last = at_of.get(name, owners.get(name.rpartition(".")[0], last))
+            if name not in at_of:
+                atoms[last].tensors.append(name)
+        return [atom if atom.label else replace(atom, label="the model itself") for atom in atoms]
+
+    def _shard(self, first: int, last: int) -> Shard:
+        return Shard(
+            run=_not_by_itself,
+            tensors=tuple(name for atom in self.atoms[first : last + 1] for name in atom.tensors),
+            inputs=(),
+            outputs=(),
+            label=span(self.atoms[first].label, self.atoms[last].label),
+            writes_buffers=True,
+        )
+
+
+def _not_by_itself(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise AssertionError(f"a shard of a model that is run whole is no function ({len(tensors)}, {len(inputs)})")
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield f"{prefix}.{key}" if prefix else key, tensor
+
+
+@contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers are afterwards the same tensors with the same numbers."""
+    before = [
+        (module, key, tensor, tensor.detach().clone())
+        for module in model.modules()
+        for key, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, tensor, numbers in before:
+                module._buffers[key] = tensor
+                tensor.copy_(numbers)

@@ -1,0 +1,211 @@
+"""Models whose forward depends on numbers: no graph stands for them, and they train as the plain loop trains them."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from fleet_jobs import train, train_plainly
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock import fleet
+from penstock.errors import BudgetError
+from penstock.fleet._tree import Tree
+
+
+class Branching(nn.Module):
+    """What strangers' models do: experts, layers left out, weights that a parent reads, buffers replaced."""
+
+    def __init__(self, width=48):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.position = nn.Parameter(torch.randn(32, width) * 0.1)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(width, 4, dropout=0.1, batch_first=True)  # its out_proj is never called
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.never = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(width))
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.embed.weight
+        self.dropout = nn.Dropout(0.2)
+        self.num_calls = 0
+
+    def forward(self, tokens):
+        self.num_calls += 1
+        self.seen += 1
+        x = self.embed(tokens) + self.position[: tokens.shape[1]].data + self.position[: tokens.shape[1]]
+        x = torch.relu(self.frozen(x))
+        if self.training and random.random() < 0.5:  # a layer left out
+            x = x + self.attention(x, x, x, need_weights=False)[0]
+        if np.random.rand() < 0.5 and self.training:
+            x = x * 1.1
+        chosen = int(x.detach().float().abs().sum() * 1000) % 2  # the third expert has nothing to do
+        x = x + checkpoint(self._expert, chosen, x, use_reentrant=False)
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) - self.mean
+        if torch.isnan(x).any():
+            raise ValueError("no number")
+        return self.head(self.dropout(x))
+
+    def _expert(self, at, x):
+        return self.dropout(nn.functional.gelu(self.experts[at](x)))
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def batches(lengths=(16,) * 5, batch=8):
+    generator = torch.Generator().manual_seed(3)
+    return [tuple(torch.randint(64, (batch, length), generator=generator) for _ in range(2)) for length in lengths]
+
+
+def job(name="whole", **options):
+    return fleet.Job(
+        **{
+            "name": name,
+            "model": Branching,
+            "data": batches,
+            "loss": loss,
+            "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+            "epochs": 2,
+        }
+        | options
+    )
+
+
+def plainly(one):
+    random.seed(one.seed)
+    np.random.seed(one.seed)
+    return train_plainly(one)
+
+
+def assert_as_plain(one, result):
+    assert result.error is None, result.error
+    losses, model = plainly(one)
+    assert list(result.losses) == losses
+    trained = result.model().state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, trained[name]), name
+
+
+CASES = {
+    "plain": {},
+    "accumulated and clipped": {"accumulate": 2, "clip_norm": 0.5},
+    "bfloat16": {"precision": "bfloat16"},
+    "float16": {"precision": "float16"},
+    "momentum and a schedule": {
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3),
+    },
+    "batches of several lengths": {"data": lambda: batches((16, 16, 24, 8, 24))},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("budget", ["64MiB", "1MiB"])
+def test_losses_and_tensors_equal_the_plain_loop(case, budget):
+    one = job(**CASES[case])
+    results = train([one], num_devices=1, budget=budget, verify=True)
+    assert_as_plain(one, results["whole"])
+    (device,) = results.devices
+    assert 0 < device.measured_peak_bytes <= device.budget_bytes
+    if budget == "1MiB":
+        assert device.parked_bytes > 0
+
+
+def test_several_train_beside_others_on_two_devices():
+    jobs = [job(f"whole {seed}", seed=seed) for seed in range(3)]
+    traced = fleet.Job(
+        name="traced",
+        model=lambda: nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1)),
+        data=lambda: torch.randn(32, 8, generator=torch.Generator().manual_seed(1)).split(8),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=torch.optim.AdamW,
+        epochs=3,
+    )
+    results = train([*jobs, traced], budget="1MiB")
+    for one in (*jobs, traced):
+        assert_as_plain(one, results[one.name])
+
+
+def test_a_job_goes_on_where_it_was_stopped(tmp_path):
+    one = job(clip_norm=1.0)
+    stopped = one.with_changes(validation=lambda: batches()[:1], evaluate_every=4)
+    first = train([stopped], budget="1MiB", num_devices=1, run_dir=tmp_path, stopper=lambda *_: True)
+    assert first["whole"].state is fleet.JobState.STOPPED
+    losses, _ = plainly(one)
+    assert list(first["whole"].losses) == losses[:4]
+
+
+def test_a_validation_sees_the_model_in_evaluation():
+    def metric(model, batch):
+        assert not model.training
+        with torch.no_grad():
+            return {"right": (model(batch[0]).argmax(-1) == batch[1]).float().mean()}
+
+    one = job(validation=lambda: batches()[:2], metric=metric)
+    results = train([one], budget="1MiB", num_devices=1)
+    assert results["whole"].error is None, results["whole"].error
+    assert [row["step"] for row in results["whole"].validations] == [5.0, 10.0]
+    assert all(0 <= row["right"] <= 1 for row in results["whole"].validations)
+
+
+def test_the_smallest_budget_that_a_refusal_names_holds():
+    one = job(clip_norm=1.0)
+    refused = train([one], budget="64KiB", num_devices=1)["whole"]
+    assert BudgetError.__name__ in refused.error
+    named = int(refused.error.split("must be at least ")[1].split()[0])
+    assert_as_plain(one, train([one], budget=named, num_devices=1)["whole"])
+    below = train([one], budget=int(named * 0.9), num_devices=1)["whole"]
+    assert below.state is fleet.JobState.FAILED
+
+
+def test_nothing_is_printed_on_the_way(capfd):
+    assert train([job(epochs=None, steps=1)], num_devices=1)["whole"].error is None
+    out, err = capfd.readouterr()
+    assert "forward" not in out + err
+
+
+def test_what_the_models_own_code_raises_is_said():
+    def broken(model, batch):
+        if batch[0].sum() > 0:
+            raise LookupError("no such word")
+        return loss(model, batch)
+
+    result = train([job(loss=broken)], num_devices=1)["whole"]
+    assert "LookupError: no such word" in result.error
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_by_name():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+            self.register_buffer("history", torch.zeros(0))
+
+        def forward(self, x):
+            self.history = torch.cat([self.history, x.detach().sum().reshape(1)])
+            return self.layer(x) if self.history.sum() < 1e9 else x
+
+    one = job(model=Growing, data=lambda: torch.ones(8, 8).split(4), loss=lambda model, x: model(x).square().mean())
+    result = train([one], num_devices=1)["whole"]
+    assert "buffer history" in result.error
+
+
+def test_atoms_follow_first_uses_and_hold_every_tensor_once():
+    model = Branching()
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    leaves = list(batches()[0])
+    from penstock.fleet._batch import flatten
+
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    _, structure = flatten(batches()[0])
+    tree = Tree(model, loss, leaves, structure, names)
+    found = [name for atom in tree.atoms for name in atom.tensors]
+    assert sorted(found) == sorted(names.values())
+    assert found.index("embed.weight") < found.index("position") < found.index("norm.weight")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
