@@ -1,7 +1,8 @@
 """PyTorch's functions on tiered features: some read rows, some only ask about the table, all others are refused.
 
-A function that is not listed here would need the whole table as one tensor, or write to it. It raises ``TypeError``
-with the call that works, so that no caller reads a table larger than memory, or other rows, without knowing.
+A function that is not listed here would need the whole table as one tensor, or write to it. It raises ``ValueError``
+with the call that works, so that no caller reads a table larger than memory, or other rows, without knowing. Not
+``TypeError``: PyTorch's operators take that for "try the other operand", and ``features == 1`` would be ``False``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +26,23 @@ _NAMES_OF_ITSELF = ("detach", "contiguous")
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Any) -> Any:
-    """The result of a function of PyTorch with ``features`` among its arguments. Raises ``TypeError`` for most."""
+    """The result of a function of PyTorch with ``features`` among its arguments. Raises ``ValueError`` for most."""
+    if not args and kwargs.get("input") is features:
+        args, kwargs = (features,), {name: value for name, value in kwargs.items() if name != "input"}
     if func in _ABOUT and args and args[0] is features:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     handler = _HANDLERS.get(func)
-    if handler is not None and (args[0] if args else None) is features:
+    if handler is not None and args and args[0] is features:
         return handler(*args, **kwargs)
     if func is torch.nn.functional.embedding:
         return _embedding(*args, **kwargs)
     raise refusal(_name(func), features)
 
 
-def refusal(name: str, features: Any) -> TypeError:
+def refusal(name: str, features: Any) -> ValueError:
     """The error for a function that needs the whole table, or writes to it."""
-    return TypeError(
+    return ValueError(
         f"{name} needs all {format_bytes(features.nbytes)} of the tiered features as one tensor, or writes to them; "
         "they are read by rows, and only read. Read rows first: rows = features[index]"
     )
@@ -72,13 +75,13 @@ def _embedding(
 
 
 def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
-    """The features themselves where they are as asked. Raises ``TypeError`` where they would have to become another."""
+    """The features themselves where they are as asked. Raises ``ValueError`` where they would have to become another."""
     device, dtype, _, _ = torch._C._nn._parse_to(*_without_options(args), **_without_copy(kwargs, features))
     wanted = features.device if device is None else torch.device(device)
     same_device = wanted.type == features.device.type and wanted.index in (None, features.device.index)
     if same_device and dtype in (None, features.dtype):
         return features
-    raise TypeError(
+    raise ValueError(
         f"tiered features of {features.dtype} that give rows on {features.device} do not become "
         f"{dtype or features.dtype} on {wanted}, since their rows stay where they are. Move the mini-batch: "
         "batch.to(device), or make them so: TieredFeatures(..., device=device)"

@@ -39,6 +39,8 @@ _FILL_BYTES = 4 * 2**20
 _CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
 _PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
 """What may follow the rows in an index."""
+_NO_ROW_NUMBERS = (list, tuple, range, slice, torch.Tensor, type(Ellipsis), type(None))
+"""What makes a list a tuple of indexes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,7 @@ class TieredFeatures(torch.Tensor):
 
     ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. It counts as a tensor, so that PyG's
     loaders and PyTorch's data sets select rows of it, and is only read: ``index_select`` and ``embedding`` give rows,
-    and functions that would need the whole table as one tensor raise ``TypeError``. ``source`` is a tensor in host memory, or
+    and functions that would need the whole table as one tensor raise ``ValueError``. ``source`` is a tensor in host memory, or
     a .npy, .safetensors (``key``) or `write_features` file, which is read in place. ``scores``, one number a row, say
     which rows are wanted: `expected_accesses`, `count_accesses` or ``graph.out_degrees()``; without them the first rows
     count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
@@ -249,6 +251,11 @@ class TieredFeatures(torch.Tensor):
             return self._rows(torch.tensor([index], device="cpu"))[0]
         if index is Ellipsis or index is None:
             return self._part(index)
+        if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
+            raise IndexError(
+                "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "
+                "features[torch.tensor(rows)]"
+            )
         chosen = torch.as_tensor(index) if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
