@@ -2,6 +2,7 @@
 
 import copy
 import io
+import multiprocessing
 import pickle
 import warnings
 
@@ -152,7 +153,8 @@ def test_indexes(table, name):
 
 REFUSED_INDEXES = {
     "mask of numbers", "0-d mask", "true", "false", "numpy's bool", "rows and a list", "rows and rows",
-    "ellipsis", "none", "ellipsis and column", "none and rows", "nested list within", "list of tensors", "list of slices",
+    "ellipsis", "none", "ellipsis and column", "none and rows", "nested list within", "list of tensors",
+    "list of slices",
 }  # fmt: skip
 """Of tiered features: they would need more than rows."""
 FURTHER_INDEXES = {"int16", "int8", "empty of floats"}
@@ -247,7 +249,7 @@ WHOLE = {
     "mean": torch.mean,
     "equal": lambda one: torch.equal(one, plain()),
     "==": lambda one: one == 1,
-    "== itself": lambda one: one == one,
+    "== itself": lambda one: one == one,  # noqa: PLR0124
     "<": lambda one: one < 1,
     "+": lambda one: one + 1,
     "1 -": lambda one: 1 - one,
@@ -273,7 +275,7 @@ WHOLE = {
     "masked_select": lambda one: torch.masked_select(one, one > 3),
     "where": lambda one: torch.where(torch.tensor(True), one, 0.0),
     "linear": lambda one: functional.linear(one, torch.ones(2, WIDTH)),
-    "dropout": lambda one: functional.dropout(one),
+    "dropout": functional.dropout,
     "embedding_bag": lambda one: functional.embedding_bag(ROWS.view(2, 2), one),
     "embedding of norms": lambda one: functional.embedding(ROWS, one, max_norm=1.0),
     "index of another": lambda one: plain()[one],
@@ -303,7 +305,7 @@ WHOLE = {
     "data": lambda one: setattr(one, "data", torch.ones(2)),
     "load_state_dict": lambda one: module_of(one).load_state_dict({"table": torch.zeros(60, WIDTH)}),
     "data_ptr": lambda one: one.data_ptr(),
-    "vmap": lambda one: torch.vmap(lambda row: row * 2)(one),
+    "vmap": torch.vmap(lambda row: row * 2),
     "wrap": unified.wrap,
     "gathered": lambda one: unified.gather(one, ROWS),
 }  # fmt: skip
@@ -346,3 +348,85 @@ def test_closed_features_say_so(tmp_path):
     assert features.shape == (NUM_ROWS, WIDTH) and "TieredFeatures" in f"{features}"
 
 
+def test_forked_processes_read_whatever_threads_were_doing(table):
+    """As of a data loader's workers that start while another thread reads."""
+    if unified.is_unified(table):
+        return
+    process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(table,))
+    with table._readers, table._counts._lock:
+        process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+    assert same(table[ROWS], plain()[ROWS])
+
+
+def read_and_close(features):
+    assert same(features[ROWS], plain()[ROWS])
+    features.close()
+
+
+@pytest.mark.parametrize("context", ["fork", None])
+def test_workers_of_data_loaders(table, context):
+    loader = data.DataLoader(
+        data.TensorDataset(table, torch.arange(NUM_ROWS)), batch_size=8, shuffle=True, num_workers=2 if context else 0,
+        multiprocessing_context=context,
+    )  # fmt: skip
+    seen = []
+    for rows, numbers in loader:
+        assert torch.equal(rows, plain()[numbers])
+        seen.append(numbers)
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(NUM_ROWS))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_read_rows(table, backend):
+    torch._dynamo.reset()
+    weight = torch.randn(WIDTH, 2)
+    for read in (lambda one, rows: one[rows], lambda one, rows: one.index_select(0, rows)):
+        compiled = torch.compile(lambda one, rows, read=read: (read(one, rows) @ weight).relu(), backend=backend)
+        assert torch.equal(compiled(table, ROWS), (plain()[ROWS] @ weight).relu())
+
+
+@pytest.mark.parametrize(
+    "seeds, error, message",
+    [
+        (torch.tensor([1.7, 2.2]), TypeError, "whole numbers, got torch.float32"),
+        (torch.tensor([1, 0], dtype=torch.uint8), TypeError, r"seeds.long\(\), or seeds.bool\(\)"),
+        (torch.ones(5, dtype=torch.bool), IndexError, r"each of 60 nodes, got \(5,\)"),
+        (torch.ones(61, dtype=torch.bool), IndexError, r"each of 60 nodes, got \(61,\)"),
+        (torch.tensor([-1]), IndexError, "seeds go from -1"),
+        (torch.tensor([60]), IndexError, "nodes from 0 to 59"),
+        ([1, 2], TypeError, "got list"),
+        (np.array([1, 2]), TypeError, "got ndarray"),
+    ],
+)
+def test_seeds_that_are_no_nodes(table, seeds, error, message):
+    graph = unified.Graph(torch.randint(NUM_ROWS, (2, 200)), NUM_ROWS)
+    sampler = unified.NeighborSampler(graph, [2])
+    hetero = unified.HeteroNeighborSampler({("a", "to", "a"): graph}, [2])
+    for call in (
+        lambda: sampler.sample(seeds),
+        lambda: hetero.sample({"a": seeds}),
+        lambda: unified.Loader(sampler, table, seeds, batch_size=2),
+        lambda: unified.expected_accesses(graph, seeds, [2], batch_size=2),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_seeds_and_labels_as_they_are_taken(table):
+    graph = unified.Graph(torch.randint(NUM_ROWS, (2, 200)), NUM_ROWS)
+    sampler = unified.NeighborSampler(graph, [2])
+    mask = torch.arange(NUM_ROWS) % 7 == 2
+    for seeds in (mask, mask.nonzero(), mask.nonzero().view(-1).int()):
+        loader = unified.Loader(sampler, table, seeds, batch_size=4, labels=torch.arange(NUM_ROWS))
+        for batch in loader:
+            assert torch.equal(batch.x, plain()[batch.nodes]) and torch.equal(batch.y, batch.seeds)
+        assert torch.equal(loader.seeds.sort().values, mask.nonzero().view(-1))
+    assert len(unified.Loader(sampler, table, torch.tensor([]), batch_size=4)) == 0
+    with pytest.raises(
+        ValueError, match=r"`labels` must have one entry for each of 60 nodes, got 9: .*labels\[seeds\]"
+    ):
+        unified.Loader(sampler, table, mask, batch_size=4, labels=torch.arange(NUM_ROWS)[mask])

@@ -13,6 +13,8 @@ from torch.overrides import resolve_name
 
 from penstock.units import format_bytes
 
+_functions: Any = torch._C._VariableFunctions
+"""PyTorch's own: PyG puts a function of its own in the place of ``torch.index_select`` when it is imported."""
 _NAMES_OF_VALUES = (
     "dtype", "device", "layout", "shape", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "grad_fn", "is_leaf",
     "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_mkldnn", "is_nested",
@@ -58,7 +60,7 @@ def _index_select(features: Any, dim: int, index: torch.Tensor, *, out: torch.Te
 
 
 def _embedding(
-    input: torch.Tensor,
+    index: torch.Tensor,
     weight: Any,
     padding_idx: int | None = None,  # noqa: ARG001  # it is about gradients, of which there are none
     max_norm: float | None = None,
@@ -70,12 +72,12 @@ def _embedding(
         raise refusal("embedding(..., max_norm=...)", weight)
     if not hasattr(weight, "_rows"):
         raise TypeError("embedding(index, features) takes row numbers first, then tiered features")
-    rows: torch.Tensor = weight.index_select(0, input.reshape(-1))
-    return rows.view(*input.shape, *weight.shape[1:])
+    rows: torch.Tensor = weight.index_select(0, index.reshape(-1))
+    return rows.view(*index.shape, *weight.shape[1:])
 
 
 def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
-    """The features themselves where they are as asked. Raises ``ValueError`` where they would have to become another."""
+    """The features themselves where they are as asked. Raises ``ValueError`` where they would have to be others."""
     device, dtype, _, _ = torch._C._nn._parse_to(*_without_options(args), **_without_copy(kwargs, features))
     wanted = features.device if device is None else torch.device(device)
     same_device = wanted.type == features.device.type and wanted.index in (None, features.device.index)
@@ -123,24 +125,26 @@ def _maker(name: str) -> Callable[..., Any]:
 
 def _name(func: Callable[..., Any]) -> str:
     """As a user would write it."""
-    return (resolve_name(func) or getattr(func, "__name__", str(func))).removesuffix(".__get__")
+    name: str = resolve_name(func) or getattr(func, "__name__", str(func))
+    return name.removesuffix(".__get__").removesuffix(".__set__")
 
 
 _ABOUT = {
     *(getattr(torch.Tensor, name).__get__ for name in _NAMES_OF_VALUES),
     *(getattr(torch.Tensor, name) for name in _NAMES_OF_QUESTIONS),
-    torch.numel, torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj, torch.is_neg,
+    *(getattr(_functions, name) for name in ("numel", "is_floating_point", "is_complex", "is_signed")),
 }  # fmt: skip
 """What only asks about the table."""
 _HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.index_select: _index_select,
+    _functions.index_select: _index_select,
+    torch.Tensor.index_select: _index_select,
     torch.Tensor.to: _moved,
     torch.Tensor.cpu: _on_cpu,
     torch.Tensor.cuda: _on_cuda,
     torch.Tensor.untyped_storage: _no_storage,
     torch.Tensor.is_pinned: lambda features, *_: False,  # noqa: ARG005
     torch.Tensor.is_shared: lambda features: False,  # noqa: ARG005
-    torch.detach: lambda features: features,
+    _functions.detach: lambda features: features,
     **{getattr(torch.Tensor, name): lambda features, **_: features for name in _NAMES_OF_ITSELF},
     **{getattr(torch.Tensor, name): _maker(name) for name in _NAMES_OF_MAKERS},
 }

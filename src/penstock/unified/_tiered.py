@@ -5,7 +5,7 @@ import dataclasses
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -79,10 +79,12 @@ class TieredFeatures(torch.Tensor):
 
     ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. It counts as a tensor, so that PyG's
     loaders and PyTorch's data sets select rows of it, and is only read: ``index_select`` and ``embedding`` give rows,
-    and functions that would need the whole table as one tensor raise ``ValueError``. ``source`` is a tensor in host memory, or
-    a .npy, .safetensors (``key``) or `write_features` file, which is read in place. ``scores``, one number a row, say
-    which rows are wanted: `expected_accesses`, `count_accesses` or ``graph.out_degrees()``; without them the first rows
-    count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
+    and functions that would need the whole table as one tensor raise ``ValueError``.
+
+    ``source`` is a tensor in host memory, or a .npy, .safetensors (``key``) or `write_features` file, which is read in
+    place. ``scores``, one number a row, say which rows are wanted: `expected_accesses`, `count_accesses` or
+    ``graph.out_degrees()``; without them the first rows count as the hottest. ``plan.explain()`` says what to expect,
+    ``statistics()`` what came.
 
     ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
     rows that a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
@@ -161,7 +163,21 @@ class TieredFeatures(torch.Tensor):
     """How rows are stored, and what they are read as."""
     plan: TierPlan
     """Which rows lie where."""
+    _num_rows: int
+    _place: torch.device
+    _readers: Readers
+    _counts: Counts[FeatureStatistics]
     _share: HostShare
+    _account: Charges
+    _closer: Callable[[], Any]
+    _files: RowFiles | None
+    _host: torch.Tensor
+    """Rows in host memory."""
+    _memory: Memory
+    _table: torch.Tensor | None
+    """Rows on the device."""
+    _places: torch.Tensor | None
+    """Where each row is; ``None`` where all are in host memory, in order."""
 
     @classmethod
     def _without_rows(cls, num_rows: int, kind: RowType, place: torch.device, readers: Readers) -> Self:
@@ -170,28 +186,23 @@ class TieredFeatures(torch.Tensor):
         )
         self._num_rows, self.kind, self._place, self._readers = num_rows, kind, place, readers
         self._counts = Counts(FeatureStatistics())
-        self._files: RowFiles | None = None
         self._host = torch.empty(0, device="cpu")
-        """Rows in host memory."""
         self._memory = Memory.of(self._host)
-        self._table: torch.Tensor | None = None
-        """Rows on the device."""
-        self._places: torch.Tensor | None = None
-        """Where each row is; ``None`` where all are in host memory, in order."""
+        self._files = self._table = self._places = None
         return self
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         """Where rows are when they are read."""
         return self._place
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Of the whole table."""
         return torch.Size((self._num_rows, *self.kind.shape))
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Of rows as they are read."""
         return self.kind.dtype
 
@@ -226,7 +237,7 @@ class TieredFeatures(torch.Tensor):
         """As of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         counts = len(self.plan.device_rows), len(self.plan.host_rows), self.plan.num_disk_rows
         return (
             f"TieredFeatures({tuple(self.shape)}, {self.dtype}, rows on device, host and disk: "
@@ -354,16 +365,22 @@ class TieredFeatures(torch.Tensor):
         if get_spawning_popen() is not None:
             return _absent, (self._num_rows, self.kind)
         raise TypeError(
-            f"tiered features of {format_bytes(self.nbytes)} are not pickled, since that would copy them. To save them: "
-            "penstock.unified.write_features(path, features); other processes open the file: TieredFeatures(path)"
+            f"tiered features of {format_bytes(self.nbytes)} are not pickled, since that would copy them. Save "
+            "them with penstock.unified.write_features(path, features); other processes open that: TieredFeatures(path)"
         )
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._rows_beside_graphs(index)
         with self._readers:
             if self.device.type == "cpu":
                 return self._rows_by_cpu(index)
             with torch.cuda.device(self.device):
                 return self._rows_for_device(index)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a graph breaks here; calls of C within one end the process
+    def _rows_beside_graphs(self, index: torch.Tensor) -> torch.Tensor:
+        return self._rows(index)
 
     def _rows_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
         self._memory.order.before_host(writes=False)
