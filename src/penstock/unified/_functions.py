@@ -13,33 +13,27 @@ from torch.overrides import resolve_name
 
 from penstock.units import format_bytes
 
-_functions: Any = torch._C._VariableFunctions
-"""PyTorch's own: PyG puts a function of its own in the place of ``torch.index_select`` when it is imported."""
-_NAMES_OF_VALUES = (
+_ABOUT = frozenset((
     "dtype", "device", "layout", "shape", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "grad_fn", "is_leaf",
-    "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_mkldnn", "is_nested",
-)  # fmt: skip
-_NAMES_OF_QUESTIONS = (
-    "dim", "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous",
-    "is_conj", "is_neg", "get_device", "stride",
-)  # fmt: skip
-_NAMES_OF_MAKERS = ("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-_NAMES_OF_ITSELF = ("detach", "contiguous")
+    "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized", "is_meta", "is_mkldnn", "is_nested", "dim",
+    "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj",
+    "is_neg", "get_device", "stride",
+))  # fmt: skip
+"""Names of what only asks about the table."""
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Any) -> Any:
     """The result of a function of PyTorch with ``features`` among its arguments. Raises ``ValueError`` for most."""
-    if not args and kwargs.get("input") is features:
-        args, kwargs = (features,), {name: value for name, value in kwargs.items() if name != "input"}
-    if func in _ABOUT and args and args[0] is features:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-    handler = _HANDLERS.get(func)
-    if handler is not None and args and args[0] is features:
-        return handler(*args, **kwargs)
     if func is torch.nn.functional.embedding:
         return _embedding(*args, **kwargs)
-    raise refusal(_name(func), features)
+    if not args and kwargs.get("input") is features:
+        args, kwargs = (features,), {name: value for name, value in kwargs.items() if name != "input"}
+    name = _short_name(func)
+    if args and args[0] is features and name in _ABOUT:
+        return torch.Tensor.__torch_function__(func, (), tuple(args), dict(kwargs))  # type: ignore[no-untyped-call]
+    if args and args[0] is features and name in _HANDLERS:
+        return _HANDLERS[name](*args, **kwargs)
+    raise refusal(resolve_name(func) or name, features)
 
 
 def refusal(name: str, features: Any) -> ValueError:
@@ -48,6 +42,12 @@ def refusal(name: str, features: Any) -> ValueError:
         f"{name} needs all {format_bytes(features.nbytes)} of the tiered features as one tensor, or writes to them; "
         "they are read by rows, and only read. Read rows first: rows = features[index]"
     )
+
+
+def _short_name(func: Callable[..., Any]) -> str:
+    """Of functions, methods and attributes that are read; by name, since PyG replaces ``torch.index_select``."""
+    name: str = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__) if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def _index_select(features: Any, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -78,10 +78,18 @@ def _embedding(
 
 def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
     """The features themselves where they are as asked. Raises ``ValueError`` where they would have to be others."""
-    device, dtype, _, _ = torch._C._nn._parse_to(*_without_options(args), **_without_copy(kwargs, features))
+    device, dtype, copies = kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("copy"))
+    flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
+    for value in (*args, kwargs.get("other")):
+        if isinstance(value, torch.Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, torch.dtype):
+            dtype = value
+        elif value is not None and not isinstance(value, bool):
+            device = value
     wanted = features.device if device is None else torch.device(device)
-    same_device = wanted.type == features.device.type and wanted.index in (None, features.device.index)
-    if same_device and dtype in (None, features.dtype):
+    is_there = wanted.type == features.device.type and wanted.index in (None, features.device.index)
+    if is_there and dtype in (None, features.dtype) and not copies and not any(flags[1:]):
         return features
     raise ValueError(
         f"tiered features of {features.dtype} that give rows on {features.device} do not become "
@@ -90,30 +98,8 @@ def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-def _without_options(args: Sequence[Any]) -> Sequence[Any]:
-    """Another tensor stands for its device and type."""
-    if args and isinstance(args[0], torch.Tensor):
-        return (args[0].device, args[0].dtype, *args[1:])
-    return args
-
-
-def _without_copy(kwargs: Mapping[str, Any], features: Any) -> dict[str, Any]:
-    if kwargs.get("copy"):
-        raise refusal("to(copy=True)", features)
-    return {name: value for name, value in kwargs.items() if name not in ("memory_format", "copy")}
-
-
-def _on_cpu(features: Any, **_: Any) -> Any:
-    return _moved(features, "cpu")
-
-
 def _on_cuda(features: Any, device: Any = None, **_: Any) -> Any:
     return _moved(features, "cuda" if device is None else device)
-
-
-def _no_storage(features: Any) -> torch.UntypedStorage:  # noqa: ARG001
-    """Of which PyG's workers make shared memory for the rows that they select."""
-    return torch.UntypedStorage(0)
 
 
 def _maker(name: str) -> Callable[..., Any]:
@@ -123,29 +109,17 @@ def _maker(name: str) -> Callable[..., Any]:
     )(*args, **kwargs)
 
 
-def _name(func: Callable[..., Any]) -> str:
-    """As a user would write it."""
-    name: str = resolve_name(func) or getattr(func, "__name__", str(func))
-    return name.removesuffix(".__get__").removesuffix(".__set__")
-
-
-_ABOUT = {
-    *(getattr(torch.Tensor, name).__get__ for name in _NAMES_OF_VALUES),
-    *(getattr(torch.Tensor, name) for name in _NAMES_OF_QUESTIONS),
-    *(getattr(_functions, name) for name in ("numel", "is_floating_point", "is_complex", "is_signed")),
-}  # fmt: skip
-"""What only asks about the table."""
-_HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    _functions.index_select: _index_select,
-    torch.Tensor.index_select: _index_select,
-    torch.Tensor.to: _moved,
-    torch.Tensor.cpu: _on_cpu,
-    torch.Tensor.cuda: _on_cuda,
-    torch.Tensor.untyped_storage: _no_storage,
-    torch.Tensor.is_pinned: lambda features, *_: False,  # noqa: ARG005
-    torch.Tensor.is_shared: lambda features: False,  # noqa: ARG005
-    _functions.detach: lambda features: features,
-    **{getattr(torch.Tensor, name): lambda features, **_: features for name in _NAMES_OF_ITSELF},
-    **{getattr(torch.Tensor, name): _maker(name) for name in _NAMES_OF_MAKERS},
+_HANDLERS: dict[str, Callable[..., Any]] = {
+    "index_select": _index_select,
+    "to": _moved,
+    "cpu": lambda features, **_: _moved(features, "cpu"),
+    "cuda": _on_cuda,
+    "detach": lambda features: features,
+    "contiguous": lambda features, **_: features,
+    "is_pinned": lambda features, *_: False,  # noqa: ARG005
+    "is_shared": lambda features: False,  # noqa: ARG005
+    "untyped_storage": lambda features: torch.UntypedStorage(0),  # noqa: ARG005
+    **{name: _maker(name) for name in ("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")},
 }
-"""What is answered here, by function; features are its first argument."""
+"""What is answered here, by name; features are the first argument. PyG's workers make shared memory of an empty
+storage for the rows that they select (``untyped_storage``, ``new``)."""
