@@ -17,7 +17,7 @@ def as_seeds(seeds: Any, num_nodes: int) -> torch.Tensor:
         if tuple(seeds.shape) != (num_nodes,):
             raise IndexError(
                 f"a mask of seeds must have one entry for each of {num_nodes} nodes, got {tuple(seeds.shape)}: "
-                "torch.arange(num_nodes)[...] gives node numbers"
+                "mask = torch.zeros(num_nodes, dtype=torch.bool); mask[nodes] = True"
             )
         seeds = seeds.nonzero()
     if seeds.dtype is torch.uint8:
