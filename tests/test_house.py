@@ -90,6 +90,7 @@ PRIVATE = {
     "tiers/_gate.py": "whether autograd runs backward on this thread",
     "tiers/_layout.py": "a bit of views that no public name has",
     "unified/_tensor.py": "operators of unified tensors run outside of Dynamo",
+    "unified/_tiered.py": "rows are read outside of Dynamo, and features are found among arguments",
 }
 """Files that touch private names of PyTorch, each with the reason; tests beside them fail when PyTorch moves one."""
 

@@ -20,7 +20,7 @@ def pyg_sampler(
     ``NeighborLoader(..., neighbor_sampler=...)`` and ``LinkNeighborLoader``. -1 takes all neighbours.
 
     Raises ``ImportError`` naming the extra where PyG is not installed, ``ValueError`` for graphs without edges in
-    ``edge_index``.
+    ``edge_index``, and for tiered features that do not have a row for each node, since PyG would not select from them.
     """
     classes = _classes()
     if isinstance(data, Graph):
@@ -30,7 +30,9 @@ def pyg_sampler(
     if not hasattr(data, "edge_types"):
         if getattr(data, "edge_index", None) is None:
             raise ValueError("the data has no edge_index; for adj_t give the graph: Graph.from_csc(colptr, row)")
+        _check_rows(data)
         return classes.Sampler(Graph(data.edge_index, data.num_nodes), fanouts, replace=replace)
+    _check_rows(data)
     graphs = {
         kind: Graph(data[kind].edge_index, data[kind[2]].num_nodes, data[kind[0]].num_nodes) for kind in data.edge_types
     }
@@ -44,6 +46,17 @@ def pyg_features(features: Mapping[Name, TieredFeatures | torch.Tensor]) -> Any:
     Raises ``ImportError`` naming the extra where PyG is not installed.
     """
     return _classes().Features(features)
+
+
+def _check_rows(data: Any) -> None:
+    """Raises ``ValueError`` for features of fewer or more rows: PyG passes those on whole, in every mini-batch."""
+    for store in data.stores:
+        for name, value in store.items():
+            if isinstance(value, TieredFeatures) and not (store.is_node_attr(name) or store.is_edge_attr(name)):
+                raise ValueError(
+                    f"`{name}` must have a row for each of {store.num_nodes} nodes, got {len(value)} rows; set "
+                    f"data.num_nodes where the graph has isolated nodes: Data(..., num_nodes={len(value)})"
+                )
 
 
 def _classes() -> Any:

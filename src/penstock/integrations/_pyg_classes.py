@@ -90,13 +90,22 @@ class Features(FeatureStore):  # type: ignore[misc]
 
     def __init__(self, features: Mapping[Any, TieredFeatures | torch.Tensor]):
         super().__init__()
-        self._tables: dict[tuple[str | None, str], Any] = {}
+        self._by_name: dict[tuple[str | None, str], torch.Tensor] | None = {}
         for name, table in features.items():
-            self._tables[(None, name) if isinstance(name, str) else tuple(name)] = table  # type: ignore[index]
+            self._by_name[_key_of(name)] = _checked(name, table)
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers that are spawned: they sample, and the main process reads rows."""
-        return {**self.__dict__, "_tables": {}}
+        return {**self.__dict__, "_by_name": None}
+
+    @property
+    def _tables(self) -> dict[tuple[str | None, str], torch.Tensor]:
+        if self._by_name is None:
+            raise ValueError(
+                "this feature store was pickled, and its tables stayed where they are. Workers that are spawned only "
+                "sample: NodeLoader(..., filter_per_worker=False)"
+            )
+        return self._by_name
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         if attr.index is not None:
@@ -109,7 +118,7 @@ class Features(FeatureStore):  # type: ignore[misc]
         if table is None:
             return None
         index = slice(None) if attr.index is None else attr.index
-        return table[index if isinstance(index, int | slice) else torch.as_tensor(index)]  # type: ignore[no-any-return]
+        return table[index if isinstance(index, int | slice) else torch.as_tensor(index)]
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
         return self._tables.pop((attr.group_name, attr.attr_name), None) is not None
@@ -121,3 +130,20 @@ class Features(FeatureStore):  # type: ignore[misc]
     def get_all_tensor_attrs(self) -> Sequence[TensorAttr]:
         """What there is."""
         return [TensorAttr(group, name) for group, name in self._tables]
+
+
+def _key_of(name: Any) -> tuple[str | None, str]:
+    if isinstance(name, str):
+        return None, name
+    if isinstance(name, tuple) and len(name) == 2 and isinstance(name[1], str):
+        return name
+    raise ValueError(f'tables have a name, "x", or a type of nodes and a name, ("paper", "x"), got {name!r}')
+
+
+def _checked(name: Any, table: Any) -> torch.Tensor:
+    if isinstance(table, torch.Tensor) and table.dim():
+        return table
+    raise TypeError(
+        f"`features` must be tiered features or tensors [rows, ...], got {type(table).__name__} for {name!r}: "
+        "torch.as_tensor(table)"
+    )

@@ -1,6 +1,8 @@
 """Sums that several threads add to, read as frozen statistics."""
 
+import os
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -12,6 +14,11 @@ class Counts(Generic[Statistics]):
 
     def __init__(self, empty: Statistics):
         self._empty = self._now = empty
+        self.renew()
+        _all.add(self)
+
+    def renew(self) -> None:
+        """Takes another lock: in a forked child the thread that held the old one does not exist."""
         self._lock = threading.Lock()
 
     def add(self, **more: Any) -> None:
@@ -36,3 +43,14 @@ class Counts(Generic[Statistics]):
         with self._lock:
             found, self._now = self._now, self._empty
             return found
+
+
+_all: "weakref.WeakSet[Counts[Any]]" = weakref.WeakSet()
+
+
+def _renew_all() -> None:
+    for counts in list(_all):
+        counts.renew()
+
+
+os.register_at_fork(after_in_child=_renew_all)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from penstock.unified._library import address, library
+from penstock.unified._seeds import as_seeds
 
 _MOST_EDGES = 4 * 2**20
 """Gone through at once by PyTorch's operators."""
@@ -103,8 +104,7 @@ def expected_accesses(
     degrees = graph.degrees().double()
     reached = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     frontier = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
-    if seeds.dtype is torch.bool:
-        seeds = seeds.nonzero().view(-1)
+    seeds = as_seeds(seeds, graph.num_nodes)
     frontier[seeds] = min(1.0, batch_size / max(1, len(seeds)))
     for fanout in fanouts:
         reached += frontier

@@ -12,6 +12,7 @@ import torch
 
 from penstock.unified._counts import Counts
 from penstock.unified._sampler import NeighborSampler, Sample
+from penstock.unified._seeds import as_seeds
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._tiered import TieredFeatures
 
@@ -78,8 +79,8 @@ class Loader:
     depend on ``seed`` and the epoch alone. An epoch that is left early ends its threads; an error in one is raised
     here. With ``ahead=0`` everything runs in the calling thread.
 
-    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing, and for seeds that are
-    given twice.
+    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing, for labels of fewer
+    nodes, and for seeds that are given twice; ``IndexError`` and ``TypeError`` for other seeds that are not nodes.
     """
 
     def __init__(
@@ -98,8 +99,12 @@ class Loader:
         if batch_size < 1 or ahead < 0:
             raise ValueError(f"batch_size is at least 1 and ahead at least 0, not {batch_size} and {ahead}")
         self.sampler, self.features, self.labels = sampler, features, labels
-        seeds = seeds.nonzero() if seeds.dtype is torch.bool else seeds
-        self.seeds = seeds.reshape(-1).to("cpu", torch.int64)
+        if labels is not None and len(labels) < sampler.graph.num_nodes:
+            raise ValueError(
+                f"`labels` must have one entry for each of {sampler.graph.num_nodes} nodes, got {len(labels)}: give "
+                "the labels of all nodes, not labels[seeds]"
+            )
+        self.seeds = as_seeds(seeds, sampler.graph.num_nodes).cpu()
         if len(self.seeds.unique()) != len(self.seeds):
             raise ValueError(
                 "a node is among the seeds twice, and a mini-batch has it once: Loader(..., seeds.unique())"
@@ -187,7 +192,7 @@ class Loader:
 
 
 def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
-    if isinstance(features, torch.Tensor) and not isinstance(features, UnifiedTensor):
+    if isinstance(features, torch.Tensor) and not isinstance(features, UnifiedTensor | TieredFeatures):
         nodes = nodes.to(features.device)
     return features[nodes]
 

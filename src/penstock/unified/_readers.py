@@ -1,6 +1,8 @@
 """Who reads something that may be closed."""
 
+import os
 import threading
+import weakref
 from typing import Self
 
 
@@ -10,6 +12,11 @@ class Readers:
     def __init__(self, closed: str):
         self._closed_message, self._is_closed, self._count = closed, False, 0
         self._left = threading.Condition()
+        _all.add(self)
+
+    def forget(self) -> None:
+        """In a forked child, where threads that were reading do not exist."""
+        self._count, self._left = 0, threading.Condition()
 
     def __enter__(self) -> Self:
         with self._left:
@@ -28,3 +35,14 @@ class Readers:
         with self._left:
             self._is_closed = True
             self._left.wait_for(lambda: not self._count)
+
+
+_all: "weakref.WeakSet[Readers]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for readers in list(_all):
+        readers.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

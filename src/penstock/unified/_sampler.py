@@ -8,6 +8,7 @@ import torch
 
 from penstock.unified._draw import Drawer, mixed, numbering_for
 from penstock.unified._graph import Graph
+from penstock.unified._seeds import as_seeds
 
 EdgeType = tuple[str, str, str]
 """Type of the source, name, type of the target."""
@@ -87,11 +88,11 @@ class NeighborSampler:
         """The neighbourhood of ``seeds``, node numbers ``[seeds]``, or a mask of all nodes.
 
         The same ``number`` gives the same draws; without one it comes from PyTorch's generator.
-        Raises ``IndexError`` for seeds that are not nodes.
+        Raises ``IndexError`` for seeds that are not nodes, ``TypeError`` for what is no tensor of whole numbers.
         """
         number = _number(number)
         numbering = numbering_for(self.device)
-        places = numbering.add(_checked_seeds(seeds, self.graph.num_nodes).to(self.device))
+        places = numbering.add(as_seeds(seeds, self.graph.num_nodes).to(self.device))
         begin, nodes = 0, [numbering.count]
         rows, cols, edges = [], [], []
         for hop, fanout in enumerate(self.fanouts):
@@ -162,8 +163,7 @@ class HeteroNeighborSampler:
         number = _number(number)
         found = {name: numbering_for(self.device) for name in self.num_nodes}
         places = {
-            name: found[name].add(_checked_seeds(some, self.num_nodes[name]).to(self.device))
-            for name, some in seeds.items()
+            name: found[name].add(as_seeds(some, self.num_nodes[name]).to(self.device)) for name, some in seeds.items()
         }
         begins = dict.fromkeys(found, 0)
         nodes = {name: [one.count] for name, one in found.items()}
@@ -205,15 +205,6 @@ def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
 
 def _number(number: int | None) -> int:
     return int(torch.randint(2**62, (), device="cpu")) if number is None else number
-
-
-def _checked_seeds(seeds: torch.Tensor, num_nodes: int) -> torch.Tensor:
-    if seeds.dtype is torch.bool:
-        seeds = seeds.nonzero()
-    seeds = seeds.reshape(-1).to(torch.int64).contiguous()
-    if len(seeds) and (int(seeds.min()) < 0 or int(seeds.max()) >= num_nodes):
-        raise IndexError(f"seeds go from {int(seeds.min())} to {int(seeds.max())}, nodes from 0 to {num_nodes - 1}")
-    return seeds
 
 
 def _owners(offsets: torch.Tensor, first: int) -> torch.Tensor:

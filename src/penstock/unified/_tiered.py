@@ -5,11 +5,14 @@ import dataclasses
 import os
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec, Size
@@ -17,6 +20,7 @@ from penstock.unified._aligned import check, stride_for
 from penstock.unified._counts import Counts
 from penstock.unified._disk import RowFiles, buffer_bytes_for
 from penstock.unified._files import find_table
+from penstock.unified._functions import call, refusal
 from penstock.unified._gather import gather_rows, has_triton, start_gather
 from penstock.unified._library import address, library
 from penstock.unified._memory import Memory, exact
@@ -24,7 +28,7 @@ from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
 from penstock.unified._readers import Readers
 from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
-from penstock.unified._share import ROW_NUMBER_BYTES, share_host
+from penstock.unified._share import ROW_NUMBER_BYTES, HostShare, share_host
 from penstock.unified._table import Table
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._write import spill
@@ -32,8 +36,11 @@ from penstock.units import format_bytes, parse_bytes
 
 _FILL_BYTES = 4 * 2**20
 """Of rows at once when tiers are filled."""
+_CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
 _PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
 """What may follow the rows in an index."""
+_NO_ROW_NUMBERS = (list, tuple, range, slice, torch.Tensor, type(Ellipsis), type(None))
+"""What makes a list a tuple of indexes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +74,17 @@ class FeatureStatistics:
         return self.disk_read_bytes / self.disk_row_bytes if self.disk_row_bytes else 1.0
 
 
-class TieredFeatures:
+class TieredFeatures(torch.Tensor):
     """A table ``[rows, ...]`` whose most wanted rows are on the device, the next in host memory, the rest on an SSD.
 
-    ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. ``source`` is a tensor in host memory, or
-    a .npy, .safetensors (``key``) or `write_features` file, which is read in place. ``scores``, one number a row, say
-    which rows are wanted: `expected_accesses`, `count_accesses` or ``graph.out_degrees()``; without them the first rows
-    count as the hottest. ``plan.explain()`` says what to expect, ``statistics()`` what came.
+    ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. It counts as a tensor, so that PyG's
+    loaders and PyTorch's data sets select rows of it, and is only read: ``index_select`` and ``embedding`` give rows,
+    and functions that would need the whole table as one tensor raise ``ValueError``.
+
+    ``source`` is a tensor in host memory, or a .npy, .safetensors (``key``) or `write_features` file, which is read in
+    place. ``scores``, one number a row, say which rows are wanted: `expected_accesses`, `count_accesses` or
+    ``graph.out_degrees()``; without them the first rows count as the hottest. ``plan.explain()`` says what to expect,
+    ``statistics()`` what came.
 
     ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
     rows that a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
@@ -89,8 +100,9 @@ class TieredFeatures:
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
     """
 
-    def __init__(
-        self,
+    @staticmethod
+    def __new__(
+        cls,
         source: torch.Tensor | str | os.PathLike[str],
         *,
         host_budget: Size | None = None,
@@ -105,28 +117,17 @@ class TieredFeatures:
         budget: Budget | None = None,
         verify: bool = False,
         progress: bool = True,
-    ):
+    ) -> Self:
+        """A table of ``source``; it has no storage as a tensor, since its rows lie in several."""
         device_bytes = parse_bytes(device_budget)
-        self.device = _device_with(device_bytes, device)
+        place = _device_with(device_bytes, device)
         if budget is not None:
             host_budget = budget.room_bytes("host") if host_budget is None else host_budget
             disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
         table, tensor = _source(source, key)
         shape = table.shape if table else tuple(tensor.shape)  # type: ignore[union-attr]
-        self.kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
-        self._num_rows = shape[0]
-        self._counts = Counts(FeatureStatistics())
-        self._readers = Readers(
-            "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
-        )
-        self._files: RowFiles | None = None
-        self._host = torch.empty(0, device="cpu")
-        """Rows in host memory."""
-        self._memory = Memory.of(self._host)
-        self._table: torch.Tensor | None = None
-        """Rows on the device."""
-        self._places: torch.Tensor | None = None
-        """Where each row is; ``None`` where all are in host memory, in order."""
+        kind = RowType.of(shape[1:], table.dtype if table else tensor.dtype, dtype, scale)  # type: ignore[union-attr]
+        self = cls._without_rows(shape[0], kind, place, Readers(_CLOSED))
         self._share = share_host(
             None if host_budget is None else parse_bytes(host_budget), num_rows=self._num_rows,
             row_bytes=self.kind.row_bytes, device_bytes=device_bytes,
@@ -142,7 +143,7 @@ class TieredFeatures:
             num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes,
             host_bytes=self._share.rows_bytes, scores=scores,
         )  # fmt: skip
-        self.plan: TierPlan = plan_tiers(problem)
+        self.plan = plan_tiers(problem)
         self._account = Charges(budget, "unified")
         self._closer = weakref.finalize(self, self._account.give_back)
         try:
@@ -156,14 +157,52 @@ class TieredFeatures:
         except BaseException:
             self.close()
             raise
+        return self
+
+    kind: RowType
+    """How rows are stored, and what they are read as."""
+    plan: TierPlan
+    """Which rows lie where."""
+    _num_rows: int
+    _place: torch.device
+    _readers: Readers
+    _counts: Counts[FeatureStatistics]
+    _share: HostShare
+    _account: Charges
+    _closer: Callable[[], Any]
+    _files: RowFiles | None
+    _host: torch.Tensor
+    """Rows in host memory."""
+    _memory: Memory
+    _table: torch.Tensor | None
+    """Rows on the device."""
+    _places: torch.Tensor | None
+    """Where each row is; ``None`` where all are in host memory, in order."""
+
+    @classmethod
+    def _without_rows(cls, num_rows: int, kind: RowType, place: torch.device, readers: Readers) -> Self:
+        self: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (num_rows, *kind.shape), dtype=kind.dtype, device=place
+        )
+        self._num_rows, self.kind, self._place, self._readers = num_rows, kind, place, readers
+        self._counts = Counts(FeatureStatistics())
+        self._host = torch.empty(0, device="cpu")
+        self._memory = Memory.of(self._host)
+        self._files = self._table = self._places = None
+        return self
 
     @property
-    def shape(self) -> torch.Size:
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where rows are when they are read."""
+        return self._place
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
         """Of the whole table."""
         return torch.Size((self._num_rows, *self.kind.shape))
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         """Of rows as they are read."""
         return self.kind.dtype
 
@@ -186,6 +225,10 @@ class TieredFeatures:
     def __len__(self) -> int:
         return self._num_rows
 
+    def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
+        """Row after row; a mini-batch of rows at once reads sooner."""
+        return (self[row] for row in range(len(self)))
+
     def dim(self) -> int:
         """Dimensions of the whole table."""
         return 1 + len(self.kind.shape)
@@ -194,7 +237,7 @@ class TieredFeatures:
         """As of a tensor."""
         return self.shape if dim is None else self.shape[dim]
 
-    def __repr__(self) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         counts = len(self.plan.device_rows), len(self.plan.host_rows), self.plan.num_disk_rows
         return (
             f"TieredFeatures({tuple(self.shape)}, {self.dtype}, rows on device, host and disk: "
@@ -219,6 +262,11 @@ class TieredFeatures:
             return self._rows(torch.tensor([index], device="cpu"))[0]
         if index is Ellipsis or index is None:
             return self._part(index)
+        if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
+            raise IndexError(
+                "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "
+                "features[torch.tensor(rows)]"
+            )
         chosen = torch.as_tensor(index) if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
@@ -242,12 +290,45 @@ class TieredFeatures:
         return found[(*[slice(None)] * num_dims, *rest)]
 
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """As of a tensor, along dimension 0."""
+        """As of a tensor, along dimension 0: rows are numbered from 0 on, not from the end."""
         if dim not in (0, -self.dim()):
             raise ValueError("tiered features are read by rows: features.index_select(0, index)")
         if index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
             raise IndexError(f"index_select takes a list of int64 rows, not {tuple(index.shape)} of {index.dtype}")
-        return self._rows(index.reshape(-1))
+        flat = as_index(index)
+        return self._rows(check_range(flat, self._num_rows, wraps=False))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise refusal("features[index] = value", self)
+
+    def __contains__(self, value: Any) -> bool:
+        raise refusal("value in features", self)
+
+    def __bool__(self) -> bool:
+        raise refusal("bool(features)", self)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise refusal("numpy.asarray(features)", self)
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise refusal("features.__dlpack__", self)
+
+    def __format__(self, form: str) -> str:
+        return format(repr(self), form)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads rows, tells about the table, or refuses."""
+        return call(func, args, kwargs or {}, _features_in(args, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuses what came past ``__torch_function__``."""
+        raise refusal(str(func), _features_in(args, kwargs))
 
     def statistics(self) -> FeatureStatistics:
         """Rows, requests and bytes since the last `reset_statistics`."""
@@ -273,18 +354,33 @@ class TieredFeatures:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
+    def __copy__(self) -> Self:
+        """Itself: there is one table, with one budget, whoever has it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise refusal("copy.deepcopy(features)", self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if get_spawning_popen() is not None:
+            return _absent, (self._num_rows, self.kind)
         raise TypeError(
-            "tiered features are not pickled, since that would copy them. Read rows in the main process (PyG: "
-            "filter_per_worker=False; workers then only sample), or open the file in every process"
+            f"tiered features of {format_bytes(self.nbytes)} are not pickled, since that would copy them. Save "
+            "them with penstock.unified.write_features(path, features); other processes open that: TieredFeatures(path)"
         )
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self._rows_beside_graphs(index)
         with self._readers:
             if self.device.type == "cpu":
                 return self._rows_by_cpu(index)
             with torch.cuda.device(self.device):
                 return self._rows_for_device(index)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # a graph breaks here; calls of C within one end the process
+    def _rows_beside_graphs(self, index: torch.Tensor) -> torch.Tensor:
+        return self._rows(index)
 
     def _rows_by_cpu(self, index: torch.Tensor) -> torch.Tensor:
         self._memory.order.before_host(writes=False)
@@ -387,6 +483,28 @@ class TieredFeatures:
                 self._files.read(some.long(), stored, out, None)
             if out.device != into.device:
                 into[at : at + len(some)].copy_(out)
+
+
+def _absent(num_rows: int, kind: RowType) -> TieredFeatures:
+    """What a spawned process gets, so that PyG's workers can sample: shape and type, and an error for each read."""
+    readers = Readers(
+        "tiered features cannot be read in a process that was spawned. Workers only sample with "
+        "filter_per_worker=False (PyG), and read rows with multiprocessing_context='fork'"
+    )
+    readers.close()
+    made = TieredFeatures._without_rows(num_rows, kind, torch.device("cpu"), readers)
+    nothing = torch.empty(0, dtype=torch.int32, device="cpu")
+    made.plan = TierPlan(
+        device_rows=nothing, host_rows=nothing, num_disk_rows=num_rows, device_share=0.0, host_share=0.0,
+        row_bytes=kind.row_bytes,
+    )  # fmt: skip
+    made._share = HostShare(rows_bytes=0, places_bytes=0, buffer_bytes=0, in_flight_bytes=None, needs_disk=False)
+    made._closer = weakref.finalize(made, lambda: None)
+    return made
+
+
+def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TieredFeatures))
 
 
 def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

@@ -1,0 +1,432 @@
+"""Tables of this room against plain tensors: the same rows or a clear error, whatever PyTorch calls on them."""
+
+import copy
+import io
+import multiprocessing
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils import data
+
+from penstock import unified
+from penstock.unified import _tiered
+
+NUM_ROWS, WIDTH = 60, 3
+
+
+def plain():
+    return torch.arange(NUM_ROWS * WIDTH, dtype=torch.float32).view(NUM_ROWS, WIDTH)
+
+
+@pytest.fixture(params=["memory", "disk", "unified"])
+def table(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+    if request.param == "unified":
+        yield unified.wrap(plain())
+        return
+    options = {"host_budget": 4 * NUM_ROWS + 20 * 16, "in_flight": 0, "disk": tmp_path}
+    with unified.TieredFeatures(plain(), **(options if request.param == "disk" else {})) as features:
+        assert features.plan.num_disk_rows == (40 if request.param == "disk" else 0)
+        yield features
+
+
+def outcome(call, features):
+    """What it gives as plain values, or the kind of its error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # uint8 masks are deprecated
+        try:
+            return call(features)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            return error
+
+
+def same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        found = found.cpu() if unified.is_unified(found) else found
+        return found.dtype is expected.dtype and torch.equal(found, expected)
+    if isinstance(expected, np.ndarray):
+        return np.array_equal(found, expected)
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return found == expected
+
+
+ROWS = torch.tensor([41, 3, 3, 59])
+INDEXES = {
+    "int64": ROWS,
+    "int32": ROWS.int(),
+    "int16": ROWS.short(),
+    "int8": ROWS.to(torch.int8),
+    "negative": torch.tensor([-1, -60, 5]),
+    "negative int32": torch.tensor([-1, -60, 5], dtype=torch.int32),
+    "repeated": torch.tensor([7] * 9),
+    "matrix": ROWS.view(2, 2),
+    "not contiguous": torch.arange(60)[::7],
+    "transposed": torch.arange(6).view(2, 3).t(),
+    "expanded": torch.tensor([9]).expand(4),
+    "unified": unified.wrap(ROWS),
+    "0-d": torch.tensor(41),
+    "0-d negative": torch.tensor(-2),
+    "empty": torch.tensor([], dtype=torch.int64),
+    "empty of floats": torch.tensor([]),
+    "empty list": [],
+    "above": torch.tensor([0, 60]),
+    "below": torch.tensor([0, -61]),
+    "far above": torch.tensor([2**40]),
+    "floats": torch.tensor([1.0, 2.0]),
+    "complex": torch.tensor([1j]),
+    "mask": torch.arange(60) % 7 == 2,
+    "mask of nothing": torch.zeros(60, dtype=torch.bool),
+    "uint8 mask": (torch.arange(60) % 7 == 2).byte(),
+    "short mask": torch.ones(5, dtype=torch.bool),
+    "long mask": torch.ones(61, dtype=torch.bool),
+    "mask of numbers": torch.ones(60, 3, dtype=torch.bool),
+    "0-d mask": torch.tensor(True),
+    "true": True,
+    "false": False,
+    "list": [41, 3, 3],
+    "list of negatives": [-1, 0],
+    "list of bools": [True] + [False] * 59,
+    "nested list": [[1, 2], [3, 4]],
+    "nested list within": [[1, 2], [0, 1]],
+    "list of tensors": [torch.tensor(1), torch.tensor(2)],
+    "list of slices": [slice(0, 2), slice(0, 1)],
+    "list of numpy's ints": [np.int64(1), np.int64(2)],
+    "range": range(3, 9),
+    "array": np.array([41, 3]),
+    "array of int32": np.array([41, 3], dtype=np.int32),
+    "array of uint8": np.array([41, 3], dtype=np.uint8),
+    "array of bools": np.arange(60) % 7 == 2,
+    "numpy's int": np.int64(41),
+    "numpy's bool": np.bool_(True),
+    "int": 41,
+    "negative int": -60,
+    "int above": 60,
+    "int below": -61,
+    "float": 1.0,
+    "string": "x",
+    "slice": slice(3, 9),
+    "slice from the end": slice(-5, None),
+    "slice of steps": slice(1, None, 13),
+    "slice backwards": slice(None, None, -1),
+    "empty slice": slice(9, 3),
+    "slice of tensors": slice(torch.tensor(3), torch.tensor(9)),
+    "all": slice(None),
+    "ellipsis": ...,
+    "none": None,
+    "no index": (),
+    "rows and column": (ROWS, 1),
+    "rows and columns": (ROWS, slice(1, 3)),
+    "rows and a list": (ROWS, [0, 1, 2, 0]),
+    "rows and rows": (ROWS, ROWS % 3),
+    "mask and column": (torch.arange(60) % 7 == 2, 0),
+    "column": (slice(None), 1),
+    "column above": (slice(None), 3),
+    "one number": (41, 1),
+    "too many": (ROWS, 0, 0),
+    "ellipsis and column": (..., 1),
+    "rows and ellipsis": (ROWS, ...),
+    "none and rows": (None, ROWS),
+    "rows and none": (ROWS, None),
+    "tuple of rows": (ROWS,),
+    "tuple of a list": ([1, 2],),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_indexes(table, name):
+    index = INDEXES[name]
+    expected, found = outcome(lambda one: one[index], plain()), outcome(lambda one: one[index], table)
+    if isinstance(expected, Exception):
+        assert name in FURTHER_INDEXES or isinstance(found, IndexError | TypeError | ValueError), found
+    elif isinstance(found, Exception):
+        assert not unified.is_unified(table)
+        assert isinstance(found, IndexError | ValueError | TypeError) and name in REFUSED_INDEXES, found
+    else:
+        assert name not in REFUSED_INDEXES or unified.is_unified(table)
+        assert same(found, expected)
+
+
+REFUSED_INDEXES = {
+    "mask of numbers", "0-d mask", "true", "false", "numpy's bool", "rows and a list", "rows and rows",
+    "ellipsis", "none", "ellipsis and column", "none and rows", "nested list within", "list of tensors",
+    "list of slices",
+}  # fmt: skip
+"""Of tiered features: they would need more than rows."""
+FURTHER_INDEXES = {"int16", "int8", "empty of floats"}
+"""Which tiered features take, and PyTorch does not."""
+
+
+def saved(one):
+    torch.save(one, io.BytesIO())
+
+
+def module_of(one):
+    module = torch.nn.Module()
+    module.register_buffer("table", one)
+    return module
+
+
+READS = {
+    "index_select": lambda one: one.index_select(0, ROWS),
+    "torch.index_select": lambda one: torch.index_select(one, 0, ROWS),
+    "index_select from the end": lambda one: torch.index_select(one, -2, ROWS),
+    "index_select by keywords": lambda one: torch.index_select(input=one, dim=0, index=ROWS),
+    "index_select of one": lambda one: torch.index_select(one, 0, torch.tensor(41)),
+    "index_select of int32": lambda one: torch.index_select(one, 0, ROWS.int()),
+    "index_select of negatives": lambda one: one.index_select(0, torch.tensor([-1])),
+    "index_select above": lambda one: one.index_select(0, torch.tensor([60])),
+    "index_select of floats": lambda one: one.index_select(0, torch.tensor([1.0])),
+    "index_select of a mask": lambda one: one.index_select(0, torch.ones(60, dtype=torch.bool)),
+    "index_select of a matrix": lambda one: one.index_select(0, ROWS.view(2, 2)),
+    "index_select into": lambda one: torch.index_select(one, 0, ROWS, out=torch.empty(4, WIDTH)),
+    "embedding": lambda one: functional.embedding(ROWS.view(2, 2), one),
+    "embedding of int32": lambda one: functional.embedding(ROWS.int(), one),
+    "embedding of one": lambda one: functional.embedding(torch.tensor(41), one),
+    "embedding of padding": lambda one: functional.embedding(ROWS, one, padding_idx=3),
+    "embedding of negatives": lambda one: functional.embedding(torch.tensor([-1]), one),
+    "embedding of floats": lambda one: functional.embedding(torch.tensor([1.0]), one),
+    "iteration": list,
+    "reversed": lambda one: [one[at] for at in reversed(range(len(one)))],
+    "len": len,
+    "shape": lambda one: (one.shape, one.size(), one.size(0), one.size(-1), one.dim(), one.ndim, one.numel()),
+    "type": lambda one: (one.dtype, one.device, one.layout, one.is_cuda, one.is_sparse, one.element_size()),
+    "size of a dim": lambda one: one.size(dim=1),
+    "shape above": lambda one: one.size(2),
+    "gradients": lambda one: (one.requires_grad, one.grad, one.is_leaf),
+    "to where it is": lambda one: one.to("cpu")[ROWS],
+    "to its type": lambda one: one.to(torch.float32)[ROWS],
+    "cpu": lambda one: one.cpu()[ROWS],
+    "contiguous": lambda one: one.contiguous()[ROWS],
+    "detach": lambda one: one.detach()[ROWS],
+    "copy": lambda one: copy.copy(one)[ROWS],
+    "new": lambda one: one.new_zeros(2),
+    "as_tensor": lambda one: torch.as_tensor(one)[ROWS],
+    "torch.asarray": lambda one: torch.asarray(one)[ROWS],
+    "module": lambda one: module_of(one).to("cpu").table[ROWS],
+    "state of a module": lambda one: module_of(one).state_dict()["table"][ROWS],
+    "TensorDataset": lambda one: list(data.TensorDataset(one, torch.arange(60)))[41],
+    "DataLoader": lambda one: list(data.DataLoader(data.TensorDataset(one), batch_size=7)),
+    "DataLoader of the table": lambda one: list(data.DataLoader(one, batch_size=7)),
+    "Subset": lambda one: list(data.DataLoader(data.Subset(data.TensorDataset(one), [41, 3, 5]), batch_size=2)),
+    "batches of indexes": lambda one: list(
+        data.DataLoader(one, sampler=data.BatchSampler(range(50, 60), 4, drop_last=False), batch_size=None)
+    ),
+    "random_split": lambda one: list(data.random_split(one, [50, 10], torch.Generator().manual_seed(0))[1]),
+    "collated rows": lambda one: data.default_collate([one[41], one[3]]),
+    "stacked rows": lambda one: torch.stack([one[41], one[3]]),
+    "gradients behind": lambda one: one[ROWS].clone().requires_grad_().sum().grad_fn is not None,
+}  # fmt: skip
+"""What gives rows, or tells about the table, for all."""
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads(table, name):
+    expected, found = outcome(READS[name], plain()), outcome(READS[name], table)
+    if isinstance(expected, Exception):
+        assert isinstance(found, type(expected) | IndexError), found
+    else:
+        assert not isinstance(found, Exception), found
+        assert same(found, expected)
+
+
+WHOLE = {
+    "as_tensor of a type": lambda one: torch.as_tensor(one, dtype=torch.float64),
+    "asarray": np.asarray,
+    "array": np.array,
+    "torch.tensor": torch.tensor,
+    "numpy": lambda one: one.numpy(),
+    "numpy's function": lambda one: np.concatenate([one, one]),
+    "dlpack": torch.from_dlpack,
+    "tolist": lambda one: one.tolist(),
+    "clone": lambda one: one.clone(),
+    "deepcopy": copy.deepcopy,
+    "sum": lambda one: one.sum(),
+    "mean": torch.mean,
+    "equal": lambda one: torch.equal(one, plain()),
+    "==": lambda one: one == 1,
+    "== itself": lambda one: one == one,  # noqa: PLR0124
+    "<": lambda one: one < 1,
+    "+": lambda one: one + 1,
+    "1 -": lambda one: 1 - one,
+    "in": lambda one: 1 in one,
+    "bool": bool,
+    "float": float,
+    "@": lambda one: one @ torch.ones(WIDTH),
+    "plain @": lambda one: torch.ones(60) @ one,
+    "stack": lambda one: torch.stack([one, one]),
+    "cat": lambda one: torch.cat([one, torch.ones(1, WIDTH)]),
+    "collate": lambda one: data.default_collate([one, one]),
+    "view": lambda one: one.view(-1),
+    "reshape": lambda one: one.reshape(-1),
+    "t": lambda one: one.t(),
+    "T": lambda one: one.T,
+    "select": lambda one: one.select(1, 0),
+    "narrow": lambda one: one.narrow(0, 3, 2),
+    "unbind": lambda one: one.unbind(),
+    "split": lambda one: one.split(20),
+    "gather": lambda one: one.gather(0, ROWS.view(-1, 1)),
+    "take": lambda one: one.take(ROWS),
+    "take_along_dim": lambda one: torch.take_along_dim(one, ROWS.view(-1, 1), 0),
+    "masked_select": lambda one: torch.masked_select(one, one > 3),
+    "where": lambda one: torch.where(torch.tensor(True), one, 0.0),
+    "linear": lambda one: functional.linear(one, torch.ones(2, WIDTH)),
+    "dropout": functional.dropout,
+    "embedding_bag": lambda one: functional.embedding_bag(ROWS.view(2, 2), one),
+    "embedding of norms": lambda one: functional.embedding(ROWS, one, max_norm=1.0),
+    "index of another": lambda one: plain()[one],
+    "columns": lambda one: one.index_select(1, torch.tensor([0])),
+    "to another type": lambda one: one.to(torch.float64),
+    "to another device": lambda one: one.to("meta"),
+    "to as another": lambda one: one.to(torch.ones(1, dtype=torch.float64)),
+    "to a copy": lambda one: one.to("cpu", copy=True),
+    "half": lambda one: one.half(),
+    "module of another type": lambda one: module_of(one).double(),
+    "zeros_like": torch.zeros_like,
+    "parameter": lambda one: torch.nn.Parameter(one, requires_grad=False),
+    "trained parameter": torch.nn.Parameter,
+    "from_pretrained": torch.nn.Embedding.from_pretrained,
+    "requires_grad_": lambda one: one.requires_grad_(),
+    "share_memory_": lambda one: one.share_memory_(),
+    "pickle": pickle.dumps,
+    "save": saved,
+    "save of a state": lambda one: saved(module_of(one).state_dict()),
+    "write": lambda one: one.__setitem__(3, 1.0),
+    "write of rows": lambda one: one.__setitem__(ROWS, torch.ones(4, WIDTH)),
+    "index_copy_": lambda one: one.index_copy_(0, ROWS[:2], torch.ones(2, WIDTH)),
+    "zero_": lambda one: one.zero_(),
+    "add out": lambda one: torch.add(torch.ones(60, WIDTH), 1, out=one),
+    "copy_": lambda one: one.copy_(torch.ones(WIDTH)),
+    "copy from": lambda one: torch.empty(60, WIDTH).copy_(one),
+    "data": lambda one: setattr(one, "data", torch.ones(2)),
+    "load_state_dict": lambda one: module_of(one).load_state_dict({"table": torch.zeros(60, WIDTH)}),
+    "data_ptr": lambda one: one.data_ptr(),
+    "vmap": torch.vmap(lambda row: row * 2),
+    "wrap": unified.wrap,
+    "gathered": lambda one: unified.gather(one, ROWS),
+}  # fmt: skip
+"""What needs the whole table, or writes: refused by tiered features."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_the_whole_table(table, name):
+    found = outcome(WHOLE[name], table)
+    if unified.is_unified(table):
+        expected = outcome(WHOLE[name], plain())
+        if isinstance(expected, Exception) or name in REFUSED_BY_UNIFIED:
+            assert isinstance(found, Exception), found
+        else:
+            assert not isinstance(found, Exception), found
+            assert name in NOT_COMPARED or same(found, expected)
+        return
+    assert isinstance(found, RuntimeError | TypeError | ValueError), found
+    assert "features" in str(found), found
+    assert torch.equal(table[:], plain())  # nothing was written
+    assert table.statistics().host_rows + table.statistics().disk_rows == NUM_ROWS  # nothing else was read
+
+
+REFUSED_BY_UNIFIED = {"pickle", "save", "save of a state", "data", "share_memory_"}
+NOT_COMPARED = {"dropout", "module of another type", "from_pretrained", "data_ptr", "to another device"}
+"""Random numbers, modules, addresses, and what has no values."""
+
+
+def test_shared_memory_is_shared_before_it_is_wrapped():
+    shared = unified.wrap(plain().share_memory_())
+    assert shared.share_memory_() is shared
+
+
+def test_closed_features_say_so(tmp_path):
+    features = unified.TieredFeatures(plain())
+    features.close()
+    for read in (READS["index_select"], READS["embedding"], READS["DataLoader"], lambda one: one[ROWS]):
+        with pytest.raises(ValueError, match="were closed"):
+            read(features)
+    assert features.shape == (NUM_ROWS, WIDTH) and "TieredFeatures" in f"{features}"
+
+
+def test_forked_processes_read_whatever_threads_were_doing(table):
+    """As of a data loader's workers that start while another thread reads."""
+    if unified.is_unified(table):
+        return
+    process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(table,))
+    with table._readers, table._counts._lock:
+        process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+    assert same(table[ROWS], plain()[ROWS])
+
+
+def read_and_close(features):
+    assert same(features[ROWS], plain()[ROWS])
+    features.close()
+
+
+@pytest.mark.parametrize("context", ["fork", None])
+def test_workers_of_data_loaders(table, context):
+    loader = data.DataLoader(
+        data.TensorDataset(table, torch.arange(NUM_ROWS)), batch_size=8, shuffle=True, num_workers=2 if context else 0,
+        multiprocessing_context=context,
+    )  # fmt: skip
+    seen = []
+    for rows, numbers in loader:
+        assert torch.equal(rows, plain()[numbers])
+        seen.append(numbers)
+    assert torch.equal(torch.cat(seen).sort().values, torch.arange(NUM_ROWS))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_read_rows(table, backend):
+    torch._dynamo.reset()
+    weight = torch.randn(WIDTH, 2)
+    for read in (lambda one, rows: one[rows], lambda one, rows: one.index_select(0, rows)):
+        compiled = torch.compile(lambda one, rows, read=read: (read(one, rows) @ weight).relu(), backend=backend)
+        assert torch.equal(compiled(table, ROWS), (plain()[ROWS] @ weight).relu())
+
+
+@pytest.mark.parametrize(
+    "seeds, error, message",
+    [
+        (torch.tensor([1.7, 2.2]), TypeError, "whole numbers, got torch.float32"),
+        (torch.tensor([1, 0], dtype=torch.uint8), TypeError, r"seeds.long\(\), or seeds.bool\(\)"),
+        (torch.ones(5, dtype=torch.bool), IndexError, r"each of 60 nodes, got \(5,\)"),
+        (torch.ones(61, dtype=torch.bool), IndexError, r"each of 60 nodes, got \(61,\)"),
+        (torch.tensor([-1]), IndexError, "seeds go from -1"),
+        (torch.tensor([60]), IndexError, "nodes from 0 to 59"),
+        ([1, 2], TypeError, "got list"),
+        (np.array([1, 2]), TypeError, "got ndarray"),
+    ],
+)
+def test_seeds_that_are_no_nodes(table, seeds, error, message):
+    graph = unified.Graph(torch.randint(NUM_ROWS, (2, 200)), NUM_ROWS)
+    sampler = unified.NeighborSampler(graph, [2])
+    hetero = unified.HeteroNeighborSampler({("a", "to", "a"): graph}, [2])
+    for call in (
+        lambda: sampler.sample(seeds),
+        lambda: hetero.sample({"a": seeds}),
+        lambda: unified.Loader(sampler, table, seeds, batch_size=2),
+        lambda: unified.expected_accesses(graph, seeds, [2], batch_size=2),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_seeds_and_labels_as_they_are_taken(table):
+    graph = unified.Graph(torch.randint(NUM_ROWS, (2, 200)), NUM_ROWS)
+    sampler = unified.NeighborSampler(graph, [2])
+    mask = torch.arange(NUM_ROWS) % 7 == 2
+    for seeds in (mask, mask.nonzero(), mask.nonzero().view(-1).int()):
+        loader = unified.Loader(sampler, table, seeds, batch_size=4, labels=torch.arange(NUM_ROWS))
+        for batch in loader:
+            assert torch.equal(batch.x, plain()[batch.nodes]) and torch.equal(batch.y, batch.seeds)
+        assert torch.equal(loader.seeds.sort().values, mask.nonzero().view(-1))
+    assert len(unified.Loader(sampler, table, torch.tensor([]), batch_size=4)) == 0
+    with pytest.raises(
+        ValueError, match=r"`labels` must have one entry for each of 60 nodes, got 9: .*labels\[seeds\]"
+    ):
+        unified.Loader(sampler, table, mask, batch_size=4, labels=torch.arange(NUM_ROWS)[mask])
