@@ -272,6 +272,6 @@ class DeviceMemory:
     def _refuse(self, size_bytes: int, why: str) -> None:
         held = sum(item.held_bytes() for item in self._items)
         raise BudgetError(
-            f"{why} takes {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, more than "
-            f"the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least budget={held + size_bytes}"
+            f"{why} takes {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, more than the "
+            f"budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least {held + size_bytes} bytes"
         )

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.export._trace
 from torch import fx, nn
-from torch.export import _trace
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
@@ -383,10 +383,10 @@ def _quiet() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        vars(_trace)["print"] = lambda *_, **__: None
+        vars(torch.export._trace)["print"] = lambda *_, **__: None
         yield
     finally:
-        vars(_trace).pop("print", None)
+        vars(torch.export._trace).pop("print", None)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
