@@ -127,7 +127,7 @@ def test_a_shared_budget_is_kept_with_the_optimizer_state_in_it(disk, collected,
     loop = Loop(**options)
     with nothing_left(loop.plain, disk), offloading(loop.accelerator, loop.model, budget=account, **TIGHT) as offloader:
         loop.run(around=measured)
-        assert offloader.figures()["peak_gib"] * 2**30 == offloader.summary().peak_bytes
+        assert offloader.figures()["highest_peak_gib"] * 2**30 == offloader.summary().peak_bytes
     assert loop.losses == expected
     assert len(reports) == 2
     assert max(one.peak_bytes for one in reports) <= account.device_bytes < most.peak_bytes

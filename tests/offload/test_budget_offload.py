@@ -65,6 +65,23 @@ def test_a_budget_is_kept_with_less_moved_than_without(tmp_path, plain_report, s
     offloader.close()
 
 
+@pytest.mark.parametrize("share", [0.9, 0.6])
+def test_no_step_exceeds_a_small_budget_whatever_may_be_in_flight(tmp_path, plain_report, share):
+    """Neither the steps that are recorded nor those that turn out otherwise; copies out are slow."""
+    model = make_model()
+    batch = prepare(model)
+    budget = plain_report.start_bytes + int(share * plain_report.activation_bytes)
+    with offload.activations(model, disk=tmp_path, min_size="64KiB", budget=budget) as offloader:  # 128 MiB in flight
+        pass
+    peaks = []
+    for rows in (2048, 2048, 1024, 2048, 1024):
+        step_of(model, batch[:rows], offloader)()
+        peaks.append(offloader.statistics().peak_bytes or 0)
+    assert peaks[0] > plain_report.start_bytes
+    assert max(peaks) <= budget
+    offloader.close()
+
+
 def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can(tmp_path, plain_report):
     model = make_model()
     batch = prepare(model)

@@ -338,6 +338,8 @@ def test_the_verifier_catches_too_much_in_flight():
     made = plan(replace(problem, budget_bytes=peak_of(problem, frozenset(range(8)))))
     verify(problem, made)
     with pytest.raises(InternalError, match="on their way out"):
+        verify(problem, replace(made, max_in_flight_bytes=MIB))
+    with pytest.raises(InternalError, match="more than"):
         verify(replace(problem, max_in_flight_bytes=MIB), made)
 
 

@@ -31,13 +31,17 @@ class OffloadSummary:
     """Time between the first tensor saved and the last one used, over all cycles."""
     peak_bytes: int | None
     """The highest device peak that was measured: each cycle's on CUDA; on a CPU while a budget is fitted, else None."""
+    planned_peak_bytes: int | None
+    """The same of cycles that followed a plan."""
     declined: str
     """Why nothing was offloaded at last; empty where something was."""
 
     def __str__(self) -> str:
         if self.declined:
             return f"Penstock offloaded nothing: {self.declined}"
-        peak = "" if self.peak_bytes is None else f", peak {format_bytes(self.peak_bytes)}"
+        peak = "" if self.peak_bytes is None else f", highest peak {format_bytes(self.peak_bytes)}"
+        if self.planned_peak_bytes is not None:
+            peak = f", peak {format_bytes(self.planned_peak_bytes)} since it was planned{peak}"
         return (
             f"Penstock parked {format_bytes(self.parked_bytes)} in {self.num_cycles} micro-batches, "
             f"{format_bytes(self.written_to_disk_bytes)} of it on disk; stalls took {self.stall_share:.1%}{peak}"
@@ -49,13 +53,13 @@ class OffloadSummary:
         return self.stall_s / self.busy_s if self.busy_s else 0.0
 
     def figures(self) -> dict[str, float]:
-        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share``, ``peak_gib``."""
+        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share``, and peaks as in a line."""
         made = {
             "total_parked_gib": self.parked_bytes / _GIB,
             "total_written_gib": self.written_to_disk_bytes / _GIB,
             "stall_share": self.stall_share,
         }
-        return made if self.peak_bytes is None else {**made, "peak_gib": self.peak_bytes / _GIB}
+        return made | _peaks(self.planned_peak_bytes or self.peak_bytes, self.peak_bytes)
 
 
 class LoopOffloader:
@@ -73,6 +77,7 @@ class LoopOffloader:
         self._num_cycles = self._num_seen = 0
         self._stall_s = self._busy_s = 0.0
         self._peak_bytes: int | None = None
+        self._planned_peak_bytes: int | None = None
         self._closed_parked_bytes = self._closed_written_bytes = 0
         self._logged_stall_s = self._logged_busy_s = 0.0
         self._last: offload.OffloadStatistics | None = None
@@ -103,6 +108,8 @@ class LoopOffloader:
             self._stall_s += did.stall_s
             self._busy_s += did.step_s
             self._peak_bytes = max(did.peak_bytes or 0, self._peak_bytes or 0) or None
+            if did.is_planned:
+                self._planned_peak_bytes = max(did.peak_bytes or 0, self._planned_peak_bytes or 0) or None
         return num_new > 0
 
     def optimizer_has_state(self) -> None:
@@ -116,9 +123,10 @@ class LoopOffloader:
             self.offloader = self._make()
 
     def figures(self) -> dict[str, float]:
-        """Of the last micro-batch, for a log: ``parked_gib``, ``stall_share`` (since the last call) and ``peak_gib``.
+        """Of the last micro-batch, for a log: ``parked_gib``, ``stall_share`` (since the last call), and peaks.
 
-        ``peak_gib`` is the highest that was measured, else what the plan promises; it is left out where neither is
+        ``peak_gib`` is the highest that was measured since there is a plan, else what the plan promises, and
+        ``highest_peak_gib`` the highest of all, recorded micro-batches included. Both are left out where they are not
         known: on a CPU without a budget.
         """
         did = self._last
@@ -130,8 +138,8 @@ class LoopOffloader:
             "stall_share": (self._stall_s - self._logged_stall_s) / busy_s if busy_s else 0.0,
         }
         self._logged_stall_s, self._logged_busy_s = self._stall_s, self._busy_s
-        peak_bytes = self._peak_bytes or (did.predicted_peak_bytes if self._has_budget else None)
-        return made if peak_bytes is None else {**made, "peak_gib": peak_bytes / _GIB}
+        promised_bytes = did.predicted_peak_bytes if self._has_budget else None
+        return made | _peaks(self._planned_peak_bytes or promised_bytes or self._peak_bytes, self._peak_bytes)
 
     def summary(self) -> OffloadSummary:
         """The run so far."""
@@ -143,6 +151,7 @@ class LoopOffloader:
             stall_s=self._stall_s,
             busy_s=self._busy_s,
             peak_bytes=self._peak_bytes,
+            planned_peak_bytes=self._planned_peak_bytes,
             declined="" if self._last is None else self._last.declined,
         )
 
@@ -152,6 +161,11 @@ class LoopOffloader:
 
     def _make(self) -> offload.Offloader:
         return offload.activations(self._model, **self._options)  # type: ignore[arg-type]
+
+
+def _peaks(planned_bytes: int | None, highest_bytes: int | None) -> dict[str, float]:
+    found = {"peak_gib": planned_bytes, "highest_peak_gib": highest_bytes}
+    return {name: size_bytes / _GIB for name, size_bytes in found.items() if size_bytes is not None}
 
 
 def check_options(function: Any, num_positional: int, options: Mapping[str, object]) -> None:  # any: a callable

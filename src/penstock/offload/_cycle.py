@@ -19,6 +19,9 @@ class Cycle:
     With a plan, fetches begin at the events it names, as long as what is saved matches what was planned for. Without
     one, or after the first difference, the storage saved before the one just needed is fetched next, and more up to
     ``window_bytes``. With a budget the computation waits for late copies out, where the plan needs their memory.
+
+    With a budget and without a plan nothing is known of what the rest of the step takes, so nothing is on the device
+    beyond its time (`is_strict`): forward waits for every copy out, and backward fetches what it needs and no more.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Cycle:
         signature: tuple[tuple[int, str], ...],
         window_bytes: int,
         budget_bytes: int | None,
+        has_budget: bool,
         reap: Callable[[], None],
         mark: Callable[[], None] | None,
         statistics_before: TierStatistics,
@@ -46,6 +50,7 @@ class Cycle:
         self._signature = signature
         self._window_bytes = window_bytes
         self._budget_bytes = budget_bytes
+        self._has_budget = has_budget
         self._reap = reap
         self._late: list[int] = []
         gone = plan.gone_events if plan is not None and budget_bytes is not None else {}
@@ -60,6 +65,11 @@ class Cycle:
         return self.num_open == 0
 
     @property
+    def is_strict(self) -> bool:
+        """Whether nothing may be on its way out, or back before it is needed."""
+        return self._has_budget and not self.follows_plan
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of all storages saved so far."""
         return sum(use.size_bytes for use in self.recording.uses)
@@ -72,6 +82,8 @@ class Cycle:
         index = self.recording.pack(size_bytes, label, must_keep)
         if self.follows_plan and self._differs(index):
             self.follows_plan = False
+            if self.is_strict:
+                self._finish_leaving()
         entry = SavedEntry(self, index, origin, version)
         self.entries.append(weakref.ref(entry))
         self.num_open += 1
@@ -97,7 +109,7 @@ class Cycle:
         self.recording.need(entry.index)
         if self.follows_plan:
             self._follow_plan(self.recording.num_events - 1)
-        else:
+        elif not self.is_strict:
             self._fetch_ahead(entry.index)
         self.end_s = time.time()
 
@@ -135,6 +147,13 @@ class Cycle:
                 break
             handle.finish_out()
             late_bytes -= handle.size_bytes
+
+    def _finish_leaving(self) -> None:
+        """Waits for all copies out."""
+        for weak in self.entries:
+            entry = weak()
+            if entry is not None and entry.handle is not None and entry.handle.state is HandleState.LEAVING:
+                entry.handle.finish_out()
 
     def _fetch_ahead(self, index: int) -> None:
         room_bytes = self._window_bytes

@@ -113,6 +113,7 @@ class Learner:
             signature=lesson.signature,
             window_bytes=self._settings.max_in_flight_bytes // 4,
             budget_bytes=lesson.problem.budget_bytes if lesson.problem else None,
+            has_budget=self._settings.account.device_bytes is not None,
             reap=waterfall.reap,
             mark=self._clock.mark if self._clock else None,
             statistics_before=_total(waterfalls),
@@ -226,6 +227,7 @@ class Learner:
         if not cycle.matched_plan():
             lesson.num_changes += 1
             lesson.plan, lesson.declined = None, ""
+            lesson.is_fitting = self._settings.account.device_bytes is not None  # what else takes is to be measured
             return
         budget_bytes = self._budget_bytes()
         if lesson.is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
@@ -285,6 +287,7 @@ class Learner:
             peak_bytes=peak_bytes,
             predicted_peak_bytes=made.peak_bytes if made else None,
             predicted_stall_s=made.stall_s if made else None,
+            is_planned=made is not None,
         )
 
 

@@ -19,7 +19,7 @@ Known gap: the kept set is a prefix in order of lifetime, not the best subset.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import BudgetError
 from penstock.offload._problem import OffloadProblem
@@ -27,6 +27,8 @@ from penstock.units import format_bytes
 
 _FETCH_MARGIN = 1.5
 """Fetches are given this many times their transfer time, since lanes and steps are noisy."""
+_IN_FLIGHT_SHARES = (1, 4, 16, 64, 2**62)
+"""Parts of what may be in flight that are tried, until the budget has room; the last is one storage at a time."""
 _NO_STALL_SHARE = 0.005
 """A predicted stall below this share of the step counts as none."""
 
@@ -71,6 +73,8 @@ class OffloadPlan:
     """How the simulation laid the copies."""
     gone_events: Mapping[int, int]
     """Per parked storage, the event at which its device copy has gone; with a budget the computation waits for it."""
+    max_in_flight_bytes: int
+    """What may be on its way out at once: as much as the problem says, or less where the budget has no room for it."""
     held_bytes: tuple[int, ...]
     """Predicted device bytes from each event to the next; the highest is ``peak_bytes``."""
     declined: str = ""
@@ -94,6 +98,7 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
     movable = _movable(problem)
     movable.sort(key=lambda index: (_lifetime_s(problem, index), -index))
+    problem, lay = _within_budget(problem, frozenset(movable))
     keep_all_peak_bytes = simulate(problem, frozenset(), {}).peak_bytes
 
     def outcome(num_kept: int, lay: _Layer) -> tuple[frozenset[int], dict[int, int], Simulation]:
@@ -101,13 +106,10 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         fetch_events = lay(problem, parked)
         return parked, fetch_events, simulate(problem, parked, fetch_events)
 
-    lay: _Layer = lay_fetches
     if problem.budget_bytes is None:
         most_stall_s = _NO_STALL_SHARE * problem.step_s
         num_kept = _bisect(len(movable), lambda count: outcome(count, lay)[2].stall_s <= most_stall_s)
     else:
-        if outcome(0, lay)[2].peak_bytes > problem.budget_bytes:
-            lay = _fetch_at_need  # the computation waits for every fetch, but nothing is on the device before its time
         num_kept = _most_that_fit(problem, movable, lambda count: outcome(count, lay)[2].peak_bytes)
     parked, fetch_events, simulation = outcome(num_kept, lay)
     while useless := _never_gone(simulation):
@@ -128,14 +130,30 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         parked_bytes=sum(problem.storages[index].size_bytes for index in parked),
         transfers=tuple(simulation.transfers[index] for index in sorted(simulation.transfers)),
         gone_events=simulation.gone_events,
+        max_in_flight_bytes=problem.max_in_flight_bytes,
         held_bytes=_held(problem, simulation),
         declined=declined,
     )
 
 
+def _within_budget(problem: OffloadProblem, parked: Set[int]) -> tuple[OffloadProblem, "_Layer"]:
+    """The problem with as much in flight as the budget has room for, and how fetches are laid.
+
+    Where little is left the computation waits for copies out, and at last for every fetch.
+    """
+    if problem.budget_bytes is None:
+        return problem, lay_fetches
+    for lay in (lay_fetches, _fetch_at_need):
+        for share in _IN_FLIGHT_SHARES:
+            less = replace(problem, max_in_flight_bytes=max(1, problem.max_in_flight_bytes // share))
+            if simulate(less, parked, lay(less, parked)).peak_bytes <= problem.budget_bytes:
+                return less, lay
+    return replace(problem, max_in_flight_bytes=1), _fetch_at_need
+
+
 def smallest_peak_bytes(problem: OffloadProblem) -> int:
-    """The predicted peak with everything parked that may be, and nothing fetched before it is needed."""
-    parked = _movable(problem)
+    """The predicted peak with everything parked that may be, one at a time, and nothing fetched before it is needed."""
+    parked, problem = _movable(problem), replace(problem, max_in_flight_bytes=1)
     return simulate(problem, frozenset(parked), _fetch_at_need(problem, frozenset(parked))).peak_bytes
 
 
@@ -163,6 +181,7 @@ def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
         parked_bytes=0,
         transfers=(),
         gone_events={},
+        max_in_flight_bytes=problem.max_in_flight_bytes,
         held_bytes=_held(problem, simulation),
     )
 
@@ -340,9 +359,8 @@ def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Ca
     """How many storages may be kept within the budget: what need not move does not."""
     assert problem.budget_bytes is not None
     budget_bytes = problem.budget_bytes
-    smallest = peak_if_kept(0)
-    if smallest > budget_bytes:
-        raise BudgetError(refusal(problem, budget_bytes, smallest))
+    if peak_if_kept(0) > budget_bytes:
+        raise BudgetError(refusal(problem, budget_bytes, smallest_peak_bytes(problem)))
     most = len(movable)
     return most - _bisect(most, lambda num_parked: peak_if_kept(most - num_parked) <= budget_bytes)
 

@@ -85,7 +85,8 @@ def activations(
         keep_last: modules whose tensors stay on the device.
         checkpoint_inputs_only: park only the inputs of ``torch.utils.checkpoint`` regions.
         policy: asked for every tensor that the rules above let go; ``False`` keeps it.
-        max_in_flight: bytes that may be on their way out at once; forward waits above it.
+        max_in_flight: bytes that may be on their way out at once; forward waits above it. With a budget, nothing is
+            on its way in steps that are not planned yet, and a plan counts what is.
         min_saving: decline below this predicted share of the peak.
         max_stall: decline above this predicted share of the step.
         verify: compare a checksum on every fetch, and check every plan.
@@ -273,6 +274,8 @@ class Offloader:
         )
         if not reason:
             entry.handle = waterfall.park(storage, label=seen.module)
+            if self._cycle.is_strict:
+                entry.handle.finish_out()
         return entry
 
     @torch._disable_dynamo  # type: ignore[attr-defined]

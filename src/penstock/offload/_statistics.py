@@ -33,5 +33,7 @@ class OffloadStatistics:
     """What the plan promised: the device peak with a budget or on CUDA, else the peak of saved storages alone."""
     predicted_stall_s: float | None = None
     """What the plan promised; ``None`` before there is one."""
+    is_planned: bool = False
+    """Whether the step followed a plan. Steps that are recorded for one move all that they may."""
     declined: str = ""
     """Why nothing is offloaded; empty while something is."""

@@ -19,6 +19,8 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
     """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
     _check_decisions(problem, plan)
     _check_lanes(problem, plan)
+    if plan.max_in_flight_bytes > problem.max_in_flight_bytes:
+        raise InternalError(f"{plan.max_in_flight_bytes} bytes in flight, more than {problem.max_in_flight_bytes}")
     _check_in_flight(problem, plan)
     clock = _Clock(problem, plan)
     stall_s = clock.stall_s + problem.overhead_s * len(plan.parked)
@@ -119,7 +121,7 @@ def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
             for other in moved
             if other.index <= one.index and other.out_end_s > one.pack_s + _SLACK_S
         ]
-        if len(leaving) > 1 and sum(leaving) > problem.max_in_flight_bytes:
+        if len(leaving) > 1 and sum(leaving) > plan.max_in_flight_bytes:
             raise InternalError(f"{sum(leaving)} bytes are on their way out when storage {one.index} joins them")
 
 
