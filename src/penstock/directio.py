@@ -95,7 +95,10 @@ class SpillFile:
             except OSError as error:
                 if flag and error.errno in _NO_DIRECT:
                     continue
-                raise
+                raise type(error)(
+                    f"no file can be made in the spill directory {self.directory} ({error.strerror}); give a directory "
+                    "on an SSD"
+                ) from error
             self.is_direct = bool(flag)
             return descriptor
         raise AssertionError("unreachable: the last flag either opens or raises")
