@@ -11,7 +11,7 @@ from penstock.cli._bench_names import benchmark_names
 from penstock.cli._choices import Device, PlanMethod
 from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
-from penstock.cli._paths import FOLDER, OUTPUT, SPILLS
+from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
 from penstock.cli._progress import Steps
 
 _EXIT_CODES = (
@@ -56,7 +56,7 @@ def _main(
 def probe(
     steps: Steps,
     disk: Annotated[
-        Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment."), SPILLS
+        Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment."), PROBED
     ] = Path("."),
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew, not use results of the last week.")] = False,
 ) -> Answer:

@@ -15,18 +15,36 @@ from penstock.errors import PenstockError
 class PathUse:
     """What a command does with a path."""
 
-    check: Callable[[str, Path], None]
+    check: Callable[[str, Path], object]
     """From the option's name and the path; raises ``PenstockError`` for one that cannot be used so."""
 
 
-def check_spill(name: str, path: Path) -> None:
-    """Raise ``PenstockError`` for what is no directory in which a tier can make its file."""
+def check_directory(name: str, path: Path) -> str:
+    """Raise ``PenstockError`` for what is no directory in which a tier can make its file.
+
+    Returns what it is if it is main memory, such as ``"tmpfs"``.
+    """
     from penstock.directio import SpillFile  # which loads PyTorch
 
     try:
-        SpillFile(path).close()
+        spill = SpillFile(path)
     except OSError as error:
-        raise PenstockError(f"{name}: {error}") from error
+        raise PenstockError(f"{name}: {error.strerror or error}") from error
+    spill.close()
+    return spill.memory_kind
+
+
+def check_spill(name: str, path: Path) -> None:
+    """Raise ``PenstockError`` for what is no directory to spill to, on a CPU also for one that is main memory."""
+    kind = check_directory(name, path)
+    import torch
+
+    if kind and not torch.cuda.is_available():
+        raise PenstockError(
+            f"{name} must be on a disk, got {path}, which is main memory ({kind}): without a GPU that is the device "
+            f"itself, and nothing would leave it. Give a directory on an SSD; `penstock probe --disk DIRECTORY` shows "
+            "what one is"
+        )
 
 
 def check_folder(name: str, path: Path) -> None:
@@ -70,6 +88,8 @@ def check_input(name: str, path: Path) -> None:
         raise PenstockError(f"{name} must be a file, got {path}: there is no such file below {Path.cwd()}")
 
 
+PROBED = PathUse(check=check_directory)
+"""A directory to look at."""
 SPILLS = PathUse(check=check_spill)
 """A directory to spill to."""
 FOLDER = PathUse(check=check_folder)

@@ -92,9 +92,9 @@ def activations(
 
     The first step is recorded; from the second on the amount and the order of fetches are planned. Without gradients
     (``torch.no_grad``) nothing is saved and nothing happens. Raises ``TypeError`` for what is no module, ``ValueError``
-    where no tier is given or the settings contradict each other, ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used,
-    and, after the first step, ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al.,
-    arXiv 2408.10013).
+    where no tier is given, a directory is main memory (on a CPU), or settings contradict each other,
+    ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used, and, after the first step,
+    ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al., arXiv 2408.10013).
     """
     _check_is_module(model)
     rules = Rules(
