@@ -12,14 +12,15 @@ copy out would wear the disk and free nothing. Fetches are laid backwards from t
 lane allows with a margin for noise, and begin at the last event before that.
 
 Cost: O(n log n) for n events. Guarantee: the plan's predicted peak and stall are those of the simulation, which
-`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would.
+`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would,
+where the computation waits for every copy: it does not hang on the speed of the disk.
 Known gap: the kept set is a prefix in order of lifetime, not the best subset.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import BudgetError
 from penstock.offload._problem import OffloadProblem
@@ -29,6 +30,8 @@ _FETCH_MARGIN = 1.5
 """Fetches are given this many times their transfer time, since lanes and steps are noisy."""
 _NO_STALL_SHARE = 0.005
 """A predicted stall below this share of the step counts as none."""
+_FEWER = 4
+"""With a budget the bytes on their way out are divided by it until the budget is met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,8 @@ class Simulation:
 
 def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
+    if problem.budget_bytes is not None:
+        problem = _waiting(problem)
     movable = _movable(problem)
     movable.sort(key=lambda index: (_lifetime_s(problem, index), -index))
     keep_all_peak_bytes = simulate(problem, frozenset(), {}).peak_bytes
@@ -134,9 +139,26 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
 
 
 def smallest_peak_bytes(problem: OffloadProblem) -> int:
-    """The predicted peak with everything parked that may be, and nothing fetched before it is needed."""
-    parked = _movable(problem)
-    return simulate(problem, frozenset(parked), _fetch_at_need(problem, frozenset(parked))).peak_bytes
+    """The predicted peak with everything parked that may be, one at a time, and nothing fetched before it is needed."""
+    return _parked_peak_bytes(replace(problem, max_in_flight_bytes=0))
+
+
+def _parked_peak_bytes(problem: OffloadProblem) -> int:
+    parked = frozenset(_movable(problem))
+    return simulate(problem, parked, _fetch_at_need(problem, parked)).peak_bytes
+
+
+def _waiting(problem: OffloadProblem) -> OffloadProblem:
+    """The problem with fewer bytes on their way out where its budget needs that: what leaves slowly is waited for.
+
+    Else the smallest budget would hang on the speed of the disk.
+    """
+    assert problem.budget_bytes is not None
+    bound_bytes = min(problem.max_in_flight_bytes, sum(storage.size_bytes for storage in problem.storages))
+    while bound_bytes and _parked_peak_bytes(problem) > problem.budget_bytes:
+        bound_bytes //= _FEWER
+        problem = replace(problem, max_in_flight_bytes=bound_bytes)
+    return problem
 
 
 def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> str:
@@ -340,9 +362,8 @@ def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Ca
     """How many storages may be kept within the budget: what need not move does not."""
     assert problem.budget_bytes is not None
     budget_bytes = problem.budget_bytes
-    smallest = peak_if_kept(0)
-    if smallest > budget_bytes:
-        raise BudgetError(refusal(problem, budget_bytes, smallest))
+    if peak_if_kept(0) > budget_bytes:
+        raise BudgetError(refusal(problem, budget_bytes, smallest_peak_bytes(problem)))
     most = len(movable)
     return most - _bisect(most, lambda num_parked: peak_if_kept(most - num_parked) <= budget_bytes)
 

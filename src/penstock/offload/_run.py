@@ -63,11 +63,10 @@ def activations(
     Make it once, enter it around forward and backward of every step. Nothing in the model changes; gradients are equal
     to the bit.
 
-    >>> import tempfile, torch
+    >>> import torch
     >>> import penstock
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
-    >>> directory = tempfile.mkdtemp()  # on an SSD
-    >>> offloader = penstock.offload.activations(model, disk=directory)
+    >>> offloader = penstock.offload.activations(model, disk=".")  # a directory on an SSD
     >>> for _ in range(3):
     ...     with offloader:
     ...         model(torch.ones(1024, 512)).sum().backward()
