@@ -17,8 +17,8 @@ from penstock.units import format_bytes
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on an SSD")
-    options.add_argument("--budget", help="bytes of the device, such as 6GiB; left out: what costs no stall is moved")
+    options.add_argument("--disk", default=".", help="a directory on an SSD")
+    options.add_argument("--budget", default="320MiB", help="bytes of the device; the default is for the default sizes")
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--steps", type=int, default=5)

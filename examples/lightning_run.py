@@ -4,7 +4,6 @@ python examples/lightning_run.py --disk /nvme
 """
 
 import argparse
-import tempfile
 
 import lightning.pytorch as lightning
 import torch
@@ -34,8 +33,8 @@ class Counting(lightning.LightningModule):
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--disk", default=tempfile.gettempdir(), help="a directory on an SSD")
-    options.add_argument("--budget", help="bytes of the device, such as 6GiB; left out: what costs no stall is moved")
+    options.add_argument("--disk", default=".", help="a directory on an SSD")
+    options.add_argument("--budget", default="200MiB", help="bytes of the device; the default is for the default sizes")
     options.add_argument("--layers", type=int, default=6)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--steps", type=int, default=5)

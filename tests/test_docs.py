@@ -75,6 +75,34 @@ def run_and_tell(block, told, folder):
     return run_alone([f"{block}\nprint({told})\n"], folder)
 
 
+SHOWN = {
+    "README.md": (0, "with_less.statistics()"),
+    "docs/start.md": (2, "with_less.statistics()"),
+    "docs/rooms/offload.md": (0, "with_less.statistics()"),
+    "docs/rooms/report.md": (0, "offloader.statistics()"),
+    "docs/integrations/hugging-face.md": (0, "less.summary()"),
+    "docs/integrations/lightning.md": (0, "less.summary()"),
+    "docs/integrations/accelerate.md": (0, "offloader.summary()"),
+}
+"""Blocks that show offloading first on their page, and what says what they moved."""
+SLOWLY = """
+import penstock.offload._learn as learn
+
+learn._rates = lambda _: (1e6, 1e6)  # plans as if the disk carried 1 MB/s
+plans, plan = [], learn.plan
+learn.plan = lambda problem: plans.append(plan(problem)) or plans[-1]
+"""
+
+
+@pytest.mark.parametrize("page", SHOWN)
+def test_first_blocks_move_bytes_however_slow_the_disk_is(page, tmp_path):
+    number, did = SHOWN[page]
+    told = f"print(min(plan.parked_bytes for plan in plans), {did}.parked_bytes, bool({did}.declined))"
+    last = run_alone([f"{SLOWLY}{BLOCKS[ROOT / page][number]}\n{told}\n"], tmp_path).splitlines()[-1]
+    planned, parked, is_declined = last.split()
+    assert int(planned) > 0 and int(parked) > 0 and is_declined == "False"
+
+
 @pytest.mark.parametrize("number", [0, 1], ids=["hugging face", "lightning"])
 def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, tmp_path):
     block = TEN_LINES[number]

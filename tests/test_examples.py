@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-SMALL = ["--layers", "2", "--width", "64", "--steps", "2"]
-EXAMPLES = {"hugging_face.py": SMALL, "lightning_run.py": SMALL}
+EXAMPLES = {
+    "hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "64MiB"],
+    "lightning_run.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "27MiB"],
+}
 ELSEWHERE = {"sweep_jobs.py"}  # with sweep.yaml, in tests/cli/test_fleet_cli.py
 WITH_DATA = {
     "entity_classification.py": ("aifb", ["--epochs", "30"], 80),
@@ -40,7 +42,9 @@ def test_example_runs(name, tmp_path):
     command = [sys.executable, str(FOLDER / name), "--disk", str(tmp_path), *EXAMPLES[name]]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    assert "moved" in result.stdout
+    (told,) = (line for line in result.stdout.splitlines() if " moved in " in line)
+    assert told.endswith(" moved in 3 steps") and not told.startswith("0 B")
+    assert "nothing" not in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,24 +3,91 @@
 A spill file has no name (``O_TMPFILE``, else unlinked at once), so that a killed process leaves nothing behind, and
 mode 0600. Its I/O goes straight between the device and the caller's memory (``O_DIRECT``) where the file system
 allows it: address, length and offset of each request are then multiples of ``BLOCK_BYTES``. Where it does not, the
-same calls go through the page cache, which is told to drop the pages (``posix_fadvise(DONTNEED)``).
+same calls go through the page cache, which is told to drop the pages (``posix_fadvise(DONTNEED)``). A directory may
+also be main memory (tmpfs), whose files newer kernels open with ``O_DIRECT`` too: `memory_file_system` tells.
 
 ``os.pwritev`` and ``os.preadv`` release the GIL; they reach the rate of the disk from two to four Python threads
 (docs/design/disk-io.md has the figures), so that no compiled code is needed here.
 """
 
+import ctypes
 import errno
 import os
 import tempfile
+import warnings
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from penstock.errors import TierDegradedWarning
 
 BLOCK_BYTES = 4096
 """Alignment of direct requests. 512 would do on some disks; 4096 does on all."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
+"""The kernel's numbers of file systems without a disk (linux/magic.h); devtmpfs has that of tmpfs or of ramfs."""
+_OVERLAY = 0x794C7630
+_STATFS_BYTES = 256
+"""More than the C structure takes, whose first word is the number."""
+
+
+def memory_file_system(directory: str | os.PathLike[str]) -> str:
+    """Return what a directory is whose files are main memory, such as ``"tmpfs"``; empty for one on a disk.
+
+    An overlay is what takes its writes, where that can be seen from here: in a container it cannot, and counts as disk.
+    """
+    number = _file_system_number(directory)
+    if number == _OVERLAY:
+        upper = _upper_directory(os.stat(directory).st_dev)
+        number = _file_system_number(upper) if upper is not None else 0
+    return _IN_MEMORY.get(number, "")
+
+
+def warn_of_memory(directories: Iterable[str | os.PathLike[str]], *, stacklevel: int) -> None:
+    """Warn once where directories to spill to are main memory."""
+    kinds = {str(directory): kind for directory in directories if (kind := memory_file_system(directory))}
+    if kinds:
+        shown = ", ".join(f"{directory} ({kind})" for directory, kind in kinds.items())
+        warnings.warn(
+            f"`disk` names main memory, not a disk: {shown}. What moves there still takes memory of this machine, and "
+            "does not count as written to a disk. Give a directory on an SSD; `penstock probe --disk DIRECTORY` shows "
+            "what one is.",
+            TierDegradedWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def refuse_memory(directories: Iterable[str | os.PathLike[str]]) -> None:
+    """Raise ``ValueError`` where directories below a device that is main memory itself are main memory too."""
+    for directory in directories:
+        if kind := memory_file_system(directory):
+            raise ValueError(
+                f"`disk` must be on a disk, got {directory}, which is main memory ({kind}): on a CPU that is the "
+                "device itself, and nothing would leave it. Give a directory on an SSD; "
+                "`penstock probe --disk DIRECTORY` shows what a directory is"
+            )
+
+
+def _file_system_number(directory: str | os.PathLike[str]) -> int:
+    """As ``statfs`` says; 0 where it cannot."""
+    buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if ctypes.CDLL(None).statfs(os.fsencode(directory), buffer):
+        return 0
+    return ctypes.c_ulong.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def _upper_directory(device: int) -> str | None:
+    """Where the overlay that is ``device`` keeps what is written, if it can be reached from here."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == name:
+            options = dict(option.partition("=")[::2] for option in after.split()[-1].split(","))
+            return options.get("upperdir")
+    return None
 
 
 class SpillFile:
@@ -33,6 +100,8 @@ class SpillFile:
         self.directory = Path(directory)
         self.size_bytes = 0
         self.is_direct = False
+        self.memory_kind = ""
+        """Where the bytes stay in main memory, what that directory is, such as ``"tmpfs"``."""
         self._descriptor = -1
         self._descriptor = self._open(direct)
         _open_files.add(self)
@@ -85,7 +154,8 @@ class SpillFile:
             )
         if not self.directory.is_dir():
             raise NotADirectoryError(f"{self.directory} is a file; give the directory in which to spill")
-        for flag in (os.O_DIRECT, 0) if direct else (0,):
+        self.memory_kind = memory_file_system(self.directory)
+        for flag in (os.O_DIRECT, 0) if direct and not self.memory_kind else (0,):
             try:
                 descriptor = self._open_nameless(flag)
             except PermissionError as error:
@@ -95,7 +165,11 @@ class SpillFile:
             except OSError as error:
                 if flag and error.errno in _NO_DIRECT:
                     continue
-                raise
+                raise OSError(
+                    error.errno,
+                    f"no file can be made in the spill directory {self.directory} ({error.strerror}); give a directory "
+                    "on an SSD",
+                ) from error
             self.is_direct = bool(flag)
             return descriptor
         raise AssertionError("unreachable: the last flag either opens or raises")

@@ -285,7 +285,7 @@ MAPPING = "def make():\n    return {{'model': torch.nn.Linear(2, 2), 'batch': to
         (MAPPING.format(more=", 'lose': 1"), "has 'lose', which nobody reads"),
         ("def make(): return {'model': torch.nn.Linear(2, 2)}", "has no 'batch'"),
         (MAPPING.format(more=", 'loss': 3"), "'loss': lambda model, batch:"),
-        ("def make(size): return size", "missing 1 required positional argument"),
+        ("def make(size): return size", "own.py:make cannot be called: missing a required argument: 'size'"),
     ],
 )
 def test_advise_shows_what_a_factory_returns(workplace, source, words):

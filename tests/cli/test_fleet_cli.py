@@ -239,7 +239,7 @@ def test_a_module_is_found_in_the_current_directory(written, tmp_path, monkeypat
         ("job: no_such_module:make\nparameters: {lr: [1]}\n", "line 1, job: there is no module no_such_module"),
         ("job: jobs.py:other\nparameters: {lr: [1]}\n", "line 1, job: jobs.py has no function other"),
         ("job: jobs.py:make_job\nparameters:\n  lr: [1]\n  rl: [1]\n", "line 4, parameters.rl: jobs.py:make_job takes"),
-        ("job: jobs.py:make_job\nparameters:\n  batch: [1]\n", "line 2, parameters: jobs.py:make_job: missing a"),
+        ("job: jobs.py:make_job\nparameters:\n  batch: [1]\n", "line 2, parameters: jobs.py:make_job cannot be called"),
         ("job: jobs.py:make_job\nsearch: list\njobs:\n- lr: 1\n- lr: 2\n  x: 1\n", "line 6, jobs[1].x: jobs.py:make"),
         ("job: jobs.py:make_bad\nparameters: {lr: [1]}\n", "make_bad(lr=1) failed: KeyError: 'no such data'"),
         ("job: jobs.py:make_nothing\nparameters: {lr: [1]}\n", "returns a penstock.fleet.Job, not int"),
@@ -404,7 +404,7 @@ def test_commands_reach_a_fleet_that_runs(written, tmp_path):
 
     for arguments, words in [
         (("clone", run_dir, "clone", "line lr=0.1"), "a job is called"),
-        (("clone", run_dir, "clone", "other", "--set", "rate=1"), "unexpected keyword argument 'rate'"),
+        (("clone", run_dir, "clone", "other", "--set", "rate=1"), "make_job takes lr, batch, steps, name, not rate"),
         (("stop", run_dir, "nobody"), "no job is called 'nobody'"),
         (("run", file.document.path, "--run-dir", run_dir, "--resume"), "a process is running the fleet"),
     ]:

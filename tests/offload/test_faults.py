@@ -205,6 +205,12 @@ def test_bad_settings_show_the_call_that_works(settings, message):
         offload.activations(make_model(), **settings)
 
 
+@pytest.mark.parametrize("given, words", [(lambda x: x, "function '<lambda>'"), (3, "int"), (None, "NoneType")])
+def test_what_is_no_module_is_named(given, words):
+    with pytest.raises(TypeError, match=rf"`model` must be a torch.nn.Module, got {words}.*activations\(model, disk="):
+        offload.activations(given, disk=".")
+
+
 def test_host_memory_is_ignored_on_a_cpu_with_a_warning(tmp_path):
     with pytest.warns(PenstockWarning, match="ignored for a model on the CPU"):
         offload.activations(make_model(), disk=tmp_path, host="1GiB").close()

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import BudgetError, InternalError
 from penstock.offload import verify
+from penstock.offload._learn import Learner, Settings, _Lesson
 from penstock.offload._plan import lay_fetches, plan, simulate
 from penstock.offload._problem import OffloadProblem, SavedStorage
+from penstock.tiers import Budget, Footprint
 
 MIB = 2**20
 many = settings(deadline=None, max_examples=150, database=None)
@@ -207,6 +209,33 @@ def test_a_slow_lane_under_a_budget_stalls_rather_than_fails():
     assert made.stall_s > 10
 
 
+@pytest.mark.parametrize("rate", [MIB / 1000, MIB, 1e12], ids=["slow", "as slow as the step", "fast"])
+def test_a_budget_that_works_does_not_hang_on_the_speed_of_the_disk(rate):
+    slow = {"out_bandwidth_bytes_per_s": rate, "in_bandwidth_bytes_per_s": rate, "max_in_flight_bytes": 128 * MIB}
+    problem = chain(8, budget_bytes=3 * MIB, **slow)
+    made = plan(problem)
+    verify(problem, made)
+    assert made.peak_bytes <= 3 * MIB and made.parked_bytes >= 5 * MIB
+    with pytest.raises(BudgetError, match=f"at least {MIB} bytes"):
+        plan(replace(problem, budget_bytes=MIB - 1))
+
+
+def test_a_plan_that_exceeds_its_budget_is_followed_by_another_one():
+    account = Budget(device="7MiB", disk=".")
+    settings_of_it = Settings(
+        max_in_flight_bytes=MIB, min_saving_share=0.0, max_stall_share=1.0, account=account, footprint=Footprint(),
+        verify=True,
+    )  # fmt: skip
+    learner, lesson, budget_bytes = Learner(settings_of_it), _Lesson(is_fitting=True), 6 * MIB + MIB // 2
+    problem = chain(8, budget_bytes=budget_bytes)
+    learner._make_plan(lesson, problem)
+    assert lesson.plan.peak_bytes == 6 * MIB  # storages are larger than what is missing
+    learner._fit(lesson, problem, budget_bytes + 1, budget_bytes)
+    assert lesson.plan.peak_bytes == 5 * MIB
+    learner._fit(lesson, problem, budget_bytes, budget_bytes)
+    assert not lesson.is_fitting
+
+
 def test_must_keep_is_kept_with_its_reason_though_the_budget_asks_for_it():
     problem = chain(6)
     kept = tuple(replace(storage, must_keep="kept: policy") for storage in problem.storages[:2])
@@ -215,7 +244,7 @@ def test_must_keep_is_kept_with_its_reason_though_the_budget_asks_for_it():
     verify(problem, made)
     assert made.reasons[:2] == ("kept: policy",) * 2
     with pytest.raises(BudgetError, match="with all 4 movable storages parked"):
-        plan(replace(problem, budget_bytes=MIB))
+        plan(replace(problem, budget_bytes=MIB - 1))
 
 
 def test_what_else_the_device_holds_counts():

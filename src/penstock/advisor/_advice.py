@@ -1,7 +1,6 @@
 """What `advise` returns: options with their costs, as a table and as code."""
 
 from dataclasses import dataclass
-from textwrap import shorten
 
 from penstock.units import format_bytes
 
@@ -54,28 +53,36 @@ class Advice:
             if option.name == self.best_name:
                 return option
         reasons = "; ".join(f"{one.name}: {one.reason}" for one in self.options)
-        least = (
-            "" if self.smallest_bytes is None else f" The smallest that a plan keeps is {self.smallest_bytes} bytes."
-        )
+        least = "" if self.smallest_bytes is None else f" {self._least()}"
         raise ValueError(f"nothing trains this step within {_shown(self.budget_bytes)}. {reasons}.{least}")
 
     def explain(self) -> str:
-        """The options as a table, what was noticed, and the best one's code."""
+        """The options as a table, why some are refused, what was noticed, and the best one's code."""
         lines = [f"budget {_shown(self.budget_bytes)}, plain PyTorch's peak {_shown(self.plain_peak_bytes)}"]
-        width = max(len(one.name) for one in self.options)
+        width, reasons = max(len(one.name) for one in self.options), dict[str, list[str]]()
         for one in self.options:
             mark = "*" if one.name == self.best_name else " "
             peak = "unknown" if one.peak_bytes is None else format_bytes(one.peak_bytes)
             ratio = "unknown" if one.ratio is None else f"{one.ratio:.2f}"
             how = "measured" if one.is_measured else "predicted"
-            outcome = f"refused: {shorten(one.reason, 120, placeholder=' ...')}" if one.is_refused else how
+            outcome = "refused" if one.is_refused else how
             lines.append(f"{mark} {one.name:<{width}}  peak {peak:>10}  step {ratio:>7} of plain  {outcome}")
+            if one.is_refused:
+                reasons.setdefault(one.reason, []).append(one.name)
         if not self.plain_is_measured:
             lines.append("plain PyTorch did not run: ratios are to the times of its operators, one by one")
+        lines += [f"{', '.join(names)} refused: {reason}" for reason, names in reasons.items()]
         lines += self.notes
         if self.best_name is not None:
             lines += ["", self.best.code]
+        elif self.smallest_bytes is not None:
+            lines += ["", f"Nothing trains this step within {_shown(self.budget_bytes)}. {self._least()}"]
         return "\n".join(lines)
+
+    def _least(self) -> str:
+        assert self.smallest_bytes is not None
+        least_bytes = self.smallest_bytes
+        return f"The smallest budget that a plan keeps is {least_bytes} bytes ({format_bytes(least_bytes)})."
 
 
 def _shown(size_bytes: int | None) -> str:

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import offload, remat
 from penstock.advisor._task import Task
-from penstock.errors import OffloadDeclinedWarning, PenstockError, PenstockWarning
+from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockError, PenstockWarning
 from penstock.tiers import Budget
+from penstock.units import format_bytes
 
 LEAST_BLOCKS = 2
 """Modules of one class in a list that count as the model's blocks."""
@@ -65,7 +66,12 @@ class Limits:
     def alone(self, extra_bytes: int = 0) -> Budget:
         """The budget on an account of its own: ways are alternatives."""
         limit = self.budget.device_bytes
-        device = None if limit is None else max(1, limit + extra_bytes)
+        if limit is not None and limit + extra_bytes < 1:
+            raise BudgetError(
+                f"the budget of {format_bytes(limit)} cannot be met: the optimizer's state alone takes more. Give a "
+                "larger budget"
+            )
+        device = None if limit is None else limit + extra_bytes
         return Budget(device=device, host=self.budget.host_bytes, disk=self.budget.disk_bytes)
 
 

@@ -11,6 +11,7 @@ from penstock.cli._bench_names import benchmark_names
 from penstock.cli._choices import Device, PlanMethod
 from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
+from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
 from penstock.cli._progress import Steps
 
 _EXIT_CODES = (
@@ -30,7 +31,7 @@ app.add_typer(fleet_app, name="fleet")
 _Host = Annotated[
     int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
 ]
-_Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False)]
+_Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False), SPILLS]
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,7 +55,9 @@ def _main(
 @command(app)
 def probe(
     steps: Steps,
-    disk: Annotated[Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment.")] = Path("."),
+    disk: Annotated[
+        Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment."), PROBED
+    ] = Path("."),
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew, not use results of the last week.")] = False,
 ) -> Answer:
     """Show devices, tiers, capacities, bandwidths, and what is supported here or why not.
@@ -69,9 +72,9 @@ def probe(
 @command(app)
 def demo(
     steps: Steps,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("penstock-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the results."), FOLDER] = Path("penstock-demo"),
     disk: Annotated[
-        Path | None, typer.Option(help="Directory in which to spill; by default the results folder.")
+        Path | None, typer.Option(help="Directory in which to spill; by default the results folder."), SPILLS
     ] = None,
     num_steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps to compare.")] = 6,
 ) -> Answer:
@@ -97,7 +100,9 @@ def plan(
     disk: _Disk = None,
     host: _Host = None,
     method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
-    out: Annotated[Path | None, typer.Option(help="Folder for the problem and pictures.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the problem and pictures.", show_default=False), FOLDER
+    ] = None,
 ) -> Answer:
     """Show what byte budgets cost a training step, before it is trained. Exit code 3 if a given budget is refused.
 
@@ -150,9 +155,9 @@ def bench(
     is_list: Annotated[bool, typer.Option("--list", help="Show the benchmarks there are.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: shows that it runs.")] = False,
     device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
-    disk: Annotated[Path, typer.Option(help="Directory in which to spill.")] = Path("."),
+    disk: Annotated[Path, typer.Option(help="Directory in which to spill."), SPILLS] = Path("."),
     out: Annotated[
-        Path | None, typer.Option(help="Folder for one JSON file per benchmark.", show_default=False)
+        Path | None, typer.Option(help="Folder for one JSON file per benchmark.", show_default=False), FOLDER
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Of the GPT of `step`.")] = None,
     width: Annotated[int | None, typer.Option(min=8, help="Of the GPT of `step`: a multiple of its 8 heads.")] = None,
@@ -182,7 +187,7 @@ def report(
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Runs: of a fleet, a demo, plans, or what report.save left."),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("run.html"),
+    out: Annotated[Path, typer.Option(help="The page to write."), OUTPUT] = Path("run.html"),
     title: Annotated[str | None, typer.Option(help="Its title.", show_default=False)] = None,
     rated: Annotated[
         int | None,

@@ -11,15 +11,19 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.models import ArgumentInfo, OptionInfo
 
 from penstock.cli._answer import Answer, ExitCode, as_json
 from penstock.cli._fault import exit_code_of, explain
+from penstock.cli._paths import PathUse
 from penstock.cli._progress import Steps
 from penstock.units import parse_bytes
 
@@ -34,16 +38,35 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C, with what to do next."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Path:
+    """A parameter that names a path."""
+
+    parameter: str
+    option: str
+    use: PathUse
+    default: object
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise ``PenstockError`` for a path that the command cannot use. What was left out, it checks by itself."""
+        path = given[self.parameter]
+        if path is not None and path != self.default:
+            self.use.check(self.option, Path(path))
+
+
 def command(app: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Puts a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments."""
 
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        own = list(inspect.signature(function).parameters.values())[1:]
+        uses = list(_uses_of(own))
+
         @functools.wraps(function)
         def run(*, _context: typer.Context, as_json: bool, debug: bool, **given: Any) -> None:
             name = f"penstock {_context.command_path.partition(' ')[2]}"
-            _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))(function, given)
+            call = _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
+            call(function, given, uses)
 
-        own = list(inspect.signature(function).parameters.values())[1:]
         added = {"_context": typer.Context, "as_json": _Json, "debug": _Debug}
         kind = inspect.Parameter.KEYWORD_ONLY
         extra = [
@@ -59,6 +82,18 @@ def command(app: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[...,
         return function
 
     return register
+
+
+def _uses_of(parameters: Iterable[inspect.Parameter]) -> Iterator[_Path]:
+    for parameter in parameters:
+        marks = getattr(parameter.annotation, "__metadata__", ())
+        for use in (mark for mark in marks if isinstance(mark, PathUse)):
+            (info,) = (mark for mark in marks if isinstance(mark, OptionInfo | ArgumentInfo))
+            option = parameter.name.upper()
+            if isinstance(info, OptionInfo):
+                own = (name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str))
+                option = next(own, f"--{parameter.name.replace('_', '-')}")
+            yield _Path(parameter=parameter.name, option=option, use=use, default=parameter.default)
 
 
 def size(text: str) -> int:
@@ -99,24 +134,23 @@ class _Run:
     def __init__(self, name: str, *, wants_json: bool, is_debugged: bool):
         self._name, self._wants_json, self._is_debugged = name, wants_json, is_debugged
 
-    def __call__(self, function: Callable[..., Answer], given: dict[str, Any]) -> None:
+    def __call__(self, function: Callable[..., Answer], given: dict[str, Any], paths: Sequence[_Path]) -> None:
         try:
-            answer = self._answer(function, given)
-            text = as_json(answer.data) if self._wants_json else None
-        except (typer.Exit, typer.Abort, typer.BadParameter):
+            answer = self._answer(function, given, paths)
+            if self._wants_json:
+                typer.echo(as_json(answer.data))
+            else:
+                answer.show(Console())
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # the last: `| head` has read enough
             raise
         except KeyboardInterrupt as interrupt:
             self._end(interrupt, str(interrupt) or f"{self._name}: interrupted.", ExitCode.INTERRUPTED)
         except Exception as error:
             self._end(error, explain(error, self._name), exit_code_of(error))
-        if text is None:
-            answer.show(Console())
-        else:
-            typer.echo(text)
         if answer.exit_code:
             raise typer.Exit(int(answer.exit_code))
 
-    def _answer(self, function: Callable[..., Answer], given: dict[str, Any]) -> Answer:
+    def _answer(self, function: Callable[..., Answer], given: dict[str, Any], paths: Sequence[_Path]) -> Answer:
         """With ``--json`` whatever a user's own code prints, or a process that it starts, goes to standard error."""
         with contextlib.ExitStack() as stack:
             steps = stack.enter_context(Steps(is_wanted=not self._wants_json))
@@ -125,6 +159,8 @@ class _Run:
                 stack.enter_context(_descriptor_redirected())
             if not self._is_debugged:
                 stack.enter_context(_quiet(logging.getLogger("torch._subclasses")))
+            for path in paths:
+                path.check(given)
             return function(steps, **given)
 
     def _end(self, error: BaseException, message: str, exit_code: ExitCode) -> NoReturn:

@@ -53,6 +53,10 @@ class Document:
 
     def check(self, model: type[_Model]) -> _Model:
         """The data as ``model``. Raises ``ValueError`` with a line per fault."""
+        if not isinstance(self.data, dict):
+            given = "the file is empty" if self.data is None else f"got a {type(self.data).__name__}"
+            keys = (f"{name}{' (required)' if one.is_required() else ''}" for name, one in model.model_fields.items())
+            raise ValueError(f"{self.path} must hold keys with values, {given}; the keys are {', '.join(keys)}")
         try:
             return model.model_validate(self.data)
         except ValidationError as error:

@@ -1,5 +1,6 @@
 """An exception in one paragraph: what was run, what happened, and where in the user's own code."""
 
+import os
 import re
 import sysconfig
 import traceback
@@ -27,7 +28,7 @@ def exit_code_of(error: Exception) -> ExitCode:
 
 def explain(error: Exception, command: str) -> str:
     """``error`` as a user wants to read it: our own errors speak for themselves, of others kind and place are named."""
-    message = str(error) if _speaks(error) else named(error)
+    message = _words_of(error) if _speaks(error) else named(error)
     if isinstance(error, InternalError):
         message += ". This is a bug in Penstock: please report it"
     mark = "" if message.endswith((".", "!", "?")) else "."
@@ -46,6 +47,15 @@ def named(error: BaseException) -> str:
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[:_MOST_CHARACTERS]}..."
     return f"{type(error).__name__}: {line}{where}"
+
+
+def _words_of(error: Exception) -> str:
+    """Without the number that the system gives an error, and with the file before what is wrong with it."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:
+        return error.strerror
+    return f"{os.fsdecode(error.filename)} cannot be used: {error.strerror[:1].lower()}{error.strerror[1:]}"
 
 
 def _speaks(error: Exception) -> bool:

@@ -1,10 +1,11 @@
 """`penstock fleet run` trains a sweep; `ps`, `pause`, `resume`, `stop` and `clone` speak to one that runs elsewhere."""
 
 import json
+import re
 import signal
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._command import Interrupted
 from penstock.cli._document import value_of
 from penstock.cli._fault import Misuse
+from penstock.cli._paths import check_folder, check_spill
 from penstock.cli._progress import Steps
 from penstock.cli._sweep import FleetSettings, Parameters, SweepFile, read_sweep
 from penstock.cli._sweep_jobs import JobMaker, make_jobs, maker_of
@@ -25,6 +27,8 @@ from penstock.report import REPORT_FILE, draw_fleet, save
 
 ANSWER_S = 60.0
 _POLL_S = 1.0
+_MOST_NAMES = 4
+_OUR_CLASS = re.compile(r"^penstock\.errors\.\w+: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +55,7 @@ def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, 
         file = read_sweep(sweep)
         settings = file.sweep.fleet.overridden(**given)
         kept = settings.run_dir
+        _check_paths(settings, sweep, given)
         with terminated_as_interrupted():
             trained = train(file, settings, resume=resume, progress="auto" if steps.is_wanted else None)
     except KeyboardInterrupt:
@@ -61,6 +66,17 @@ def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, 
         show=lambda console: show_trained(trained, console),
         exit_code=ExitCode.FAILED if trained.has_failed else ExitCode.GOOD,
     )
+
+
+def _check_paths(settings: FleetSettings, sweep: Path, given: Mapping[str, object]) -> None:
+    """Finds out before anything is built whether there is a place for checkpoints, and for what does not fit."""
+    run_dir, disk = (
+        f"--{name.replace('_', '-')}" if given.get(name) else f"{sweep}, fleet.{name}" for name in ("run_dir", "disk")
+    )
+    if settings.run_dir is not None:
+        check_folder(run_dir, Path(settings.run_dir))
+    for directory in settings.disk or ():
+        check_spill(disk, Path(directory))
 
 
 def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, progress: str | None = "auto") -> Trained:
@@ -104,12 +120,25 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def show_trained(trained: Trained, console: Console) -> None:
-    """Prints the table."""
-    console.print(trained.results.table())
+    """Prints the table, and under it why jobs failed: once for all that failed alike."""
+    table = trained.results.table()
+    table.columns = [column for column in table.columns if column.header != "error"]
+    console.print(table)
+    alike: dict[str, list[str]] = {}
+    for job in trained.results.values():
+        if job.error:
+            alike.setdefault(job.error, []).append(job.name)
+    for error, names in alike.items():
+        who = names[0] if len(names) == 1 else f"{len(names)} jobs ({_shortened(names)})"
+        console.print(f"{who}: {_OUR_CLASS.sub('', error)}", highlight=False, markup=False, soft_wrap=True)
     if trained.run_dir is None:
         console.print("Checkpoints went with a temporary folder; --run-dir runs/1 keeps them.", highlight=False)
     else:
         console.print(f"Checkpoints and metrics are in {trained.run_dir}.", highlight=False, markup=False)
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
 
 
 def trained_as_data(trained: Trained) -> dict[str, object]:
@@ -221,6 +250,8 @@ def _others(state: FleetState, jobs: list[tuple[Job, JobSource]], maker: JobMake
 
 
 def _state(run_dir: Path) -> FleetState:
+    if run_dir.is_file():
+        raise PenstockError(f"RUN_DIR must be the folder of a fleet, got the file {run_dir}")
     state = FleetState(run_dir)
     if not state.exists:
         raise PenstockError(

@@ -8,12 +8,13 @@ import typer
 from penstock.cli._answer import Answer
 from penstock.cli._choices import Scheduler, job_names
 from penstock.cli._command import command
+from penstock.cli._paths import FOLDER, INPUT, OUTPUT
 from penstock.cli._progress import Steps
 
 fleet_app = typer.Typer(no_args_is_help=True, help="Train many models on few devices, and see and steer them.")
 
 _Sweep = Annotated[
-    Path, typer.Argument(help="YAML or JSON: the function that makes jobs, their parameters, the fleet.")
+    Path, typer.Argument(help="YAML or JSON: the function that makes jobs, their parameters, the fleet."), INPUT
 ]
 _RunDir = Annotated[Path, typer.Argument(help="The fleet's --run-dir.")]
 _Job = Annotated[
@@ -50,10 +51,12 @@ def run(
 @command(fleet_app)
 def simulate(
     steps: Steps,
-    problem: Annotated[Path, typer.Argument(help="YAML or JSON: jobs with the costs of their shards, and devices.")],
+    problem: Annotated[
+        Path, typer.Argument(help="YAML or JSON: jobs with the costs of their shards, and devices."), INPUT
+    ],
     scheduler: Annotated[Scheduler, typer.Option(help="The one that --gantt draws.")] = Scheduler.SHARDED_LRTF,
     gantt: Annotated[
-        Path | None, typer.Option(help="Picture of which job is on which device when.", show_default=False)
+        Path | None, typer.Option(help="Picture of which job is on which device when.", show_default=False), OUTPUT
     ] = None,
 ) -> Answer:
     """Show how long jobs of known costs take on devices that need not exist, under every scheduler.
@@ -84,7 +87,7 @@ def draw(
     steps: Steps,
     run_dir: _RunDir,
     folder: Annotated[
-        Path | None, typer.Option("--to", help="Where to; by default the run's folder.", show_default=False)
+        Path | None, typer.Option("--to", help="Where to; by default the run's folder.", show_default=False), FOLDER
     ] = None,
     last_s: Annotated[float, typer.Option("--last", help="Seconds that the picture of units shows.")] = 60.0,
 ) -> Answer:

@@ -1,6 +1,5 @@
 """The jobs of a sweep: its function called with the parameters of each, and a name of its own for each."""
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cli._sweep import Parameters, SweepFile
-from penstock.cli._target import called, function_of
+from penstock.cli._target import called, function_of, misfit_of
 from penstock.errors import PenstockError
 from penstock.fleet import Job, JobSource
 
@@ -73,19 +72,7 @@ def _label(point: Parameters) -> str:
 
 
 def _check_parameters(file: SweepFile, function: Callable[..., Any]) -> None:
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):  # built in
-        return
-    kinds = {one.kind for one in takes.parameters.values()}
-    known = [
-        name for name, one in takes.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
     for at, point in enumerate(file.points):
-        for name in point:
-            if name not in known and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise file.error_at(at, name, f"{file.sweep.job} takes {', '.join(known) or 'nothing'}, not {name}")
-        try:
-            takes.bind(**point)
-        except TypeError as error:
-            raise file.error_at(at, None, f"{file.sweep.job}: {error}") from None
+        name, why = misfit_of(function, point)
+        if why:
+            raise file.error_at(at, name, f"{file.sweep.job} {why}")

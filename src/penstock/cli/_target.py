@@ -2,8 +2,9 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +37,32 @@ def function_of(target: str, what: str, returns: str, folder: Path = _NOWHERE) -
 
 def called(target: str, function: Callable[..., Any], **parameters: Any) -> Any:  # any: a user's function
     """What ``function`` returns. What it raises becomes a ``PenstockError`` that says where; ours stay."""
+    _, why = misfit_of(function, parameters)
+    if why:
+        raise PenstockError(f"{target} {why}")
     shown = f"{target}({', '.join(f'{key}={value!r}' for key, value in parameters.items())})"
     with _guarded(f"{shown} failed"):
         return function(**parameters)
+
+
+def misfit_of(function: Callable[..., Any], parameters: Iterable[str]) -> tuple[str | None, str]:
+    """Why ``function`` cannot be called with ``parameters``, and which of them it does not know; empty if it can be."""
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # built in
+        return None, ""
+    names = [
+        name for name, one in takes.parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in takes.parameters.values())
+    for name in parameters:
+        if name not in names and not takes_any:
+            return name, f"takes {', '.join(names) or 'nothing'}, not {name}"
+    try:
+        takes.bind(**dict.fromkeys(parameters))
+    except TypeError as error:
+        return None, f"cannot be called: {error}"
+    return None, ""
 
 
 def shown_kind(value: object) -> str:

@@ -37,14 +37,15 @@ class OffloadSummary:
     """Why nothing was offloaded at last; empty where something was."""
 
     def __str__(self) -> str:
-        if self.declined:
-            return f"Penstock offloaded nothing: {self.declined}"
+        if self.declined and not self.parked_bytes:
+            return f"Penstock offloaded nothing in {self.num_cycles} micro-batches: {self.declined}"
         peak = "" if self.peak_bytes is None else f", highest peak {format_bytes(self.peak_bytes)}"
         if self.planned_peak_bytes is not None:
             peak = f", peak {format_bytes(self.planned_peak_bytes)} since it was planned{peak}"
+        then = f". It then offloaded nothing: {self.declined}" if self.declined else ""
         return (
             f"Penstock parked {format_bytes(self.parked_bytes)} in {self.num_cycles} micro-batches, "
-            f"{format_bytes(self.written_to_disk_bytes)} of it on disk; stalls took {self.stall_share:.1%}{peak}"
+            f"{format_bytes(self.written_to_disk_bytes)} of it on disk; stalls took {self.stall_share:.1%}{peak}{then}"
         )
 
     @property
@@ -53,7 +54,7 @@ class OffloadSummary:
         return self.stall_s / self.busy_s if self.busy_s else 0.0
 
     def figures(self) -> dict[str, float]:
-        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share``, and peaks as in a line."""
+        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share`` and peaks."""
         made = {
             "total_parked_gib": self.parked_bytes / _GIB,
             "total_written_gib": self.written_to_disk_bytes / _GIB,
@@ -103,7 +104,7 @@ class LoopOffloader:
         """Ends the cycle if backward is over, and adds it to the sums; whether it was."""
         did = self._last = self.offloader.statistics()
         num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
-        if num_new and not did.declined:
+        if num_new:
             self._num_cycles += num_new
             self._stall_s += did.stall_s
             self._busy_s += did.step_s

@@ -249,7 +249,12 @@ class Learner:
         if peak_bytes <= budget_bytes:
             lesson.is_fitting = False
             return
-        lesson.margin_bytes += peak_bytes - budget_bytes + budget_bytes // 100
+        assert lesson.plan is not None
+        over_bytes = peak_bytes - budget_bytes
+        lesson.margin_bytes = max(
+            lesson.margin_bytes + over_bytes + budget_bytes // 100,
+            budget_bytes - lesson.plan.peak_bytes + over_bytes,  # else the same plan may fit again: storages are large
+        )
         try:
             self._make_plan(lesson, replace(problem, budget_bytes=max(1, budget_bytes - lesson.margin_bytes)))
         except BudgetError as error:

@@ -12,7 +12,8 @@ copy out would wear the disk and free nothing. Fetches are laid backwards from t
 lane allows with a margin for noise, and begin at the last event before that.
 
 Cost: O(n log n) for n events. Guarantee: the plan's predicted peak and stall are those of the simulation, which
-`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would.
+`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would,
+where the computation waits for every copy: it does not hang on the speed of the disk.
 Known gap: the kept set is a prefix in order of lifetime, not the best subset.
 """
 
@@ -27,8 +28,8 @@ from penstock.units import format_bytes
 
 _FETCH_MARGIN = 1.5
 """Fetches are given this many times their transfer time, since lanes and steps are noisy."""
-_IN_FLIGHT_SHARES = (1, 4, 16, 64, 2**62)
-"""Parts of what may be in flight that are tried, until the budget has room; the last is one storage at a time."""
+_IN_FLIGHT_PARTS = (4, 16, 64, 2**62)
+"""Parts of all that may be in flight that are tried, until the budget has room; the last is one storage at a time."""
 _NO_STALL_SHARE = 0.005
 """A predicted stall below this share of the step counts as none."""
 
@@ -139,13 +140,16 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
 def _within_budget(problem: OffloadProblem, parked: Set[int]) -> tuple[OffloadProblem, "_Layer"]:
     """The problem with as much in flight as the budget has room for, and how fetches are laid.
 
-    Where little is left the computation waits for copies out, and at last for every fetch.
+    Where little is left the computation waits for copies out, and at last for every fetch; else the smallest budget
+    would depend on the speed of the disk.
     """
     if problem.budget_bytes is None:
         return problem, lay_fetches
+    most = min(problem.max_in_flight_bytes, sum(problem.storages[index].size_bytes for index in parked))
+    bounds = [problem.max_in_flight_bytes, *(max(1, most // part) for part in _IN_FLIGHT_PARTS)]
     for lay in (lay_fetches, _fetch_at_need):
-        for share in _IN_FLIGHT_SHARES:
-            less = replace(problem, max_in_flight_bytes=max(1, problem.max_in_flight_bytes // share))
+        for bound_bytes in bounds:
+            less = replace(problem, max_in_flight_bytes=min(bound_bytes, problem.max_in_flight_bytes))
             if simulate(less, parked, lay(less, parked)).peak_bytes <= problem.budget_bytes:
                 return less, lay
     return replace(problem, max_in_flight_bytes=1), _fetch_at_need

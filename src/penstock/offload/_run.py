@@ -63,11 +63,10 @@ def activations(
     Make it once, enter it around forward and backward of every step. Nothing in the model changes; gradients are equal
     to the bit.
 
-    >>> import tempfile, torch
+    >>> import torch
     >>> import penstock
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
-    >>> directory = tempfile.mkdtemp()  # on an SSD
-    >>> offloader = penstock.offload.activations(model, disk=directory)
+    >>> offloader = penstock.offload.activations(model, disk=".")  # a directory on an SSD
     >>> for _ in range(3):
     ...     with offloader:
     ...         model(torch.ones(1024, 512)).sum().backward()
@@ -92,11 +91,12 @@ def activations(
         verify: compare a checksum on every fetch, and check every plan.
 
     The first step is recorded; from the second on the amount and the order of fetches are planned. Without gradients
-    (``torch.no_grad``) nothing is saved and nothing happens. Raises ``ValueError`` where no tier is given or the
-    settings contradict each other, ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used,
-    and, after the first step, ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al.,
-    arXiv 2408.10013).
+    (``torch.no_grad``) nothing is saved and nothing happens. Raises ``TypeError`` for what is no module, ``ValueError``
+    where no tier is given, a directory is main memory (on a CPU), or settings contradict each other,
+    ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used, and, after the first step,
+    ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al., arXiv 2408.10013).
     """
+    _check_is_module(model)
     rules = Rules(
         min_bytes=parse_bytes(min_size),
         modules=modules,
@@ -365,6 +365,16 @@ def _is_checkpoint_input() -> bool:
             return False
         frame = frame.f_back
     return False
+
+
+def _check_is_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        name = getattr(model, "__name__", None)
+        given = type(model).__name__ + (f" {name!r}" if name else "")
+        raise TypeError(
+            f"`model` must be a torch.nn.Module, got {given}. Give the module whose activations are to move, "
+            "activations(model, disk='/nvme'), and call whatever uses it inside of `with offloader:`"
+        )
 
 
 def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) -> Budget:

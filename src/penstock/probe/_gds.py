@@ -49,6 +49,8 @@ def _trouble(directory: Path) -> str:
         return "the nvidia-fs kernel module is not loaded"
     spill = SpillFile(directory)
     try:
+        if spill.memory_kind:
+            return f"{directory} is main memory ({spill.memory_kind}), not a disk"
         if not spill.is_direct:
             return f"O_DIRECT is refused by the file system of {directory}"
         spill.grow(_TRIAL_BYTES)

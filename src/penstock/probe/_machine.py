@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.directio import SpillFile
+from penstock.directio import SpillFile, memory_file_system
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
 from penstock.probe._gds import Feature, gpu_direct_storage
 
@@ -70,7 +70,9 @@ def _devices() -> tuple[Place, ...]:
 
 def _tiers(directory: Path) -> tuple[Place, ...]:
     disk = shutil.disk_usage(directory)
-    places = [Place(name="disk", description=str(directory.resolve()), capacity_bytes=disk.total, free_bytes=disk.free)]
+    kind, shown = memory_file_system(directory), str(directory.resolve())
+    description = f"{shown}: memory ({kind}), not a disk" if kind else shown
+    places = [Place(name="disk", description=description, capacity_bytes=disk.total, free_bytes=disk.free)]
     if torch.cuda.is_available():
         capacity_bytes, free_bytes = _main_memory_bytes()
         places.insert(
@@ -99,6 +101,9 @@ def _features(directory: str | os.PathLike[str]) -> tuple[Feature, ...]:
 def _direct_io(directory: str | os.PathLike[str]) -> Feature:
     spill = SpillFile(directory)
     spill.close()
+    if kind := memory_file_system(directory):
+        where = f"{directory} is main memory ({kind}), not a disk; give a directory on an SSD"
+        return Feature(name="direct I/O", is_supported=False, reason=where)
     reason = "O_DIRECT opens in" if spill.is_direct else "O_DIRECT is refused by the file system of"
     return Feature(name="direct I/O", is_supported=spill.is_direct, reason=f"{reason} {directory}")
 

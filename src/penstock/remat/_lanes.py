@@ -3,6 +3,7 @@
 import torch
 
 from penstock import tiers
+from penstock.directio import refuse_memory
 from penstock.probe import bandwidths
 
 _BESIDE_COMPUTING = 0.5
@@ -10,10 +11,15 @@ _BESIDE_COMPUTING = 0.5
 
 
 def lane_rates(device: torch.device, account: tiers.Budget) -> tuple[float, float]:
-    """What the lanes of the waterfall carry, out and back, in bytes per second; zeros without a tier."""
+    """What the lanes of the waterfall carry, out and back, in bytes per second; zeros without a tier.
+
+    Raises ``ValueError`` for directories that are main memory below a CPU.
+    """
     has_host = account.host_bytes is not None and device.type == "cuda"
     if not account.disk_bytes and not has_host:
         return 0.0, 0.0
+    if device.type == "cpu":
+        refuse_memory(account.disk_bytes)
     directory = next(iter(account.disk_bytes), ".")
     known = {lane.lane: lane.bandwidth_bytes_per_s for lane in bandwidths(directory)}
     if device.type == "cpu":

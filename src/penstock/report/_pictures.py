@@ -202,4 +202,7 @@ def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: ma
 
 
 def _save(figure: Any, path: str | Path) -> None:  # any: as above
-    figure.savefig(path, dpi=130)
+    kinds = figure.canvas.get_supported_filetypes()
+    if (kind := Path(path).suffix.removeprefix(".").lower() or "png") not in kinds:
+        raise ValueError(f"a picture is a .png, .svg or .pdf, got {path}: {Path(path).with_suffix('.png')}")
+    figure.savefig(path, dpi=130, format=kind)

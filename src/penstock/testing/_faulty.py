@@ -43,6 +43,7 @@ class FaultyTier(Tier):
     ):
         self.name = inner.name
         self.alignment_bytes = inner.alignment_bytes
+        self.is_disk = inner.is_disk
         self.injected: Counter[str] = Counter()
         """How often each fault was injected."""
         self._inner = inner

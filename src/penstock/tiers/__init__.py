@@ -3,10 +3,9 @@
 A storage leaves the device through a waterfall of tiers (host memory where the device has its own, then disk) and comes
 back byte for byte:
 
->>> import tempfile, torch
+>>> import torch
 >>> from penstock import tiers
->>> directory = tempfile.mkdtemp()  # on an SSD
->>> waterfall = tiers.waterfall_for("cpu", tiers.Budget(disk=directory))
+>>> waterfall = tiers.waterfall_for("cpu", tiers.Budget(disk="."))  # a directory on an SSD
 >>> tensor = torch.arange(1_000_000)
 >>> layout = tiers.ViewLayout.of(tensor)
 >>> handle = waterfall.park(tensor.untyped_storage(), label="an example")

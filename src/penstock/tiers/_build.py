@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.directio import refuse_memory
 from penstock.probe import gpu_direct_storage
 from penstock.tiers._budget import Budget
 from penstock.tiers._disk import DiskTier
@@ -34,10 +35,12 @@ def waterfall_for(
     ``max_in_flight`` bounds the bytes on their way out, which are still on the device. ``verify`` compares a CRC-32 of
     every request on its way back from disk. Where GPUDirect Storage works, a CUDA device and its disks exchange bytes
     without host memory between them. On a CPU, malloc is told to give large freed blocks back to the system
-    (``_malloc.py``). Raises ``ValueError`` for a budget with nothing below the device, and what
+    (``_malloc.py``). Raises ``ValueError`` for a budget with nothing below the device, or with main memory, and what
     ``DiskTier`` raises for directories that cannot be used.
     """
     device = torch.device(device)
+    if device.type == "cpu":
+        refuse_memory(budget.disk_bytes)
     events = EventLog() if events is None else events
     max_in_flight_bytes = parse_bytes(max_in_flight)
     disk = [DiskTier(budget.disk_bytes, budget=budget)] if budget.disk_bytes else []
@@ -80,6 +83,8 @@ def waterfalls_for(
     Drain all of them before the first is closed. Raises ``ValueError`` for devices of different types.
     """
     types = {device.type for device in devices}
+    if types == {"cpu"}:
+        refuse_memory(budget.disk_bytes)
     if types not in ({"cpu"}, {"cuda"}):
         raise ValueError(f"a fleet's devices are all 'cpu' or all 'cuda', not {sorted(types)}")
     on_cuda, logs = types == {"cuda"}, list(events) or [EventLog() for _ in devices]

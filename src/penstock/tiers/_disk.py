@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile
+from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile, warn_of_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError, TierReadError, TierWriteError
+from penstock.probe import ledger
 from penstock.tiers._budget import Budget, DiskSpec
 from penstock.tiers._extents import ExtentAllocator
 from penstock.tiers._tier import Extent, Piece, Tier
@@ -27,7 +28,8 @@ class DiskTier(Tier):
     """Bytes in nameless files, one in each of the given directories; requests of 8 MiB are dealt out in turn.
 
     ``budget`` is charged for the bytes reserved per directory; without one only the free space limits them. The files
-    grow in steps and keep what they took until ``close``; ``reserved_bytes`` says how much.
+    grow in steps and keep what they took until ``close``; ``reserved_bytes`` says how much. Directories that are main
+    memory (tmpfs) work with a warning; what they take counts as held there (``probe.ledger``).
 
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for directories that cannot be used.
     """
@@ -49,8 +51,12 @@ class DiskTier(Tier):
             self.close()
             raise
         self._turn = itertools.cycle(range(len(self._files)))
-        buffered = [one.spill.directory for one in self._files if not one.spill.is_direct]
-        self.alignment_bytes = 1 if len(buffered) == len(self._files) else BLOCK_BYTES
+        warn_of_memory(limits, stacklevel=2)
+        self.is_disk = not all(file.spill.memory_kind for file in self._files)
+        self.alignment_bytes = BLOCK_BYTES if any(file.spill.is_direct for file in self._files) else 1
+        buffered = [
+            file.spill.directory for file in self._files if not (file.spill.is_direct or file.spill.memory_kind)
+        ]
         if buffered and direct:
             warnings.warn(
                 f"{', '.join(map(str, buffered))}: this file system refuses O_DIRECT, so transfers go through the page "
@@ -208,9 +214,13 @@ class _File:
                 self._budget.credit(place, step)
             raise
         self.allocator.grow(step)
+        if self.spill.memory_kind:
+            ledger.charge(step)  # preallocated pages are there at once
 
     def close(self) -> None:
         self.spill.close()
+        if self.spill.memory_kind:
+            ledger.charge(-self.allocator.capacity_bytes)
         if self._budget is not None:
             self._budget.credit(str(self.spill.directory), self.allocator.capacity_bytes)
         self._budget = None

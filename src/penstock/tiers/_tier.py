@@ -51,6 +51,8 @@ class Tier(abc.ABC):
     """What errors and events call it: ``"disk"`` or ``"host"``."""
     alignment_bytes: int
     """What direct transfers want of address, offset and length; 1 where any will do."""
+    is_disk: bool = False
+    """Whether what it holds left main memory."""
 
     @property
     @abc.abstractmethod

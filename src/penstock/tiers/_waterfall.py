@@ -363,7 +363,7 @@ class Waterfall:
         if error is None and not has_moved and not handle._is_wanted:
             handle._state, handle._storage = HandleState.PARKED, None
             self._counts["parked_bytes"] += handle.size_bytes
-            if handle._tier is not None and handle._tier.name == "disk":
+            if handle._tier is not None and handle._tier.is_disk:
                 self._counts["written_to_disk_bytes"] += handle.size_bytes
             return
         handle._state = HandleState.KEPT

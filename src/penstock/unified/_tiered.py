@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
+from penstock.directio import warn_of_memory
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import check, stride_for
@@ -562,6 +563,7 @@ def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | 
 def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: bool) -> RowFiles:
     """A tensor's rows in files without names, one in each directory."""
     limits = Budget(disk=disk).disk_bytes
+    warn_of_memory(limits, stacklevel=3)
     with contextlib.ExitStack() as stack:
         tables = []
         for number, (directory, limit) in enumerate(limits.items()):
