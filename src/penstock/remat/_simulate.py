@@ -230,14 +230,9 @@ class _Player:
 
     def play(self) -> Simulation | None:
         graph = self.graph
-        most = MAX_RECOMPUTE_FACTOR * graph.num_operators
         for index in range(graph.num_forward, graph.num_operators):
-            again = self._closure(index)
-            if len(self.slots) + len(again) > most:
+            if not self._backward(index):
                 return None
-            if again:
-                self._run_again(again, index)
-            self._backward(index)
         times_s = np.zeros(len(self.slots) + 1)
         times_s[1:] = np.cumsum(graph.durations_s[self.slots])
         stall_s, gone, fetch = self._lanes(times_s)
@@ -253,13 +248,34 @@ class _Player:
             fetch=_dense(fetch, graph.num_storages),
         )
 
-    def _closure(self, index: int) -> list[int]:
-        """Operators to run again before ``index``, in order."""
-        inputs, is_here = self.rows.inputs, self.is_here
-        stack = [storage for storage in inputs[index] if not is_here[storage]]
-        if not stack:
-            return stack
-        producers, found = self.rows.producers, set()
+    def _backward(self, index: int) -> bool:
+        """Runs an operator of backward; ``False`` where that makes too many."""
+        rows, births, uses, is_here = self.rows, self.births, self.uses, self.is_here
+        inputs = rows.inputs[index]
+        absent = [storage for storage in inputs if not is_here[storage]]
+        again = self._closure(absent) if absent else absent
+        if len(self.slots) + len(again) > MAX_RECOMPUTE_FACTOR * self.graph.num_operators:
+            return False
+        if again:
+            self._run_again(again, index)
+        slot = len(self.slots)
+        self.slots.append(index)
+        self.live.append(0)
+        for storage in inputs:
+            uses[storage] = slot
+        for storage in rows.outputs[index]:
+            births[storage] = uses[storage] = slot
+            is_here[storage] = True
+        for storage in rows.forward_inputs[index]:
+            if is_here[storage] and not self.stays[storage] and self._goes(storage, index):
+                self._hold(births[storage], slot, storage)
+                is_here[storage] = False
+        return True
+
+    def _closure(self, stack: list[int]) -> list[int]:
+        """Operators to run again so that absent storages are there, in order."""
+        inputs, producers, is_here = self.rows.inputs, self.rows.producers, self.is_here
+        found = set()
         while stack:
             producer = producers[stack.pop()]
             if producer not in found:
@@ -286,20 +302,6 @@ class _Player:
                     self.births[storage], is_here[storage] = slot, True
                 else:
                     self._hold(slot, last_user.get(storage, slot), storage)
-
-    def _backward(self, index: int) -> None:
-        rows, slot, births, uses, is_here = self.rows, len(self.slots), self.births, self.uses, self.is_here
-        self.slots.append(index)
-        self.live.append(0)
-        for storage in rows.inputs[index]:
-            uses[storage] = slot
-        for storage in rows.outputs[index]:
-            births[storage] = uses[storage] = slot
-            is_here[storage] = True
-        for storage in rows.forward_inputs[index]:
-            if not self.stays[storage] and is_here[storage] and self._goes(storage, index):
-                self._hold(births[storage], slot, storage)
-                is_here[storage] = False
 
     def _hold(self, first: int, last: int, storage: int) -> None:
         size_bytes = self.rows.sizes[storage]
