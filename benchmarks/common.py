@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 
+from penstock.native import tell_what_is_slower
 from penstock.probe import in_rounds, provenance
 from penstock.probe import paired_ratio as paired_ratio  # noqa: PLC0414  # the benchmarks find it here
 from penstock.remat import RematProblem
@@ -27,13 +30,20 @@ class Row:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark takes."""
+    """The options that every benchmark takes. What is slower on this machine is said first."""
+    tell_what_is_slower(lambda text: print(f"note: {text}", file=sys.stderr))
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options.add_argument("--quick", action="store_true", help="small sizes, few rounds: shows that it runs")
     options.add_argument("--json", type=Path, help="write the rows here")
     options.add_argument("--disk", type=Path, default=Path("."), help="directory in which to spill")
     return options
+
+
+def data_folder() -> Path:
+    """Where real data sets lie: ``$PENSTOCK_DATA``, by default ``shared/data`` beside the checkout."""
+    given = os.environ.get("PENSTOCK_DATA")
+    return Path(given) if given else Path(__file__).parents[2] / "shared" / "data"
 
 
 def interleaved(

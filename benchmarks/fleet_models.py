@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.common import data_folder
 from benchmarks.models import HuggingFace
 from penstock import fleet
 from penstock.testing import GPT
 
-TEXT = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare" / "input.txt"
 RATES = (1e-4, 3e-4, 6e-4, 1e-3, 3e-3, 6e-3)
 NUM_BATCHES = 64
 PATCH = 16
 NUM_CLASSES = 10
+
+
+def text_file() -> Path:
+    """What jobs train on, where it is there."""
+    return data_folder() / "tinyshakespeare" / "input.txt"
 
 
 def make_model(given: Any) -> nn.Module:
@@ -52,7 +57,8 @@ def batches(given: Any, batch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor
 def texts(batch: int, length: int, num_batches: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Random places of the text, or of bytes in order where it is missing, and what follows each character."""
     generator = torch.Generator().manual_seed(0)
-    raw = TEXT.read_bytes() if TEXT.is_file() else bytes(range(256)) * 4096
+    text = text_file()
+    raw = text.read_bytes() if text.is_file() else bytes(range(256)) * 4096
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
     for _ in range(num_batches):
         starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Row, paired_ratio, parser, show, write
-from benchmarks.fleet_models import TEXT, jobs_of, state_bytes
+from benchmarks.fleet_models import jobs_of, state_bytes, text_file
 from benchmarks.fleet_peers import throughput, train_plainly
 from penstock import fleet
 from penstock.report import curves, gantt
@@ -270,7 +270,11 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     names = ("model", "layers", "width", "length", "batches", "devices", "jobs", "steps", "rounds", "budget", "host")
     data = "images with planted classes"
     if given.model == "gpt":
-        data = "tinyshakespeare" if TEXT.is_file() else "bytes in order; tinyshakespeare was not beside the checkout"
+        data = (
+            "tinyshakespeare"
+            if text_file().is_file()
+            else "bytes in order; tinyshakespeare was not beside the checkout"
+        )
     write(given.json, {"data": data, **{name: getattr(given, name) for name in names}}, rows, device=given.device)
     return rows
 

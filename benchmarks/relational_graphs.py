@@ -6,13 +6,11 @@ pairs, since compaction lives on it: with a ratio of 1 nothing is shared.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
+from benchmarks.common import data_folder
 from penstock.relational import RelationalGraph, read_id_file, read_ntriples
-
-DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ class Edges:
 
 def knowledge_graph(folder: str) -> Edges:
     """The training triples, as they are."""
-    triples = read_id_file(DATA / folder / "train2id.txt")
+    triples = read_id_file(data_folder() / folder / "train2id.txt")
     counts = {"fb15k237": (14_541, 237), "wn18rr": (40_943, 11)}[folder]
     return Edges(
         name={"fb15k237": "FB15k-237", "wn18rr": "WN18RR"}[folder],
@@ -66,7 +64,7 @@ def knowledge_graph(folder: str) -> Edges:
 
 def aifb() -> Edges:
     """With inverses."""
-    found = read_ntriples(DATA / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     return Edges(
         name="AIFB",
         edge_index=found.edge_index,
@@ -78,7 +76,7 @@ def aifb() -> Edges:
 
 def aifb_by_class() -> Edges:
     """With inverses, and nodes typed by the first ``rdf:type`` they are given; those without are of one more type."""
-    found = read_ntriples(DATA / "aifb" / "aifb_stripped.nt.gz", inverses=True)
+    found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     relation = next(number for name, number in found.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
     chosen = found.edge_type == relation
     subject, kind = found.edge_index[:, chosen].flip(1)

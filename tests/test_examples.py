@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.common import data_folder
 
 EXAMPLES = {
     "hugging_face.py": ["--layers", "2", "--width", "64", "--steps", "3", "--budget", "64MiB"],
@@ -48,12 +49,13 @@ def test_example_runs(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.data
 @pytest.mark.parametrize("name", WITH_DATA)
 def test_example_with_data_runs(name):
     folder, options, least = WITH_DATA[name]
-    data = Path(__file__).parents[2] / "shared" / "data" / folder
+    data = data_folder() / folder
     if not data.is_dir():
-        pytest.skip(f"no data in {data}")
+        pytest.skip(f"needs the data set in {data}; in another folder: PENSTOCK_DATA=FOLDER, which has {folder}")
     command = [sys.executable, str(FOLDER / name), "--data", str(data), *options]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -9,8 +9,10 @@ import email.policy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -94,20 +96,53 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[0]) as wheel:
         names = set(wheel.namelist())
     about = {name for name in names if ".dist-info/" in name}
-    assert names - about == set().union(*map(source_files, SUFFIXES)) | {"penstock/py.typed"}
+    libraries = {f"penstock/native/{name}.so" for name in ("relational", "remat", "unified")}
+    assert names - about == set().union(*map(source_files, SUFFIXES)) | {"penstock/py.typed"} | libraries
     assert {PurePosixPath(name).name for name in about} == {
         "METADATA", "WHEEL", "RECORD", "entry_points.txt", "LICENSE",
     }  # fmt: skip
-    assert {
-        f"penstock/native/{name}.c" for name in ("relational", "remat", "unified")
-    } <= names  # compiled on first use
+    assert {name.replace(".so", ".c") for name in libraries} <= names  # compiled anew where there is a compiler
+
+
+def test_the_wheel_is_for_this_platform_and_any_python(built):
+    platform = sysconfig.get_platform().replace("-", "_")
+    assert built[0].name == f"penstock-{penstock.__version__}-py3-none-{platform}.whl"
+    with zipfile.ZipFile(built[0]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith("/WHEEL")]
+        about = email.message_from_bytes(wheel.read(name))
+    assert about["Tag"] == f"py3-none-{platform}"
+    assert about["Root-Is-Purelib"] == "false"
+
+
+def test_libraries_bring_no_second_openmp_runtime(built, tmp_path):
+    """Names of OpenMP's functions, and no file that has them: auditwheel would bundle that."""
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf: apt-get install binutils")
+    with zipfile.ZipFile(built[0]) as wheel:
+        library = wheel.extract("penstock/native/unified.so", tmp_path)
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "--dynamic", "--wide", library))
+    assert {name.partition(".so")[0] for name in needed} <= {"libc", "libm", "libpthread"}
+    assert re.search(r"UND GOMP_parallel\b", run("readelf", "--dyn-syms", "--wide", library))
+
+
+def test_the_wheel_works_without_a_compiler(fresh, tmp_path):
+    folder = Path(run(fresh, Path(__file__).parent / "native" / "without_compiler.py", cwd=tmp_path).split()[0]).parent
+    assert folder.is_relative_to(fresh.parents[1])
 
 
 def test_the_source_distribution_holds_what_tests_and_benchmarks_need(built):
     with tarfile.open(built[1]) as source:
         files = {PurePosixPath(*PurePosixPath(name).parts[1:]).as_posix() for name in source.getnames()}
     assert {f"src/{name}" for name in set().union(*map(source_files, SUFFIXES))} <= files
-    wanted = {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "Makefile", "src/penstock/py.typed"}
+    wanted = {
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "pyproject.toml",
+        "hatch_build.py",
+        "Makefile",
+        "src/penstock/py.typed",
+    }
     wanted |= {"tests/conftest.py", "benchmarks/common.py", "examples/sweep.yaml", "docs/index.md"}
     assert wanted <= files
     parts = {part for name in files for part in PurePosixPath(name).parts}

@@ -1,6 +1,8 @@
 """The command line, as a user calls it."""
 
 import json
+import subprocess
+import sys
 from typing import get_args
 
 import pytest
@@ -148,3 +150,15 @@ def test_plan_says_what_is_wrong_with_a_target(tmp_path):
     assert result.exit_code == 2
     assert "'recompute'" in result.output
     assert [one.value for one in PlanMethod] == list(get_args(penstock.remat.Method))
+
+
+def test_the_first_line_says_what_is_slower_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc")
+    monkeypatch.setenv("PENSTOCK_TOLD_OF_COMPILER", "")
+    assert "note:" not in run("fleet", "--help").output
+    told = run("bench", "--list", "--json")
+    assert told.stderr.startswith("note: no C compiler was found (`$CC` names 'no-such-cc', which is no program)")
+    assert told.stderr.count("apt-get install gcc") == 1
+    assert json.loads(told.stdout)["benchmarks"]
+    code = "from penstock.native import load; assert load('remat') is None"
+    assert not subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stderr  # as a child

@@ -3,22 +3,32 @@
 import ctypes
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
 from penstock.errors import InternalError, PenstockWarning
-from penstock.native import _build, compile_source, load
+from penstock.native import _build, can_compile, compile_source, find_compiler, load, tell_what_is_slower
+from penstock.native._compiler import FLAGS, compile_to
 
 SOURCE = "int answer(void) {{ return {}; }}\n"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded():
-    _build._loaded.cache_clear()
-    _build._warn_once.cache_clear()
+def _nothing_loaded(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_TOLD_OF_COMPILER", "")
+    for known in (_build._loaded, _build._own):
+        known.cache_clear()
     yield
-    _build._loaded.cache_clear()
-    _build._warn_once.cache_clear()
+    for known in (_build._loaded, _build._own):
+        known.cache_clear()
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", "")
 
 
 def cache():
@@ -51,13 +61,93 @@ def test_a_refused_source_says_what_the_compiler_said():
         compile_source("int broken(", "broken")
 
 
-def test_without_a_compiler_it_is_said_once(monkeypatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(_build.shutil, "which", lambda _: None)
-    with pytest.warns(PenstockWarning, match="no C compiler was found") as caught:
+def test_without_a_compiler_it_is_said_once(no_compiler):
+    with pytest.warns(PenstockWarning, match=r"no C compiler was found.*planning.*disk.*sampling.*apt-get") as caught:
         assert load("remat") is None
+        assert load("unified", openmp=True) is None
         assert compile_source(SOURCE.format(4), "answer") is None
+        assert not can_compile()
+        tell_what_is_slower(pytest.fail)
     assert len(caught) == 1
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("CC", "no-such-cc -O2")
+    with pytest.warns(PenstockWarning, match=r"`\$CC` names 'no-such-cc -O2', which is no program"):
+        assert load("remat") is None
+
+
+def test_what_was_said_first_is_not_said_again_by_children(no_compiler):
+    told = []
+    tell_what_is_slower(told.append)
+    tell_what_is_slower(told.append)
+    assert len(told) == 1
+    code = "from penstock.native import load; print(load('remat'))"
+    command = [sys.executable, "-W", "error", "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "None\n"
+
+
+def test_nothing_is_said_where_nothing_is_slower():
+    tell_what_is_slower(pytest.fail)
+
+
+def broken_compiler(folder, monkeypatch):
+    """As GCC without the headers of the C library."""
+    compiler = folder / "cc"
+    compiler.write_text("#!/bin/sh\necho 'fatal error: stdlib.h: No such file or directory' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+
+
+def test_a_compiler_that_does_not_work_is_as_good_as_none(monkeypatch, tmp_path):
+    broken_compiler(tmp_path, monkeypatch)
+    with pytest.warns(PenstockWarning, match=r"does not work: .*refuses remat.c: .*stdlib.h.*libc6-dev") as caught:
+        assert load("remat") is None
+        assert load("relational", openmp=True) is None
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("how", ["none", "broken"])
+def test_libraries_of_a_wheel_serve_without_a_compiler(monkeypatch, tmp_path, how):
+    shipped = tmp_path / "remat.so"
+    compile_to(find_compiler(), FLAGS, SOURCE.format(7), "answer", shipped)
+    monkeypatch.setattr(_build, "_shipped", lambda _: shipped)
+    if how == "broken":
+        broken_compiler(tmp_path, monkeypatch)
+    else:
+        monkeypatch.setenv("CC", "no-such-cc")
+    assert load("remat").answer() == 7
+    tell_what_is_slower(pytest.fail)
+
+
+def test_a_compiler_is_preferred_to_the_wheel(monkeypatch):
+    monkeypatch.setattr(_build, "_shipped", lambda _: pytest.fail("it fits this machine's processor less"))
+    assert load("unified", openmp=True)
+
+
+@pytest.mark.parametrize("is_global", [True, False], ids=["as PyTorch opens it", "hidden"])
+def test_the_openmp_runtime_that_is_loaded_serves(is_global):
+    """In a process without PyTorch, which keeps its runtime under a name of its own."""
+    code = (
+        "import ctypes, importlib.util, os, sys\n"
+        "from pathlib import Path\n"
+        "from penstock.native import load\n"
+        "folder = Path(importlib.util.find_spec('torch').origin).parent / 'lib'\n"
+        "(runtime,) = folder.glob('libgomp*')\n"
+        f"ctypes.CDLL(str(runtime), mode={'ctypes.RTLD_GLOBAL' if is_global else 0})\n"
+        "assert load('unified', openmp=True)\n"
+        "maps = Path('/proc/self/maps').read_text()\n"
+        "assert 'torch' not in sys.modules\n"
+        "print({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line} == {str(runtime)})"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_without_an_openmp_runtime_one_thread_serves():
+    code = "from penstock.native import load; print(load('unified', openmp=True) is not None)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_cache_that_cannot_be_written_is_replaced_for_this_process(monkeypatch, tmp_path):

@@ -41,12 +41,22 @@ def test_features_say_why(report):
     assert all(feature.reason for feature in features.values())
 
 
-@pytest.mark.parametrize("found", ["/usr/bin/cc", None])
-def test_a_compiler_is_looked_for(report, monkeypatch, found):
-    monkeypatch.setattr("penstock.probe._machine.shutil.which", lambda _: found)
-    compiler = report().features[-1]
-    assert compiler.is_supported == (found is not None)
-    assert compiler.reason == (found or "none of cc, gcc, clang on PATH")
+def test_a_compiler_is_looked_for(report, monkeypatch, tmp_path):
+    compiler = tmp_path / "my cc"
+    compiler.touch(mode=0o700)
+    monkeypatch.setenv("CC", f"'{compiler}' -pthread")
+    found = report().features[-1]
+    assert found.is_supported
+    assert found.reason == f"'{compiler}' -pthread"
+
+
+def test_without_a_compiler_it_says_what_is_slower(report, monkeypatch):
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", "")
+    found = report().features[-1]
+    assert not found.is_supported
+    assert found.reason.startswith("none: planning (remat) takes")
+    assert "apt-get install gcc" in found.reason
 
 
 @pytest.mark.parametrize(("is_direct", "text"), [(True, "O_DIRECT opens in"), (False, "O_DIRECT is refused by")])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import chain, problems, random_problem
 
 from penstock.errors import BudgetError, InternalError
-from penstock.remat import Decision, RematProblem, _plan, pareto, plan, smallest_budget_bytes, verify
+from penstock.remat import Decision, RematProblem, _plan, _simulate, pareto, plan, smallest_budget_bytes, verify
 from penstock.remat._simulate import Graph, simulate, simulate_slowly
 from penstock.remat._verify import live_bytes
 
@@ -40,6 +40,16 @@ def test_the_compiled_simulation_equals_the_one_in_python(seed, gap):
         assert (slow.peak_bytes, slow.extra_s, slow.stall_s) == (fast.peak_bytes, fast.extra_s, fast.stall_s)
         for name in ("slots", "live_bytes", "gone", "fetch"):
             assert np.array_equal(getattr(slow, name), getattr(fast, name)), name
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_plans_without_a_compiler_are_the_same(share, monkeypatch):
+    problem = replace(chain(6), out_bandwidth_bytes_per_s=200.0, in_bandwidth_bytes_per_s=200.0)
+    budget = int(share * keep_all_bytes(problem))
+    compiled = plan(problem, budget)
+    monkeypatch.setattr(_simulate, "load", lambda _: None)
+    monkeypatch.setattr(_simulate, "_simulate_compiled", lambda *_: pytest.fail("there is no compiler"))
+    assert plan(problem, budget) == compiled
 
 
 @given(problems, st.sampled_from(["hybrid", "recompute", "swap"]), st.floats(0.3, 1.0))

@@ -392,7 +392,7 @@ def test_a_real_budget(tmp_path):
     assert lines[1][1:4] == ["offload", "2.0 MiB", "2.0 MiB"]
 
 
-needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium: apt-get install chromium")
 
 
 @needs_chromium

@@ -69,7 +69,7 @@ def probe(
     return _probe.probe(disk, refresh, steps)
 
 
-@command(app)
+@command(app, trains=True)
 def demo(
     steps: Steps,
     out: Annotated[Path, typer.Option(help="Folder for the results."), FOLDER] = Path("penstock-demo"),
@@ -87,7 +87,7 @@ def demo(
     return _demo.run(out, out if disk is None else disk, num_steps, steps)
 
 
-@command(app)
+@command(app, trains=True)
 def plan(
     steps: Steps,
     target: Annotated[
@@ -116,7 +116,7 @@ def plan(
     return _plan.answer(target, budget or [], {"disk": disk, "host": host, "method": method.value}, out, steps)
 
 
-@command(app)
+@command(app, trains=True)
 def advise(
     steps: Steps,
     target: Annotated[
@@ -145,7 +145,7 @@ def advise(
     return _advise.answer(target, budget, host, disk, rounds, steps)
 
 
-@command(app)
+@command(app, trains=True)
 def bench(
     steps: Steps,
     names: Annotated[

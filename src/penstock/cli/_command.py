@@ -25,6 +25,7 @@ from penstock.cli._answer import Answer, ExitCode, as_json
 from penstock.cli._fault import exit_code_of, explain
 from penstock.cli._paths import PathUse
 from penstock.cli._progress import Steps
+from penstock.native import tell_what_is_slower
 from penstock.units import parse_bytes
 
 DEBUG = "penstock.debug"
@@ -54,8 +55,12 @@ class _Path:
             self.use.check(self.option, Path(path))
 
 
-def command(app: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Puts a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments."""
+def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Puts a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments.
+
+    ``trains``: it plans or trains, itself or in child processes, so that its first line says what is slower on this
+    machine for want of a C compiler.
+    """
 
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
         own = list(inspect.signature(function).parameters.values())[1:]
@@ -64,6 +69,8 @@ def command(app: typer.Typer) -> Callable[[Callable[..., Answer]], Callable[...,
         @functools.wraps(function)
         def run(*, _context: typer.Context, as_json: bool, debug: bool, **given: Any) -> None:
             name = f"penstock {_context.command_path.partition(' ')[2]}"
+            if trains:
+                tell_what_is_slower(_note)
             call = _Run(name, wants_json=as_json, is_debugged=debug or bool(_context.meta.get(DEBUG)))
             call(function, given, uses)
 
@@ -102,6 +109,10 @@ def size(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _note(text: str) -> None:
+    Console(stderr=True).print(f"[bold yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ _Job = Annotated[
 ]
 
 
-@command(fleet_app)
+@command(fleet_app, trains=True)
 def run(
     steps: Steps,
     sweep: _Sweep,

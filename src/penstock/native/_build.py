@@ -1,33 +1,41 @@
-"""Compiling and loading C sources, each once per content."""
+"""Compiled libraries, each loaded once: those of this package, and those of generated source."""
 
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
-import subprocess
 import tempfile
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 
-from penstock.errors import InternalError, PenstockWarning
-
-_FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-ffp-contract=off")
-"""Results must not depend on the compiler: no fused multiply-add, no fast math."""
-_FLAGS_WITH_THREADS = ("-march=native", "-fopenmp", "-fno-math-errno", "-Wno-unused-function", "-Wno-unused-variable")
-"""The runtime is found by its name, libgomp.so.1: PyTorch's own, which is loaded already."""
-
+from penstock.errors import InternalError
+from penstock.native._compiler import (
+    FLAGS,
+    INSTALL,
+    SLOWER,
+    WITH_THREADS,
+    WITHOUT_THREADS,
+    Command,
+    compile_to,
+    find_compiler,
+    say_once,
+    warn_once,
+    why_slower,
+)
 
 _CHECKSUM_BYTES = 32
+_NAMES = ("relational", "remat", "unified")
 
 
 def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
-    """The compiled ``<name>.c`` of this package; ``None`` on a machine without a C compiler.
+    """The library of this package's ``<name>.c``, compiled for this machine, else as the wheel has it, else ``None``.
 
-    ``openmp``: for this machine's own processor and with threads, those of PyTorch's OpenMP runtime.
+    ``openmp``: with threads, those of PyTorch's OpenMP runtime, and for this machine's own processor.
     """
-    return _loaded(_source(name), name, openmp)
+    return _own(name, openmp)
 
 
 def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
@@ -35,7 +43,42 @@ def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CD
 
     Raises ``InternalError`` with the compiler's message where the source is refused.
     """
-    return _loaded(source, name, openmp)
+    library = _loaded(source, name, openmp)
+    if library is None:
+        can_compile()
+    return library
+
+
+def can_compile() -> bool:
+    """Whether generated source can be compiled; warns once where it cannot."""
+    if find_compiler() is not None:
+        return True
+    warn_once(_without_generated() if has_libraries() else why_slower())
+    return False
+
+
+def tell_what_is_slower(say: Callable[[str], None]) -> None:
+    """Say what runs slower on this machine for want of compiled libraries, and how to mend it, before it is met.
+
+    Says nothing where nothing is slower, or where the user was told already; child processes stay silent then.
+    """
+    if find_compiler() is None and not has_libraries():
+        say_once(why_slower(), say)
+
+
+def describe_compiler() -> str:
+    """Return the command of the C compiler, or what its absence costs and how to mend it."""
+    compiler = find_compiler()
+    if compiler is not None:
+        return shlex.join(compiler)
+    if has_libraries():
+        return "none: loops come compiled with this wheel, relational layers run on PyTorch's operators"
+    return f"none: {SLOWER}. {INSTALL}"
+
+
+def has_libraries() -> bool:
+    """Whether this installation brings its own libraries along, as wheels do."""
+    return all(_shipped(name) for name in _NAMES)
 
 
 def keep_source(source: str, name: str) -> Path:
@@ -49,31 +92,78 @@ def keep_source(source: str, name: str) -> Path:
     return file
 
 
-def _replace(made: Path, file: Path) -> None:
-    if file.is_dir() and not file.is_symlink():
-        shutil.rmtree(file)
-    made.replace(file)
+def _without_generated() -> str:
+    return (
+        "no C compiler was found (cc, gcc or clang on the path, or `$CC`), so relational layers, whose kernels are "
+        f"generated, run on PyTorch's operators: the same results, several times slower. {INSTALL}."
+    )
 
 
 @functools.cache
-def _source(name: str) -> str:
-    return (Path(__file__).parent / f"{name}.c").read_text()
+def _own(name: str, openmp: bool) -> ctypes.CDLL | None:
+    refused = ""
+    try:
+        library = _loaded((Path(__file__).parent / f"{name}.c").read_text(), name, openmp)
+        if library is not None:
+            return library
+    except (InternalError, OSError) as error:  # such as a compiler without the headers of the C library
+        refused = " ".join(str(error).split())[:300]
+    file = _shipped(name)
+    if file is not None:
+        return _opened(file)
+    warn_once(why_slower(refused))
+    return None
+
+
+def _shipped(name: str) -> Path | None:
+    """The library that a wheel brings along."""
+    file = Path(__file__).parent / f"{name}.so"
+    return file if file.is_file() else None
 
 
 @functools.lru_cache(maxsize=256)
 def _loaded(source: str, name: str, openmp: bool) -> ctypes.CDLL | None:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = find_compiler()
     if compiler is None:
-        _warn_once()
         return None
-    flags = [*_FLAGS, *(_FLAGS_WITH_THREADS if openmp else ())]
-    key = hashlib.sha256("\0".join([source, compiler, *flags, _processor() if openmp else ""]).encode()).hexdigest()[
-        :24
-    ]
+    if not openmp:
+        return ctypes.CDLL(str(_compiled(compiler, FLAGS, source, name)))
+    try:
+        return _opened(_compiled(compiler, (*FLAGS, "-march=native", *WITH_THREADS), source, name))
+    except (InternalError, OSError):
+        return ctypes.CDLL(str(_compiled(compiler, (*FLAGS, "-march=native", *WITHOUT_THREADS), source, name)))
+
+
+def _opened(file: Path) -> ctypes.CDLL:
+    """Opens a library that names no OpenMP runtime.
+
+    PyTorch makes the names of its own global; where it does not, they are made so here. A second runtime in the process
+    would cost milliseconds on small calls.
+    """
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError:
+        for runtime in _runtimes():
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(file))
+
+
+def _runtimes() -> list[str]:
+    """OpenMP runtimes that this process has loaded."""
+    paths = dict.fromkeys(
+        line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line
+    )
+    return [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+
+
+def _compiled(compiler: Command, flags: tuple[str, ...], source: str, name: str) -> Path:
+    """The library's file in the cache, by content."""
+    processor = _processor() if "-march=native" in flags else ""
+    key = hashlib.sha256("\0".join([source, *compiler, *flags, processor]).encode()).hexdigest()[:24]
     file = _cache() / f"{name}-{key}.so"
     if not _is_whole(file):
         _compile(compiler, flags, source, name, file)
-    return ctypes.CDLL(str(file))
+    return file
 
 
 def _is_whole(file: Path) -> bool:
@@ -84,18 +174,19 @@ def _is_whole(file: Path) -> bool:
     return hashlib.sha256(raw[:-_CHECKSUM_BYTES]).digest() == raw[-_CHECKSUM_BYTES:]
 
 
-def _compile(compiler: str, flags: list[str], source: str, name: str, file: Path) -> None:
+def _compile(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        text, made = Path(folder) / f"{name}.c", Path(folder) / file.name
-        text.write_text(source)
-        outcome = subprocess.run(
-            [compiler, *flags, "-o", str(made), str(text), "-lm"], capture_output=True, text=True, check=False
-        )
-        if outcome.returncode:
-            raise InternalError(f"{compiler} refuses {name}.c: {outcome.stderr.strip()}")
+        made = Path(folder) / file.name
+        compile_to(compiler, flags, source, name, made)
         raw = made.read_bytes()
         made.write_bytes(raw + hashlib.sha256(raw).digest())  # loaders read what the headers name, and not the end
         _replace(made, file)  # whoever compiles the same at once replaces it with the same
+
+
+def _replace(made: Path, file: Path) -> None:
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    made.replace(file)
 
 
 def _cache() -> Path:
@@ -123,13 +214,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return "".join(next((line for line in lines if line.startswith(what)), "") for what in ("model name", "flags"))
-
-
-@functools.cache
-def _warn_once() -> None:
-    warnings.warn(
-        "no C compiler was found (cc, gcc or clang on PATH, or $CC): loops that are compiled elsewhere run in Python, "
-        "which is correct and slower. Installing gcc is enough.",
-        PenstockWarning,
-        stacklevel=4,
-    )

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from penstock.directio import SpillFile, memory_file_system
+from penstock.native import describe_compiler, find_compiler
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
 from penstock.probe._gds import Feature, gpu_direct_storage
 
@@ -114,5 +115,4 @@ def _module(name: str, purpose: str) -> Feature:
 
 
 def _compiler() -> Feature:
-    found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    return Feature(name="C compiler", is_supported=found is not None, reason=found or "none of cc, gcc, clang on PATH")
+    return Feature(name="C compiler", is_supported=find_compiler() is not None, reason=describe_compiler())

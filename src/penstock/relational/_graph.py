@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import torch
 
 from penstock import native
-from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
@@ -468,11 +467,8 @@ _lock = Guard()
 
 
 def _library(device: torch.device) -> ctypes.CDLL | None:
-    """The loops of `native`; a compiler without OpenMP is as good as none."""
-    try:
-        return native.load("relational", openmp=True) if device.type == "cpu" else None
-    except InternalError:
-        return None
+    """The loops of `native`, on the CPU."""
+    return native.load("relational", openmp=True) if device.type == "cpu" else None
 
 
 def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,11 +82,10 @@ class CompiledC(Compiled):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this machine has a C compiler that knows OpenMP, and PyTorch a BLAS that can be called."""
-        try:
-            return native.load("relational", openmp=True) is not None and gemm(torch.float32) is not None
-        except InternalError:
+        """Whether this machine has a C compiler, and PyTorch a BLAS that can be called."""
+        if native.load("relational", openmp=True) is None or gemm(torch.float32) is None:
             return False
+        return native.can_compile()
 
     def start(self, graph: RelationalGraph) -> "_Run":
         return _Run(self, graph)

@@ -1,6 +1,6 @@
 """What a set of decisions costs: the order of operators with everything recomputed, its peak and its time.
 
-The rules, shared with the compiled version in `native/remat.c`, which is 100 times faster and must agree bit for bit:
+The rules, shared with the compiled version in `native/remat.c`, which is 30 times faster and must agree bit for bit:
 
 - Forward runs as it is. After its last use in forward a storage goes, unless it is kept; one that is swapped goes when
   its copy out has ended as well.
@@ -14,6 +14,7 @@ The rules, shared with the compiled version in `native/remat.c`, which is 100 ti
 """
 
 import ctypes
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,7 @@ from penstock.remat._problem import Decision, RematProblem
 MAX_RECOMPUTE_FACTOR = 40
 """Decisions that run more than this many times the operators of the step count as infeasible."""
 _ENDLESS, _NO_MEMORY = 1, 2
+_RECOMPUTE, _RECOMPUTE_EVERY_TIME, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_EVERY_TIME, Decision.SWAP))
 
 
 @dataclass(slots=True)
@@ -79,6 +81,27 @@ class Graph:
         self.buffers: _Buffers | None = None
         self.bandwidths = (problem.out_bandwidth_bytes_per_s, problem.in_bandwidth_bytes_per_s)
         self.page_bytes = problem.swap_page_bytes
+
+    @functools.cached_property
+    def rows(self) -> "_Rows":
+        """The same as lists, for Python."""
+        return _Rows(self)
+
+
+class _Rows:
+    """A graph as lists of numbers, which Python reads several times as fast as arrays, and what no decision changes."""
+
+    def __init__(self, graph: Graph):
+        self.inputs, self.outputs = graph.inputs, graph.outputs
+        self.producers: list[int] = graph.producers.tolist()
+        self.sizes: list[int] = graph.sizes.tolist()
+        self.births: list[int] = np.where(graph.producers < graph.num_forward, graph.producers, -1).tolist()
+        """Slots in forward, where they are numbers of operators."""
+        self.uses: list[int] = np.where(graph.producers < graph.num_forward, graph.last_forward, -1).tolist()
+        """Slots of the last use in forward."""
+        kept = graph.is_output.astype(bool) | (graph.producers >= graph.num_forward)
+        self.forward_inputs = [[storage for storage in inputs if not kept[storage]] for inputs in graph.inputs]
+        """Inputs of each operator that may leave in backward."""
 
 
 def _rows(rows: list[tuple[int, ...]] | list[list[int]]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -187,34 +210,33 @@ class _Buffers:
 
 
 class _Player:
+    """One play in Python: plain lists and numbers, since the planner plays tens of thousands of times."""
+
     def __init__(self, graph: Graph, decisions: NDArray[np.uint8]):
-        self.graph = graph
-        self.decisions = decisions
-        self.slots: list[int] = []
-        self.births = [-1] * graph.num_storages
-        self.uses = [-1] * graph.num_storages
-        """Slot of the last use of what stays (kept or swapped, outputs, backward's own)."""
-        self.is_here = [False] * graph.num_storages
-        self.intervals: list[tuple[int, int, int]] = []
-        """First slot, last slot, bytes."""
+        self.graph, self.rows = graph, graph.rows
+        self.decisions: list[int] = decisions.tolist()
+        forward = graph.producers < graph.num_forward
+        stays = graph.is_output.astype(bool) | (decisions == Decision.KEEP) | (decisions == Decision.SWAP)
+        self.leaves = forward & ~stays
+        self.stays: list[bool] = stays.tolist()
+        """Whether a forward storage is there all along, or comes back by itself."""
+        self.is_here: list[bool] = (forward & stays).tolist()
+        self.slots = list(range(graph.num_forward))
+        self.births, self.uses = self.rows.births.copy(), self.rows.uses.copy()
+        """Slots of birth and of the last use of what stays (kept or swapped, outputs, backward's own)."""
         self.next_need = [0] * graph.num_storages
+        self.live = [0] * (graph.num_forward + 2)
+        """Bytes that come at each slot, less those that go; two entries ahead of ``slots``."""
 
     def play(self) -> Simulation | None:
         graph = self.graph
-        for index in range(graph.num_forward):
-            self._forward(index)
         for index in range(graph.num_forward, graph.num_operators):
             if not self._backward(index):
                 return None
         times_s = np.zeros(len(self.slots) + 1)
         times_s[1:] = np.cumsum(graph.durations_s[self.slots])
         stall_s, gone, fetch = self._lanes(times_s)
-        self._close_intervals(gone, fetch)
-        live = np.zeros(len(self.slots) + 1, dtype=np.int64)
-        for first, last, size_bytes in self.intervals:
-            live[first] += size_bytes
-            live[last + 1] -= size_bytes
-        live = np.cumsum(live)[:-1] + graph.workspaces[self.slots]
+        live = self._held(gone, fetch) + graph.workspaces[self.slots]
         extra_s = float(times_s[-1]) - graph.step_s + stall_s
         return Simulation(
             peak_bytes=int(live.max(initial=0)),
@@ -226,74 +248,73 @@ class _Player:
             fetch=_dense(fetch, graph.num_storages),
         )
 
-    def _stays(self, storage: int) -> bool:
-        """Whether a forward storage is there all along, or comes back by itself."""
-        graph = self.graph
-        return bool(graph.is_output[storage]) or self.decisions[storage] in (Decision.KEEP, Decision.SWAP)
-
-    def _forward(self, index: int) -> None:
-        graph, slot = self.graph, len(self.slots)
-        self.slots.append(index)
-        for storage in graph.inputs[index]:
-            self.uses[storage] = slot
-        for storage in graph.outputs[index]:
-            self.births[storage] = self.uses[storage] = slot
-            self.is_here[storage] = self._stays(storage)
-            if not self.is_here[storage]:
-                self.intervals.append((slot, int(graph.last_forward[storage]), int(graph.sizes[storage])))
-
     def _backward(self, index: int) -> bool:
-        graph = self.graph
-        again = self._closure(index)
-        if len(self.slots) + len(again) > MAX_RECOMPUTE_FACTOR * graph.num_operators:
+        """Runs an operator of backward; ``False`` where that makes too many."""
+        rows, births, uses, is_here = self.rows, self.births, self.uses, self.is_here
+        inputs = rows.inputs[index]
+        absent = [storage for storage in inputs if not is_here[storage]]
+        again = self._closure(absent) if absent else absent
+        if len(self.slots) + len(again) > MAX_RECOMPUTE_FACTOR * self.graph.num_operators:
             return False
-        first = len(self.slots)
-        last_user: dict[int, int] = {}
-        for place, operator in enumerate([*again, index]):
-            for storage in graph.inputs[operator]:
-                last_user[storage] = first + place
-        for operator in again:
-            self._run(operator)
-            for storage in graph.outputs[operator]:
-                if self.is_here[storage]:
-                    self._duplicate(storage)
-                elif self._is_held(storage, index):
-                    self.births[storage], self.is_here[storage] = len(self.slots) - 1, True
-                else:
-                    end = last_user.get(storage, len(self.slots) - 1)
-                    self.intervals.append((len(self.slots) - 1, end, int(graph.sizes[storage])))
-        self._run(index)
-        slot = len(self.slots) - 1
-        for storage in graph.outputs[index]:
-            self.births[storage] = self.uses[storage] = slot
-            self.is_here[storage] = True
-        self._drop(index, slot)
+        if again:
+            self._run_again(again, index)
+        slot = len(self.slots)
+        self.slots.append(index)
+        self.live.append(0)
+        for storage in inputs:
+            uses[storage] = slot
+        for storage in rows.outputs[index]:
+            births[storage] = uses[storage] = slot
+            is_here[storage] = True
+        for storage in rows.forward_inputs[index]:
+            if is_here[storage] and not self.stays[storage] and self._goes(storage, index):
+                self._hold(births[storage], slot, storage)
+                is_here[storage] = False
         return True
 
-    def _closure(self, index: int) -> list[int]:
-        """Operators to run again before ``index``, in order."""
-        graph, found = self.graph, set()
-        stack = [one for one in graph.inputs[index] if not self.is_here[one]]
+    def _closure(self, stack: list[int]) -> list[int]:
+        """Operators to run again so that absent storages are there, in order."""
+        inputs, producers, is_here = self.rows.inputs, self.rows.producers, self.is_here
+        found = set()
         while stack:
-            producer = int(graph.producers[stack.pop()])
+            producer = producers[stack.pop()]
             if producer not in found:
                 found.add(producer)
-                stack += [one for one in graph.inputs[producer] if not self.is_here[one]]
+                stack += [storage for storage in inputs[producer] if not is_here[storage]]
         return sorted(found)
 
-    def _run(self, operator: int) -> None:
-        self.slots.append(operator)
-        for storage in self.graph.inputs[operator]:
-            self.uses[storage] = len(self.slots) - 1
+    def _run_again(self, again: list[int], index: int) -> None:
+        inputs, uses, is_here = self.rows.inputs, self.uses, self.is_here
+        first = len(self.slots)
+        last_user: dict[int, int] = {}
+        for slot, operator in enumerate([*again, index], first):
+            for storage in inputs[operator]:
+                last_user[storage] = slot
+        self.slots += again
+        self.live += [0] * len(again)
+        for slot, operator in enumerate(again, first):
+            for storage in inputs[operator]:
+                uses[storage] = slot
+            for storage in self.rows.outputs[operator]:
+                if is_here[storage]:
+                    self._duplicate(storage, slot)
+                elif self._is_held(storage, index):
+                    self.births[storage], is_here[storage] = slot, True
+                else:
+                    self._hold(slot, last_user.get(storage, slot), storage)
 
-    def _duplicate(self, storage: int) -> None:
+    def _hold(self, first: int, last: int, storage: int) -> None:
+        size_bytes = self.rows.sizes[storage]
+        self.live[first] += size_bytes
+        self.live[last + 1] -= size_bytes
+
+    def _duplicate(self, storage: int, slot: int) -> None:
         """Made once more beside another output that was wanted: goes at once, or takes the place of the one before."""
-        slot, size_bytes = len(self.slots) - 1, int(self.graph.sizes[storage])
-        if self._stays(storage):
-            self.intervals.append((slot, slot, size_bytes))
+        if self.stays[storage]:
+            self._hold(slot, slot, storage)
         else:
             birth = self.births[storage]
-            self.intervals.append((birth, max(birth, self.uses[storage]), size_bytes))
+            self._hold(birth, max(birth, self.uses[storage]), storage)
             self.births[storage] = slot
 
     def _is_held(self, storage: int, index: int) -> bool:
@@ -301,59 +322,50 @@ class _Player:
         needs = self.graph.needs[storage]
         if not needs or needs[-1] < index:
             return False
-        if self.decisions[storage] == Decision.RECOMPUTE:
+        return self.decisions[storage] == _RECOMPUTE or self._advance(storage, index) - index <= self._gap(storage)
+
+    def _goes(self, storage: int, index: int) -> bool:
+        """Whether backward operator ``index`` was the last to need it, for now."""
+        if self.graph.needs[storage][-1] <= index:
             return True
-        place = self._advance(storage, index)
-        return needs[place] - index <= self._gap(storage)
+        if self.decisions[storage] == _RECOMPUTE:
+            return False
+        return self._advance(storage, index + 1) - index > self._gap(storage)
 
     def _gap(self, storage: int) -> int:
         """Within how many operators it has to be needed again to stay."""
-        return 0 if self.decisions[storage] == Decision.RECOMPUTE_EVERY_TIME else self.graph.gap
+        return 0 if self.decisions[storage] == _RECOMPUTE_EVERY_TIME else self.graph.gap
 
     def _advance(self, storage: int, index: int) -> int:
-        """Position of the first need that is not before operator ``index``."""
-        needs = self.graph.needs[storage]
-        while self.next_need[storage] < len(needs) - 1 and needs[self.next_need[storage]] < index:
-            self.next_need[storage] += 1
-        return self.next_need[storage]
-
-    def _drop(self, index: int, slot: int) -> None:
-        """What backward operator ``index`` was the last to need goes."""
-        graph = self.graph
-        for storage in graph.inputs[index]:
-            if graph.producers[storage] >= graph.num_forward or self._stays(storage):
-                continue
-            needs = graph.needs[storage]
-            if needs[-1] > index:
-                if self.decisions[storage] == Decision.RECOMPUTE:
-                    continue
-                if needs[self._advance(storage, index + 1)] - index <= self._gap(storage):
-                    continue
-            if self.is_here[storage]:
-                self.intervals.append((self.births[storage], slot, int(graph.sizes[storage])))
-                self.is_here[storage] = False
+        """The first need that is not before operator ``index``."""
+        needs, place = self.graph.needs[storage], self.next_need[storage]
+        while place < len(needs) - 1 and needs[place] < index:
+            place += 1
+        self.next_need[storage] = place
+        return needs[place]
 
     def _lanes(self, times_s: NDArray[np.float64]) -> tuple[float, dict[int, int], dict[int, int]]:
-        graph = self.graph
+        graph, sizes = self.graph, self.rows.sizes
         out, back = graph.bandwidths
+        first_uses = self._first_uses() if _SWAP in self.decisions else {}
         swapped = [
-            one
-            for one in range(graph.num_storages)
-            if self.decisions[one] == Decision.SWAP and not graph.is_output[one] and self._first_use(one) >= 0
+            storage
+            for storage, decision in enumerate(self.decisions)
+            if decision == _SWAP and storage in first_uses and not graph.is_output[storage]
         ]
         left_s: dict[int, float] = {}
         free_s = 0.0
-        for storage in sorted(swapped, key=lambda one: (self.births[one], one)):
-            free_s = max(free_s, float(times_s[self.births[storage] + 1])) + float(graph.sizes[storage]) / out
+        for storage in sorted(swapped, key=lambda storage: (self.births[storage], storage)):
+            free_s = max(free_s, float(times_s[self.births[storage] + 1])) + float(sizes[storage]) / out
             left_s[storage] = free_s
         stall_s, lane_s = 0.0, float("inf")
         gone: dict[int, int] = {}
         fetch: dict[int, int] = {}
         earliest_s = float(times_s[graph.num_forward])
-        for storage in sorted(swapped, key=lambda one: (-self._first_use(one), one)):
-            start_s = min(float(times_s[self._first_use(storage)]), lane_s) - float(graph.sizes[storage]) / back
+        for storage in sorted(swapped, key=lambda storage: (-first_uses[storage], storage)):
+            start_s = min(float(times_s[first_uses[storage]]), lane_s) - float(sizes[storage]) / back
             slot = max(graph.num_forward, int(np.searchsorted(times_s, start_s, side="right")) - 1)
-            slot = min(slot, self._first_use(storage))
+            slot = min(slot, first_uses[storage])
             leaves = int(np.searchsorted(times_s, left_s[storage], side="left"))
             leaves = max(leaves, int(graph.last_forward[storage]) + 1)
             if leaves < slot:
@@ -362,30 +374,35 @@ class _Player:
                 lane_s = start_s
         return stall_s, gone, fetch
 
-    def _first_use(self, storage: int) -> int:
-        """The first slot of backward that reads a storage that stays; -1 if none does."""
-        if not hasattr(self, "_first_uses"):
-            self._first_uses = [-1] * self.graph.num_storages
-            for slot in range(len(self.slots) - 1, self.graph.num_forward - 1, -1):
-                for one in self.graph.inputs[self.slots[slot]]:
-                    self._first_uses[one] = slot
-        return self._first_uses[storage]
+    def _first_uses(self) -> dict[int, int]:
+        """The first slots of backward that read storages."""
+        first_uses: dict[int, int] = {}
+        inputs = self.rows.inputs
+        for slot in range(len(self.slots) - 1, self.graph.num_forward - 1, -1):
+            for storage in inputs[self.slots[slot]]:
+                first_uses[storage] = slot
+        return first_uses
 
-    def _close_intervals(self, gone: dict[int, int], fetch: dict[int, int]) -> None:
-        graph, end = self.graph, len(self.slots) - 1
-        for storage in range(graph.num_storages):
-            size_bytes, birth = int(graph.sizes[storage]), self.births[storage]
-            if graph.is_output[storage]:
-                self.intervals.append((birth, end, size_bytes))
-            elif graph.producers[storage] >= graph.num_forward or self.decisions[storage] == Decision.KEEP:
-                self.intervals.append((birth, self.uses[storage], size_bytes))
-            elif self.decisions[storage] == Decision.SWAP:
-                if storage in gone:
-                    self.intervals.append((birth, gone[storage] - 1, size_bytes))
-                    page_bytes = graph.page_bytes
-                    if page_bytes:
-                        edge_bytes = page_bytes + size_bytes % page_bytes
-                        self.intervals.append((gone[storage], self.uses[storage], edge_bytes))
-                    self.intervals.append((fetch[storage], self.uses[storage], size_bytes + page_bytes))
-                else:
-                    self.intervals.append((birth, self.uses[storage], size_bytes))
+    def _held(self, gone: dict[int, int], fetch: dict[int, int]) -> NDArray[np.int64]:
+        """Bytes of storages at each slot."""
+        graph, live = self.graph, np.array(self.live, dtype=np.int64)
+
+        def hold(which: NDArray[np.bool_], first: NDArray[np.int32], last: NDArray[np.int32]) -> None:
+            np.add.at(live, first[which], graph.sizes[which])
+            np.subtract.at(live, last[which] + 1, graph.sizes[which])
+
+        births, uses = np.array(self.births, dtype=np.int32), np.array(self.uses, dtype=np.int32)
+        uses[graph.is_output.astype(bool)] = len(self.slots) - 1
+        moved = [storage for storage in gone if graph.producers[storage] < graph.num_forward]
+        is_moved = np.zeros(graph.num_storages, dtype=bool)
+        is_moved[moved] = True
+        hold(self.leaves, graph.producers, graph.last_forward)
+        hold(~self.leaves & ~is_moved, births, uses)
+        for storage in moved:
+            size_bytes, page_bytes = self.rows.sizes[storage], graph.page_bytes
+            edge_bytes = page_bytes + size_bytes % page_bytes if page_bytes else 0
+            live[births[storage]] += size_bytes
+            live[gone[storage]] += edge_bytes - size_bytes
+            live[fetch[storage]] += size_bytes + page_bytes
+            live[uses[storage] + 1] -= size_bytes + page_bytes + edge_bytes
+        return np.cumsum(live)[: len(self.slots)]
