@@ -160,8 +160,6 @@ def test_a_list_is_as_it_stands_there(written):
         ("job: a:b\n  c: d\n", "line 2: mapping values are not allowed here"),
         ("job: !!python/name:os.system x\n", "line 1: tag:yaml.org,2002:python/name:os.system is not read here"),
         ("job: &a [*a]\n", "line 1: this stands inside of itself"),
-        ("- a\n", "line 1: input should be a valid dictionary"),
-        ("", "line 1: input should be a valid dictionary"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_line_and_key(written, text, words):
@@ -169,6 +167,13 @@ def test_what_is_wrong_is_named_with_line_and_key(written, text, words):
     with pytest.raises(ValueError, match="sweep.yaml, line") as error:
         read_sweep(path)
     assert f"{path}, " in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "words"), [("- a\n", "got a list"), ("", "the file is empty")])
+def test_a_file_without_keys_is_told_which_there_are(written, text, words):
+    with pytest.raises(ValueError, match="the keys are job .required., fleet, search, parameters") as error:
+        read_sweep(written(text))
     assert words in str(error.value)
 
 
@@ -404,7 +409,7 @@ def test_commands_reach_a_fleet_that_runs(written, tmp_path):
 
     for arguments, words in [
         (("clone", run_dir, "clone", "line lr=0.1"), "a job is called"),
-        (("clone", run_dir, "clone", "other", "--set", "rate=1"), "make_job takes lr, batch, steps, name, not rate"),
+        (("clone", run_dir, "clone", "other", "--set", "rate=1"), "make_named takes lr, steps, not rate"),
         (("stop", run_dir, "nobody"), "no job is called 'nobody'"),
         (("run", file.document.path, "--run-dir", run_dir, "--resume"), "a process is running the fleet"),
     ]:
