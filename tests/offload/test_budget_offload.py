@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock import offload, probe
 from penstock.directio import SpillFile
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, OffloadDeclinedWarning
 from penstock.tiers import Waterfall
 
 MIB = 2**20
@@ -168,4 +168,40 @@ def test_a_fetched_storage_lives_no_longer_than_its_last_use(tmp_path, plain_rep
             waterfall.drain()
     report = probe.peak_bytes(loss.backward, device="cpu")
     assert report.activation_bytes < 0.45 * plain_report.activation_bytes
+    offloader.close()
+
+
+def test_a_peak_that_does_not_fall_is_explained(tmp_path):
+    """Of small models nothing moves by default, and that is said; what the peak is made of adds up to it."""
+    model = make_model()
+    offloader = offload.activations(model, disk=tmp_path)
+    step = step_of(model, prepare(model)[:256], offloader)
+    with pytest.warns(OffloadDeclinedWarning, match="saved, .* are kept: small; min_size=0 parks them too"):
+        step()
+    step()
+    statistics = offloader.statistics()
+    assert sum(statistics.peak_parts.values()) == statistics.predicted_peak_bytes
+    assert next(iter(statistics.peak_parts)) == "kept: small"
+    assert "of which" in statistics.explain() and "kept: small" in statistics.explain()
+    offloader.close()
+    tiny = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    offloader = offload.activations(tiny, disk=tmp_path)
+    with pytest.warns(OffloadDeclinedWarning, match="smaller than 64.0 KiB; min_size=0"), offloader:
+        tiny(torch.ones(256, 4)).sum().backward()
+    assert "min_size=0" in offloader.statistics().declined
+    offloader.close()
+
+
+def test_the_parts_of_a_planned_peak_name_what_is_not_saved(tmp_path, plain_report):
+    model = make_model()
+    batch = prepare(model)
+    budget = plain_report.start_bytes + int(0.7 * plain_report.activation_bytes)
+    offloader = offload.activations(model, disk=tmp_path, min_size="64KiB", budget=budget, verify=True)
+    step = step_of(model, batch, offloader)
+    for _ in range(3):
+        step()
+    parts = offloader.statistics().peak_parts
+    assert sum(parts.values()) == offloader.statistics().predicted_peak_bytes <= budget
+    beside = next(size for part, size in parts.items() if part.startswith("not saved for backward"))
+    assert beside >= sum(2 * parameter.nbytes for parameter in model.parameters())
     offloader.close()

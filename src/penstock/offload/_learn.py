@@ -138,7 +138,7 @@ class Learner:
     def decline(self, reason: str) -> None:
         """Stops offloading for good and says why."""
         self.declined = reason
-        self._warn(reason)
+        self.warn(reason)
 
     def abort(self) -> None:
         """Ends measuring a cycle that will not finish."""
@@ -158,7 +158,8 @@ class Learner:
             self._lessons[key] = _Lesson(is_fitting=self._settings.account.device_bytes is not None)
         return self._lessons[key]
 
-    def _warn(self, reason: str) -> None:
+    def warn(self, reason: str) -> None:
+        """Says once why nothing is offloaded."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=5)
@@ -219,7 +220,7 @@ class Learner:
         if made.declined:
             lesson.declined = made.declined
             made = keep_all(problem, "kept: offloading is declined")
-            self._warn(lesson.declined)
+            self.warn(lesson.declined)
         lesson.problem, lesson.plan = problem, made
 
     def _follow_up(self, lesson: _Lesson, cycle: Cycle, statistics: OffloadStatistics, waterfall: Waterfall) -> None:
@@ -293,6 +294,7 @@ class Learner:
             predicted_peak_bytes=made.peak_bytes if made else None,
             predicted_stall_s=made.stall_s if made else None,
             is_planned=made is not None,
+            peak_parts=dict(made.peak_parts) if made else {},
         )
 
 

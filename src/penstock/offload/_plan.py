@@ -19,7 +19,7 @@ Known gap: the kept set is a prefix in order of lifetime, not the best subset.
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from penstock.errors import BudgetError
@@ -28,6 +28,10 @@ from penstock.units import format_bytes
 
 _FETCH_MARGIN = 1.5
 """Fetches are given this many times their transfer time, since lanes and steps are noisy."""
+BESIDE = "not saved for backward: parameters, gradients, optimizer state, and what one operator works on"
+"""A part of the peak."""
+MOVING = "parked: on its way out, or back for backward"
+"""A part of the peak."""
 _IN_FLIGHT_PARTS = (4, 16, 64, 2**62)
 """Parts of all that may be in flight that are tried, until the budget has room; the last is one storage at a time."""
 _NO_STALL_SHARE = 0.005
@@ -76,6 +80,8 @@ class OffloadPlan:
     """Per parked storage, the event at which its device copy has gone; with a budget the computation waits for it."""
     max_in_flight_bytes: int
     """What may be on its way out at once: as much as the problem says, or less where the budget has no room for it."""
+    peak_parts: Mapping[str, int]
+    """Bytes of the predicted peak by what they are: of saved storages by why they are there, and all else."""
     held_bytes: tuple[int, ...]
     """Predicted device bytes from each event to the next; the highest is ``peak_bytes``."""
     declined: str = ""
@@ -132,6 +138,7 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         transfers=tuple(simulation.transfers[index] for index in sorted(simulation.transfers)),
         gone_events=simulation.gone_events,
         max_in_flight_bytes=problem.max_in_flight_bytes,
+        peak_parts=_peak_parts(problem, simulation, _reasons(problem, parked)),
         held_bytes=_held(problem, simulation),
         declined=declined,
     )
@@ -175,9 +182,10 @@ def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> st
 def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
     """The plan that parks nothing, for ``reason``."""
     simulation = simulate(problem, frozenset(), {})
+    reasons = tuple(storage.must_keep or reason for storage in problem.storages)
     return OffloadPlan(
         parked=frozenset(),
-        reasons=tuple(storage.must_keep or reason for storage in problem.storages),
+        reasons=reasons,
         fetch_events={},
         peak_bytes=simulation.peak_bytes,
         keep_all_peak_bytes=simulation.peak_bytes,
@@ -186,6 +194,7 @@ def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
         transfers=(),
         gone_events={},
         max_in_flight_bytes=problem.max_in_flight_bytes,
+        peak_parts=_peak_parts(problem, simulation, reasons),
         held_bytes=_held(problem, simulation),
     )
 
@@ -325,6 +334,20 @@ def _held(problem: OffloadProblem, simulation: Simulation) -> tuple[int, ...]:
     return tuple(map(sum, zip(simulation.resident_bytes, _base(problem), strict=True)))
 
 
+def _peak_parts(problem: OffloadProblem, simulation: Simulation, reasons: Sequence[str]) -> dict[str, int]:
+    """What the peak is made of, the largest part first."""
+    held, base = _held(problem, simulation), _base(problem)
+    event = max(range(len(held)), key=held.__getitem__, default=0)
+    parts = {BESIDE: base[event]} if problem.base_bytes else {}
+    for storage, reason in zip(problem.storages, reasons, strict=True):
+        if reason != "parked" and storage.pack_event <= event < storage.free_event:
+            parts[reason] = parts.get(reason, 0) + storage.size_bytes
+    moving_bytes = (held[event] if held else 0) - sum(parts.values())
+    if moving_bytes:
+        parts[MOVING] = moving_bytes
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
 def _by_event(problem: OffloadProblem) -> tuple[dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:
     packs: dict[int, list[int]] = {}
     needs: dict[int, list[int]] = {}
@@ -377,7 +400,7 @@ def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulati
     if saving_bytes < problem.min_saving_share * keep_all_bytes:
         return (
             f"it would save {format_bytes(max(saving_bytes, 0))} of a peak of {format_bytes(keep_all_bytes)}, less "
-            f"than the floor of {problem.min_saving_share:.0%} (min_saving)"
+            f"than the floor of {problem.min_saving_share:.0%} (min_saving){_what_stays(problem)}"
         )
     lost_s = simulation.stall_s + problem.overhead_s * num_parked
     if problem.max_stall_share < 1 and lost_s > problem.max_stall_share * problem.step_s:
@@ -386,6 +409,20 @@ def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulati
             f"{problem.max_stall_share:.0%} (max_stall)"
         )
     return ""
+
+
+def _what_stays(problem: OffloadProblem) -> str:
+    """The commonest reason for which storages may not be parked, with its bytes; nothing if all may."""
+    kept: dict[str, int] = {}
+    for storage in problem.storages:
+        if storage.must_keep:
+            kept[storage.must_keep] = kept.get(storage.must_keep, 0) + storage.size_bytes
+    if not kept:
+        return ""
+    reason, size_bytes = max(kept.items(), key=lambda part: part[1])
+    advice = "; min_size=0 parks them too" if reason == "kept: small" else ""
+    all_bytes = sum(storage.size_bytes for storage in problem.storages)
+    return f"; of {format_bytes(all_bytes)} saved, {format_bytes(size_bytes)} are {reason}{advice}"
 
 
 def _reasons(problem: OffloadProblem, parked: Set[int]) -> tuple[str, ...]:

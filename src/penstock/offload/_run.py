@@ -132,6 +132,8 @@ class Offloader:
         self._learner = Learner(settings)
         self._cycle: Cycle | None = None
         self._num_steps = 0
+        self._num_tiny = 0
+        """Tensors that were saved and are too small to be counted."""
         self._last: OffloadStatistics | None = None
         self._hooks: contextlib.ExitStack | None = None
         self._is_closed = False
@@ -175,6 +177,8 @@ class Offloader:
         self._hooks = None
         if kind is None:
             self._finish_cycle_if_drained()
+            if self._finds_nothing():
+                self._learner.warn(self._nothing())
         else:
             self._learner.abort()
             self._cycle = None
@@ -189,9 +193,19 @@ class Offloader:
                 parked_bytes=0,
                 fetched_bytes=0,
                 forwarded_bytes=0,
-                declined=self._learner.declined,
+                declined=self._learner.declined or (self._nothing() if self._finds_nothing() else ""),
             )
         return self._last
+
+    def _finds_nothing(self) -> bool:
+        """Whether all that was ever saved is tiny."""
+        return self._cycle is None and not self._num_steps and bool(self._num_tiny)
+
+    def _nothing(self) -> str:
+        return (
+            f"all {self._num_tiny} tensors that were saved for backward are smaller than "
+            f"{format_bytes(min(self._rules.min_bytes, _TINY_BYTES))}; min_size=0 parks them too"
+        )
 
     @property
     def budget(self) -> Budget:
@@ -234,7 +248,10 @@ class Offloader:
         if not _has_plain_bytes(tensor) or torch._C._current_graph_task_id() != -1:
             return KeptTensor(tensor)  # what is saved during recomputation is used at once
         storage = tensor.untyped_storage()
-        if self._scope.owns(storage) or storage.nbytes() < max(1, min(self._rules.min_bytes, _TINY_BYTES)):
+        if self._scope.owns(storage):
+            return KeptTensor(tensor)
+        if storage.nbytes() < max(1, min(self._rules.min_bytes, _TINY_BYTES)):
+            self._num_tiny += 1
             return KeptTensor(tensor)
         if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():
             return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: its siblings' versions count separately

@@ -1,6 +1,9 @@
 """What offloading did in a step, as frozen numbers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from penstock.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +40,17 @@ class OffloadStatistics:
     """Whether the step followed a plan. Steps that are recorded for one move all that they may."""
     declined: str = ""
     """Why nothing is offloaded; empty while something is."""
+    peak_parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of ``predicted_peak_bytes`` by what they are, the largest part first: why the peak is not lower."""
+
+    def explain(self) -> str:
+        """The step in some lines of text: what moved, what stayed and why, and what the peak is made of."""
+        lines = [f"step {self.num_steps}: {format_bytes(self.saved_bytes)} saved for backward"]
+        if self.declined:
+            lines.append(f"offloading is declined: {self.declined}")
+        lines.append(f"{format_bytes(self.parked_bytes)} parked, {format_bytes(self.fetched_bytes)} fetched")
+        lines += [f"{format_bytes(size_bytes)} {reason}" for reason, size_bytes in self.kept_bytes.items()]
+        if self.predicted_peak_bytes is not None:
+            lines.append(f"predicted peak {format_bytes(self.predicted_peak_bytes)}, of which")
+            lines += [f"    {format_bytes(size_bytes)} {part}" for part, size_bytes in self.peak_parts.items()]
+        return "\n".join(lines)

@@ -31,6 +31,8 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
         raise InternalError(f"predicted bytes held {plan.held_bytes}, but its transfers imply {held_bytes}")
     if max(held_bytes) != plan.peak_bytes:
         raise InternalError(f"predicted peak {plan.peak_bytes}, but its transfers imply {max(held_bytes)}")
+    if sum(plan.peak_parts.values()) != plan.peak_bytes:
+        raise InternalError(f"a predicted peak of {plan.peak_bytes} in parts {dict(plan.peak_parts)}")
     _check_gone(plan, clock.landed_s)
     keep_all_bytes = max(_held_bytes(problem, replace(plan, transfers=()), clock.landed_s))
     if keep_all_bytes != plan.keep_all_peak_bytes:
