@@ -67,9 +67,11 @@ FAULTS = {
     "L-BFGS": ({"optimizer": torch.optim.LBFGS}, "L-BFGS", 0),
     "a forward that cannot run": (
         {"loss": lambda model, batch: model(*batch, batch)},
-        "Run as it is, it raises TypeError",
+        "its loss raises TypeError",
         0,
     ),
+    "no loss": ({"loss": lambda model, batch: None}, "must return a tensor, got NoneType", 0),
+    "a fleet inside": ({"data": lambda: fleet.run([], progress=None)}, "inside of a job of another fleet", 0),
     "a stage that does not follow": ({"stages": lambda model: [model.token, model.token]}, "cannot follow", 0),
 }
 
@@ -380,3 +382,19 @@ def test_a_checkpoint_that_goes_while_it_is_cloned_is_copied_from_the_next(tmp_p
     made._copy_checkpoint(tmp_path, tmp_path / "job" / "origin", "job")
     assert [one.name for one in (tmp_path / "job").iterdir()] == ["origin"]
     assert (tmp_path / "job" / "origin" / "step-2" / "tensors.safetensors").read_bytes() == b"whole"
+
+
+def test_a_fleet_is_used_while_it_is_entered_and_once():
+    running = fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None)
+    for misuse in (lambda: running.add(job("early")), running.wait):
+        with pytest.raises(ValueError, match="while it is entered"):
+            misuse()
+    with running:
+        running.add(job("one", steps=1))
+        assert running.wait()["one"].error is None
+        with pytest.raises(ValueError, match="waited before"):
+            running.wait()
+    with pytest.raises(ValueError, match="while it is entered"):
+        running.add(job("late"))
+    with pytest.raises(ValueError, match="entered before"), running:
+        pass

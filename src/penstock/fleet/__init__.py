@@ -20,6 +20,7 @@ from penstock.fleet._bounds import model_parallel_s as model_parallel_s
 from penstock.fleet._bounds import pipeline_s as pipeline_s
 from penstock.fleet._job import Device as Device
 from penstock.fleet._job import Job as Job
+from penstock.fleet._job import JobSource as JobSource
 from penstock.fleet._life import JobState as JobState
 from penstock.fleet._measure import measure as measure
 from penstock.fleet._problem import DeviceCost as DeviceCost
@@ -35,7 +36,6 @@ from penstock.fleet._results import Results as Results
 from penstock.fleet._results import stored_result as stored_result
 from penstock.fleet._run import Ablation as Ablation
 from penstock.fleet._run import Fleet as Fleet
-from penstock.fleet._run import JobSource as JobSource
 from penstock.fleet._run import Stopper as Stopper
 from penstock.fleet._run import run as run
 from penstock.fleet._schedule import DeviceUse as DeviceUse

@@ -121,6 +121,18 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobSource:
+    """How another process, or a clone, makes a job again: ``make(**parameters)``."""
+
+    make: Callable[..., Job]
+    """A function of hyperparameters."""
+    path: str
+    """Where it is, as ``"module:function"`` or ``"file.py:function"``."""
+    parameters: Mapping[str, Any]
+    """What it was called with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """A device of a fleet. ``Device(name="cuda:0", budget="40GiB")``; ``Device(name="cpu", threads=1)``."""
 

@@ -19,14 +19,14 @@ from penstock.errors import CheckpointError, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
-from penstock.fleet._job import Device, Job
+from penstock.fleet._job import Device, Job, JobSource
 from penstock.fleet._life import Hooks, JobRun, JobState
 from penstock.fleet._records import Records, Tracker
 from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
-from penstock.fleet._worker import UnitRecord, Worker
+from penstock.fleet._worker import UnitRecord, Worker, trains_jobs
 from penstock.probe import bandwidths, can_record
 from penstock.tiers import (
     Budget,
@@ -54,18 +54,6 @@ _SWITCH_S = 5e-4
 
 Stopper = Callable[[Job, int, Mapping[str, float]], bool]
 """After a validation: from job, step and metrics to whether the job is to stop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSource:
-    """How another process, or a clone, makes a job again: ``make(**parameters)``."""
-
-    make: Callable[..., Job]
-    """A function of hyperparameters."""
-    path: str
-    """Where it is, as ``"module:function"`` or ``"file.py:function"``."""
-    parameters: Mapping[str, Any]
-    """What it was called with."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,6 +156,9 @@ class Fleet:
         self._warned = False
         self._sources: dict[str, JobSource] = {}
         self._over: dict[str, JobResult] = {}
+        self._known: dict[str, JobRow] | None = None
+        """Jobs of an earlier process, by name; ``None`` until the fleet is entered."""
+        self._has_ended = False
         self._num_places = 0
         self._engine = Engine(
             scheduler_of(scheduler),
@@ -204,6 +195,12 @@ class Fleet:
         return workers
 
     def __enter__(self) -> Self:
+        if trains_jobs():
+            raise ValueError("a fleet cannot train inside of a job of another fleet, whose device would wait for it")
+        if self._known is not None:
+            raise ValueError(
+                "this fleet was entered before; make another: with fleet.Fleet(devices, budget) as running:"
+            )
         sizes = [worker.memory.budget_bytes for worker in self._engine.workers]
         with contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -229,6 +226,7 @@ class Fleet:
             waterfall.close()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._has_ended = True
         with contextlib.ExitStack() as stack:
             stack.callback(self.state.say_ended)
             stack.callback(self._write_state)  # late, since the folder may be gone
@@ -243,14 +241,15 @@ class Fleet:
                         worker.join()
 
     def add(self, job: Job, source: JobSource | None = None) -> None:
-        """Another job. Raises ``ValueError`` if one has its name already."""
+        """Another job. Raises ``ValueError`` if one has its name already, and outside of ``with``."""
+        before = self._known_before()
         with self._engine.condition:
             if job.name in self:
                 raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
             place, self._num_places = self._num_places, self._num_places + 1
             if source is not None:
                 self._sources[job.name] = source
-            known = self._known.get(job.name)
+            known = before.get(job.name)
             if not self._resume and _checkpoint.latest(self._records.folder(job)) is not None:
                 raise ValueError(
                     f"{self._records.folder(job)} holds checkpoints of such a job already; go on with them, "
@@ -264,6 +263,14 @@ class Fleet:
             if known is not None and known.state == JobState.PAUSED.value:
                 run.state = JobState.PAUSED
             self._engine.add(run)
+
+    def _known_before(self) -> dict[str, JobRow]:
+        if self._known is None or self._has_ended:
+            raise ValueError(
+                "a fleet takes and trains jobs while it is entered: with fleet.Fleet(devices, budget) as running: "
+                "running.add(job); running.wait()"
+            )
+        return self._known
 
     def __contains__(self, name: object) -> bool:
         """Whether a job has that name."""
@@ -341,6 +348,9 @@ class Fleet:
 
         from penstock.fleet._show import Show
 
+        self._known_before()
+        if self._is_started:
+            raise ValueError("this fleet waited before, and its devices have ended; make another for more jobs")
         self._ask(more)
         self._is_started = True
         with FakeTensorMode():  # without a GPU, CUDA builds leave with the first thread what later traces use
@@ -380,7 +390,8 @@ class Fleet:
         """What is known of the jobs of this process now."""
         with self._engine.condition:
             found = [self._row_of(run) for run in self._engine.runs]
-        return sorted([*found, *(self._known[name] for name in self._over)], key=lambda row: row.place)
+        known = self._known or {}
+        return sorted([*found, *(known[name] for name in self._over)], key=lambda row: row.place)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state of the jobs that have begun, by name."""
@@ -516,7 +527,7 @@ class Fleet:
 
     def _row_of(self, run: JobRun) -> JobRow:
         training, source = run.training, self._sources.get(run.job.name)
-        known = self._known.get(run.job.name)
+        known = (self._known or {}).get(run.job.name)
         is_fresh = run.is_prepared or known is None
         return JobRow(
             name=run.job.name,

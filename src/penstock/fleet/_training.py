@@ -276,7 +276,7 @@ class Training:
     def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Cuttable:
         """The graph of a step on batches like this one."""
         job = self.job
-        function = job.loss if training else job.metric or job.loss
+        function = self._loss if training else job.metric or self._loss
         if not training:
             self.model.eval()
         try:
@@ -304,8 +304,20 @@ class Training:
             try:
                 self.tree = Tree(self.model, function, leaves, structure, self.names)
             except Exception as error:  # whatever a user's forward raises
-                raise CaptureError(f"{refused}. Run as it is, it raises {first_line(error)}") from error
+                raise CaptureError(
+                    f"job {self.job.name!r}: its loss raises {first_line(error)} on the first batch, as it would "
+                    f"without a fleet (and {refused})"
+                ) from error
             return self.tree
+
+    def _loss(self, model: Any, batch: Any) -> torch.Tensor:  # any: a module or its stand-in, and what data yields
+        loss = self.job.loss(model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"job {self.job.name!r}: loss(model, batch) must return a tensor, got {type(loss).__name__}; for "
+                "instance loss=lambda model, batch: model(**batch).loss"
+            )
+        return loss
 
     def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
         """Shards for batches like this one, cut where the first were."""

@@ -73,6 +73,14 @@ class Busy:
     since_s: float = field(default_factory=time.time)
 
 
+_this_thread = threading.local()
+
+
+def trains_jobs() -> bool:
+    """Whether this thread is a device's, so that whoever asks was called by a job."""
+    return getattr(_this_thread, "is_worker", False)
+
+
 class Worker:
     """A device's thread and memory. ``take`` gives it turns; it ends when there are no more."""
 
@@ -222,6 +230,7 @@ class Worker:
         )
 
     def _main(self) -> None:
+        _this_thread.is_worker = True
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
