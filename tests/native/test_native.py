@@ -13,7 +13,7 @@ SOURCE = "int answer(void) {{ return {}; }}\n"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded():
+def _nothing_loaded(empty_cache):
     _build._loaded.cache_clear()
     _build._warn_once.cache_clear()
     yield
