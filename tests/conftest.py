@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+collect_ignore_glob = ["*conftest.py"]
+"""They are loaded all the same, but not searched for doctests, for which those of two folders have one name."""
+
 
 def pytest_addoption(parser):
     parser.addoption(

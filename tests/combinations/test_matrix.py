@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 
 from penstock import fleet, offload, probe, relational, remat, unified
 from penstock.errors import BudgetError
@@ -156,6 +157,16 @@ def test_offload_and_remat_share_a_model(account):
     assert_gradients_equal(expected, model)
     device = next(one for one in account.uses() if one.place == "device")
     assert {one.name for one in device.holders} == {"offload", "remat"}
+
+
+def test_the_hooks_of_an_offloader_do_not_have_a_planned_step_traced_again(account, monkeypatch):
+    model, batch = mlp(), torch.randn(64, 64)
+    with contextlib.closing(offload.activations(model, budget=account)):
+        step = remat.optimize(lambda x: square(model(x)), [batch], account)
+        monkeypatch.setattr(convert_frame, "_compile", lambda *_, **__: pytest.fail("traced again"))
+        for _ in range(3):
+            step(batch).backward()
+        step.close()
 
 
 def test_offload_around_a_planned_part(account):

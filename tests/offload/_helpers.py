@@ -47,8 +47,10 @@ def everything_parked():
 
 def _lay_fetches_in_backward(problem, parked):
     begins = min((storage.need_event for storage in problem.storages), default=0)
-    return {index: min(max(begins, problem.storages[index].pack_event + 1), problem.storages[index].need_event)
-            for index in parked}
+    return {
+        index: min(max(begins, problem.storages[index].pack_event + 1), problem.storages[index].need_event)
+        for index in parked
+    }
 
 
 def settle(offloader):
