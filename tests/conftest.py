@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -29,6 +30,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # tests in several processes begin with what takes them seconds to import
+    multiprocessing.set_forkserver_preload(
+        [
+            "torch.distributed.fsdp",
+            "torch.distributed.pipelining",
+            "torch.distributed.tensor.parallel",
+            "penstock.offload",
+        ]
+    )
     if config.getoption("--slow-disk") is not None:
         _slow_the_disk(config.getoption("--slow-disk") * 1e6)
 
