@@ -170,7 +170,7 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
             sizes.append(batch.x.nbytes)
             with lock:  # a step; others are read meanwhile
                 if in_flight == 2**20:
-                    lock.wait_for(lambda: num_read[0] >= min(25, len(sizes) + 4))  # noqa: B023
+                    lock.wait_for(lambda: num_read[0] >= min(25, len(sizes) + 4))
                 else:
                     lock.wait(0.005)
                 held[0] -= batch.x.nbytes
