@@ -61,7 +61,7 @@ def nothing_left(model, disk, like=None):
     """Fails where the block leaves a thread, a hook, a file or a model changed otherwise than ``like`` behind."""
     threads, marks = _threads(), _marks(like or model)
     yield
-    assert _threads() == threads
+    assert _threads() <= threads  # those with which transformers loads weights may end meanwhile
     assert _marks(model) == marks
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not torch.autograd._profiler_enabled()
