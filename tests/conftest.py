@@ -2,8 +2,15 @@
 
 import contextlib
 import gc
+import itertools
+import json
+import multiprocessing
 import os
+import platform
+import shutil
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,22 +18,103 @@ import torch
 
 from penstock.directio import memory_file_system
 
+collect_ignore_glob = ["*conftest.py"]
+"""They are loaded all the same, but not searched for doctests, for which those of two folders have one name."""
 
-def pytest_configure():
-    """Where /tmp is main memory, tests take a folder on a disk: nothing spills to memory."""
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow-disk",
+        type=float,
+        metavar="MB_PER_S",
+        help="let all direct reads and writes together move that many megabytes a second: no test may fail for it",
+    )
+
+
+def pytest_configure(config):
     if memory_file_system(tempfile.gettempdir()):
-        folders = [Path("/var/tmp"), Path(__file__).parents[1] / "build"]
-        for folder in folders:
-            folder.mkdir(exist_ok=True)
-            if not memory_file_system(folder) and os.access(folder, os.W_OK):
-                os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-                return
+        _leave_main_memory()
+    # tests in several processes begin with what takes them seconds to import
+    multiprocessing.set_forkserver_preload(
+        [
+            "torch.distributed.fsdp",
+            "torch.distributed.pipelining",
+            "torch.distributed.tensor.parallel",
+            "penstock.offload",
+        ]
+    )
+    if config.getoption("--slow-disk") is not None:
+        _slow_the_disk(config.getoption("--slow-disk") * 1e6)
+
+
+def _leave_main_memory():
+    """Where /tmp is main memory, tests take a folder on a disk: nothing spills to memory."""
+    for folder in (Path("/var/tmp"), Path(__file__).parents[1] / "build"):
+        folder.mkdir(exist_ok=True)
+        if not memory_file_system(folder) and os.access(folder, os.W_OK):
+            os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+            return
+
+
+def _slow_the_disk(bytes_per_s):
+    """In this process and in those forked from it; every byte that a tier moves passes through these two calls."""
+    lock = threading.Lock()
+    free_s = 0.0
+
+    def take(size_bytes):
+        nonlocal free_s
+        with lock:
+            free_s = max(free_s, time.monotonic()) + size_bytes / bytes_per_s
+            wait_s = free_s - time.monotonic()
+        time.sleep(max(0.0, wait_s))
+
+    def slowed(call):
+        def moved(descriptor, views, offset, *flags):
+            take(sum(view.nbytes for view in map(memoryview, views)))
+            return call(descriptor, views, offset, *flags)
+
+        return moved
+
+    os.pwritev, os.preadv = slowed(os.pwritev), slowed(os.preadv)
+
+
+@pytest.fixture(scope="session")
+def _known(tmp_path_factory):
+    """What a machine that has run Penstock before knows, for all tests and the processes that they start.
+
+    The disk is known to carry 1 GB/s, so that no plan depends on how busy it is, and nobody moves two gigabytes to
+    find out; what is compiled once, here or by another worker, is compiled.
+    """
+    root = tmp_path_factory.getbasetemp()
+    native = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "native"
+    native.mkdir(mode=0o700, exist_ok=True)
+    lanes = [
+        {"lane": lane, "bandwidth_bytes_per_s": 1e9, "is_direct": True, "measured_s": time.time()}
+        for lane in ("device->disk", "disk->device")
+    ]
+    disks = {os.stat(path).st_dev for path in (root, Path.cwd(), tempfile.gettempdir())}
+    return native, json.dumps({f"{platform.node()}/cpu/{disk}": lanes for disk in disks})
 
 
 @pytest.fixture(autouse=True)
-def _bandwidth_cache_of_its_own(tmp_path_factory, monkeypatch):
+def _cache_of_its_own(_known, monkeypatch, tmp_path_factory):
     """No test reads or writes the user's cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    native, bandwidths = _known
+    cache = tmp_path_factory.getbasetemp() / f"cache-{next(_number)}"
+    (cache / "penstock").mkdir(parents=True)
+    (cache / "penstock" / "native").symlink_to(native)
+    (cache / "penstock" / "bandwidths.json").write_text(bandwidths)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return cache
+
+
+_number = itertools.count()
+
+
+@pytest.fixture
+def empty_cache(_cache_of_its_own):
+    """For tests of what is measured or compiled when nothing is known yet, and of what they break in the cache."""
+    shutil.rmtree(_cache_of_its_own / "penstock")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -31,37 +32,68 @@ OF_PYTORCH = {
 
 
 RUNNER = """
-import gc, runpy, sys
+import atexit, gc, json, os, runpy, sys, traceback
+import torch._dynamo, torch._functorch.aot_autograd  # what most pages import, before there is a page
 
-for file in sys.argv[1:]:
-    runpy.run_path(file, run_name="__main__")
-    if "torch" in sys.modules:
-        sys.modules["torch"].compiler.reset()  # it holds what a block made, and budgets count that
-    gc.collect()
+for line in sys.stdin:
+    folder, cache, files = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    for number, name in ((0, os.devnull), (1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
+    os.chdir(folder)
+    os.environ.update(TMPDIR=folder, XDG_CACHE_HOME=cache)
+    code = 0
+    try:
+        for file in files:
+            runpy.run_path(file, run_name="__main__")
+            torch.compiler.reset()  # it holds what a block made, and budgets count that
+            gc.collect()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 """
 
 
-def run_alone(blocks, folder):
+@pytest.fixture(scope="module")
+def runner():
+    """A process that has imported what takes seconds, and forks one for each page."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, "-c", RUNNER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run_alone(runner, tmp_path):
     """Runs blocks in a process of their own, where nothing else holds memory; returns what they print."""
-    files = []
-    for number, block in enumerate(blocks):
-        files.append(folder / f"block_{number}.py")
-        files[-1].write_text(block)
-    done = subprocess.run(
-        [sys.executable, "-c", RUNNER, *files],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1]), "TMPDIR": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def run(blocks):
+        files = []
+        for number, block in enumerate(blocks):
+            files.append(tmp_path / f"block_{number}.py")
+            files[-1].write_text(block)
+        request = [str(tmp_path), os.environ["XDG_CACHE_HOME"], [str(file) for file in files]]
+        print(json.dumps(request), file=runner.stdin, flush=True)
+        code = int(runner.stdout.readline())
+        printed = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
+        assert code == 0, printed[1]
+        return printed[0]
+
+    return run
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=name_of)
-def test_blocks_run(page, tmp_path):
-    run_alone(BLOCKS[page], tmp_path)
+def test_blocks_run(page, run_alone):
+    run_alone(BLOCKS[page])
 
 
 @pytest.mark.parametrize("block", TEN_LINES)
@@ -70,9 +102,9 @@ def test_ten_lines_are_ten_at_most(block):
     assert max(map(len, block.splitlines())) <= 120
 
 
-def run_and_tell(block, told, folder):
-    """What ``told`` is after a block has run, as text."""
-    return run_alone([f"{block}\nprint({told})\n"], folder)
+def told_after(block, told):
+    """The block, and what prints ``told`` when it has run."""
+    return [f"{block}\nprint({told})\n"]
 
 
 SHOWN = {
@@ -104,24 +136,24 @@ def test_first_blocks_move_bytes_however_slow_the_disk_is(page, tmp_path):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["hugging face", "lightning"])
-def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, tmp_path):
+def test_ten_lines_keep_a_budget_that_plain_training_exceeds(number, run_alone):
     block = TEN_LINES[number]
     (text,) = re.findall(r'budget="(.*?)"', block)
     kept, free = (
-        int(run_and_tell(one, "less.summary().peak_bytes", tmp_path).split()[-1])
+        int(run_alone(told_after(one, "less.summary().peak_bytes")).split()[-1])
         for one in (block, block.replace(f'"{text}"', '"64GiB", policy=lambda saved: False'))
     )
     assert 0 < kept <= parse_bytes(text) < free
 
 
-def test_ten_lines_train_a_fleet_of_eight(tmp_path):
-    out = run_alone([TEN_LINES[2]], tmp_path)
+def test_ten_lines_train_a_fleet_of_eight(run_alone):
+    out = run_alone([TEN_LINES[2]])
     assert out.count("done after 4 steps") == 8 and "failed" not in out
 
 
-def test_ten_lines_train_on_features_beyond_memory(tmp_path):
+def test_ten_lines_train_on_features_beyond_memory(run_alone):
     told = "features.host_bytes, 20_000 * features.row_bytes, features.statistics().disk_rows"
-    host_bytes, all_bytes, disk_rows = map(int, run_and_tell(TEN_LINES[3], told, tmp_path).splitlines()[-1].split())
+    host_bytes, all_bytes, disk_rows = map(int, run_alone(told_after(TEN_LINES[3], told)).splitlines()[-1].split())
     assert host_bytes <= parse_bytes("4MiB") < all_bytes and disk_rows > 0
 
 

@@ -298,6 +298,7 @@ def test_pictures_leave_damaged_lines_out(tmp_path):
     assert sum(one.get("ph") == "X" for one in trace["traceEvents"]) == 1
 
 
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), 0.0, -1.0, 10])
 def test_rates_that_no_disk_has_are_measured_again(tmp_path, monkeypatch, rate):
     lanes = tuple(

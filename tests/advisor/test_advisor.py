@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import penstock
-from penstock.advisor import Option, choose
+from penstock.advisor import Option, _trial, choose
 from penstock.advisor._ways import blocks_of, checkpointed
 from penstock.errors import PenstockError
 from penstock.probe import peak_bytes
@@ -21,15 +21,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def _without_garbage():
-    """What earlier tests left must not be freed between two measurements."""
+def _without_garbage(monkeypatch):
+    """What earlier tests left must not be freed between two measurements; no step runs again to be timed better."""
+    monkeypatch.setattr(_trial, "LEAST_S", 0.0)
     for _ in range(3):  # finalisers leave more
         gc.collect()
 
 
 def gpt():
     torch.manual_seed(0)
-    return GPT(num_layers=3, width=64, num_heads=2, context=64)
+    return GPT(num_layers=2, width=64, num_heads=2, context=64)
 
 
 def tokens(seed=0, batch=16):
@@ -67,7 +68,7 @@ class TestChoosing:
 
 
 def test_blocks_are_the_largest_list_of_one_class():
-    assert blocks_of(gpt()) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert blocks_of(gpt()) == ["blocks.0", "blocks.1"]
     assert blocks_of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == []
     assert blocks_of(nn.Linear(3, 3)) == []
 

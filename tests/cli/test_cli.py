@@ -13,6 +13,7 @@ import penstock
 from penstock.cli import app
 from penstock.cli._choices import PlanMethod
 from penstock.errors import PenstockError
+from penstock.probe import _bandwidth
 from penstock.report import _saved, save_asked
 from penstock.report._model import Headline, Section, Wear
 from penstock.report._part import Part
@@ -27,7 +28,8 @@ def test_version():
     assert run("--version").output.strip() == f"penstock {penstock.__version__}"
 
 
-def test_probe_prints_json(tmp_path):
+def test_probe_measures_and_prints_json(tmp_path, monkeypatch, empty_cache):
+    monkeypatch.setattr(_bandwidth, "_SAMPLE_BYTES", 2**23)
     result = run("probe", "--disk", tmp_path, "--json")
     assert result.exit_code == 0
     report = json.loads(result.stdout)

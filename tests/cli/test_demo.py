@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from penstock.cli import _demo, _demo_child
@@ -11,7 +10,6 @@ from penstock.cli._answer import as_json
 from penstock.cli._progress import Steps
 
 
-@pytest.mark.timeout(300)
 def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
     answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, batch=6)

@@ -9,12 +9,13 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 
 from penstock import fleet, offload, probe, relational, remat, unified
 from penstock.errors import BudgetError
 from penstock.remat import _profile
 from penstock.testing import GPT, assert_gradients_equal
-from penstock.tiers import Budget
+from penstock.tiers import Budget, Waterfall
 
 MIB = 2**20
 
@@ -112,6 +113,13 @@ def trained_plainly(one):
     return tuple(losses)
 
 
+def settled(loss, offloader):
+    """The same loss, when what was parked on the way to it has left: until then it is handed back from memory."""
+    for waterfall in offloader._waterfalls.values():
+        waterfall.drain()
+    return loss
+
+
 @contextlib.contextmanager
 def a_fleet_beside(account, *jobs):
     """Trains jobs in another thread until the block has ended and they are done; their losses are checked."""
@@ -151,6 +159,16 @@ def test_offload_and_remat_share_a_model(account):
     assert {one.name for one in device.holders} == {"offload", "remat"}
 
 
+def test_the_hooks_of_an_offloader_do_not_have_a_planned_step_traced_again(account, monkeypatch):
+    model, batch = mlp(), torch.randn(64, 64)
+    with contextlib.closing(offload.activations(model, budget=account)):
+        step = remat.optimize(lambda x: square(model(x)), [batch], account)
+        monkeypatch.setattr(convert_frame, "_compile", lambda *_, **__: pytest.fail("traced again"))
+        for _ in range(3):
+            step(batch).backward()
+        step.close()
+
+
 def test_offload_around_a_planned_part(account):
     model, batch = mlp(), torch.randn(4096, 64)
     front, back = model[:4], model[4:]
@@ -159,7 +177,7 @@ def test_offload_around_a_planned_part(account):
     with contextlib.closing(offload.activations(front, budget=account, min_size=0)) as offloader:
         for _ in range(2):
             with offloader:
-                square(planned(front(batch))).backward()
+                settled(square(planned(front(batch))), offloader).backward()
         assert offloader.tier_statistics().parked_bytes > 0
     planned.close()
     assert_gradients_equal(expected, model)
@@ -179,7 +197,8 @@ def test_remat_leaves_what_the_offloader_holds_alone(tmp_path):
     assert account.held_bytes("device") == 0
 
 
-def test_the_offloader_plans_anew_when_others_take_more(tmp_path):
+def test_the_offloader_plans_anew_when_others_take_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(Waterfall, "rates_bytes_per_s", lambda _: (1e12, 1e12))
     model, batch = gpt(), tokens(batch=32)
     plain = probe.peak_bytes(lambda: model(*batch).backward(), device="cpu")
     account = Budget(device=plain.peak_bytes - plain.activation_bytes // 8, disk=tmp_path)
@@ -188,7 +207,7 @@ def test_the_offloader_plans_anew_when_others_take_more(tmp_path):
 
         def step():
             with offloader:
-                model(*batch).backward()
+                settled(model(*batch), offloader).backward()
             return offloader.statistics()
 
         first = [step() for _ in range(4)][-1]
@@ -207,7 +226,7 @@ def test_offload_beside_a_fleet(account):
         with contextlib.closing(offload.activations(model, budget=free, min_size=0)) as offloader:
             for _ in range(4):
                 with offloader:
-                    model(*batch).backward()
+                    settled(model(*batch), offloader).backward()
             assert offloader.tier_statistics().parked_bytes > 0
     assert_gradients_equal(expected, model)
 
@@ -311,7 +330,7 @@ def test_offload_over_tiered_features(account):
     ):
         for _ in range(3):
             with offloader:
-                square(model(features[index])).backward()
+                settled(square(model(features[index])), offloader).backward()
         assert features.statistics().disk_rows > 0
         assert offloader.tier_statistics().parked_bytes > 0
         held = {one.name for use in account.uses() for one in use.holders if one.held_bytes}
@@ -349,7 +368,7 @@ def test_offload_around_relational_layers(account):
     with contextlib.closing(offload.activations(model, budget=account, min_size=0)) as offloader:
         for _ in range(3):
             with offloader:
-                square(model(x)).backward()
+                settled(square(model(x)), offloader).backward()
         assert offloader.tier_statistics().parked_bytes > 0
     assert_gradients_equal(expected, model)
     held = {one.name: one.held_bytes for use in account.uses() for one in use.holders}
@@ -424,8 +443,10 @@ def test_all_five_together(account):
     whole = nn.ModuleList([model, head])
     expected = plainly(whole, *[lambda both: square(both[1](both[0](rows[index])))] * 3)
     free = Budget(disk=account.disk_bytes)
+    # drawn before there is a fleet: PyTorch's generator belongs to the process, and a job may have its state in it
+    example = torch.randn(500, 64, requires_grad=True)
     with tiered(rows, account) as features, a_fleet_beside(account, job()):
-        planned = remat.optimize(head, [torch.randn(500, 64, requires_grad=True)], account, method="recompute")
+        planned = remat.optimize(head, [example], account, method="recompute")
         with contextlib.closing(offload.activations(model, budget=free, min_size=0)) as offloader:
             for _ in range(3):
                 with offloader:

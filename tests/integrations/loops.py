@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 
 from penstock.offload import _plan
+from penstock.offload._cycle import Cycle
 
 MIB = 2**20
 EVERYTHING = {"min_size": "8KiB", "max_in_flight": "2MiB", "min_saving": 0.0, "max_stall": 1.0, "verify": True}
@@ -34,11 +35,24 @@ def texts(count=64):
 
 @contextlib.contextmanager
 def everything_parked():
-    """Plans park all that may be parked, however long its copies take: tiny steps hide no copy."""
+    """All that may be parked leaves and is fetched, in every cycle and on any disk.
+
+    Plans park it however long its copies take, since tiny steps hide no copy; fetches begin in backward, and backward
+    when the copies out have ended: what is asked for before is handed back from memory, and never written.
+    """
     patched = {"_bisect": 0, "_never_gone": set(), "_declined": ""}
+    needed = Cycle.needed
+
+    def needed_when_settled(cycle, entry):
+        if not cycle.num_needs:
+            cycle._reap.__self__.drain()
+        needed(cycle, entry)
+
     with contextlib.ExitStack() as stack:
         for name, value in patched.items():
             stack.enter_context(mock.patch.object(_plan, name, return_value=value))
+        stack.enter_context(mock.patch.object(_plan, "lay_fetches", _plan._fetch_at_need))
+        stack.enter_context(mock.patch.object(Cycle, "needed", needed_when_settled))
         yield
 
 
@@ -47,7 +61,7 @@ def nothing_left(model, disk, like=None):
     """Fails where the block leaves a thread, a hook, a file or a model changed otherwise than ``like`` behind."""
     threads, marks = _threads(), _marks(like or model)
     yield
-    assert _threads() == threads
+    assert _threads() <= threads  # those with which transformers loads weights may end meanwhile
     assert _marks(model) == marks
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not torch.autograd._profiler_enabled()

@@ -97,8 +97,7 @@ def assert_trains_equal(tmp_path, disk, *, build=gpt2, **changes):
         trainer.train()
     assert losses(plain) == losses(trainer) != []
     assert_same_parameters(plain.model, trainer.model)
-    assert check.parked == sorted(check.parked)
-    assert len(set(check.parked) - {0}) > len(check.parked) // 2  # a busy disk may miss one
+    assert check.parked == sorted({0, *check.parked})[1:]  # more with every micro-batch
     return callback, trainer
 
 

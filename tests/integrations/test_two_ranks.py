@@ -127,4 +127,4 @@ def _rank(rank, train, folder):
 @pytest.mark.parametrize("train", [hugging_face, accelerate, lightning])
 def test_two_ranks_train_as_without_it(tmp_path, train):
     pytest.importorskip({"hugging_face": "transformers"}.get(train.__name__, train.__name__))
-    multiprocessing.spawn(_rank, (train, tmp_path), nprocs=NUM_RANKS)
+    multiprocessing.start_processes(_rank, (train, tmp_path), nprocs=NUM_RANKS, start_method="forkserver")

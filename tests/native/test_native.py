@@ -16,7 +16,7 @@ SOURCE = "int answer(void) {{ return {}; }}\n"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_loaded(monkeypatch):
+def _nothing_loaded(empty_cache, monkeypatch):
     monkeypatch.setenv("PENSTOCK_TOLD_OF_COMPILER", "")
     for known in (_build._loaded, _build._own):
         known.cache_clear()

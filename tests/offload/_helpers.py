@@ -32,12 +32,25 @@ class Run:
 
 @contextlib.contextmanager
 def everything_parked():
-    """Plans park all that may be parked, however long its copies take: tiny steps hide no copy."""
+    """Plans park all that may be parked, however long its copies take: tiny steps hide no copy.
+
+    Fetches begin when the first storage is needed, and not before: what a fetch asks for while its copy out has not
+    begun is not written at all, and how far a disk is by then is luck.
+    """
     patched = {"_bisect": 0, "_never_gone": set(), "_declined": ""}
     with contextlib.ExitStack() as stack:
         for name, value in patched.items():
             stack.enter_context(mock.patch.object(_plan, name, return_value=value))
+        stack.enter_context(mock.patch.object(_plan, "lay_fetches", _lay_fetches_in_backward))
         yield
+
+
+def _lay_fetches_in_backward(problem, parked):
+    begins = min((storage.need_event for storage in problem.storages), default=0)
+    return {
+        index: min(max(begins, problem.storages[index].pack_event + 1), problem.storages[index].need_event)
+        for index in parked
+    }
 
 
 def settle(offloader):

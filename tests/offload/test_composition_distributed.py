@@ -42,7 +42,9 @@ NUM_PROCESSES = 2
 
 def run_in_processes(function, directory):
     """Calls ``function(rank, disk)`` in two processes of one gloo group."""
-    multiprocessing.spawn(_child, (pickle.dumps(function), str(directory)), nprocs=NUM_PROCESSES)
+    multiprocessing.start_processes(
+        _child, (pickle.dumps(function), str(directory)), nprocs=NUM_PROCESSES, start_method="forkserver"
+    )
 
 
 def _child(rank, function, directory):

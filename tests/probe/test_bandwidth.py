@@ -11,7 +11,7 @@ from penstock.probe import LaneBandwidth, _bandwidth, bandwidths
 
 
 @pytest.fixture(autouse=True)
-def measured(monkeypatch):
+def measured(monkeypatch, empty_cache):
     """Transfers of 1 MiB rather than 256; returns a list with one entry per measurement."""
     monkeypatch.setattr(_bandwidth, "_SAMPLE_BYTES", 2**20)
     monkeypatch.setattr(_bandwidth, "_REQUEST_BYTES", 2**18)

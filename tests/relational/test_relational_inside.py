@@ -153,7 +153,7 @@ def train_in_a_group(rank, folder):
 
 
 def test_ddp_gives_the_mean_of_its_ranks(tmp_path, model):
-    torch.multiprocessing.spawn(train_in_a_group, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.start_processes(train_in_a_group, (str(tmp_path),), nprocs=2, start_method="forkserver")
     each = []
     for rank in range(2):
         graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))

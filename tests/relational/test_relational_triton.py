@@ -15,7 +15,7 @@ def run(what, *, interpret):
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE)}
     outcome = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "triton_process.py"), what],
-        env=environment, capture_output=True, text=True, timeout=280, check=False,
+        env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert outcome.returncode == 0, outcome.stdout[-2000:] + outcome.stderr[-6000:]
     return outcome.stdout

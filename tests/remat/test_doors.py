@@ -79,8 +79,8 @@ def make(kind, **options):
     return model
 
 
-def batch(rows=32, width=64):
-    return torch.randn(rows, 32, width, generator=torch.Generator().manual_seed(rows))
+def batch(rows=32, width=64, length=32):
+    return torch.randn(rows, length, width, generator=torch.Generator().manual_seed(rows))
 
 
 def train(step, model, batches):
@@ -122,7 +122,7 @@ DOORS = pytest.mark.parametrize("door", ["own", "string"])
 @DOORS
 @pytest.mark.parametrize("kind", ["print", "lock", "exit", "top", "lstm", "disabled"])
 def test_what_dynamo_breaks_up_shares_one_budget(kind, door):
-    batches = [batch()] * 4
+    batches = [batch(128, length=8) if kind == "lstm" else batch()] * 4  # short sequences, which are captured unrolled
     expected = train(model := make(kind), model, batches)
     budget = int(0.7 * max(peak for *_, peak in expected))
     model = make(kind)

@@ -3,6 +3,7 @@
 One sample of each here; all of them with ``PENSTOCK_SAMPLES=1000 pytest tests/remat/test_every_operator.py``.
 """
 
+import functools
 import os
 import warnings
 
@@ -13,9 +14,6 @@ from torch.utils import _pytree as pytree
 from penstock import remat
 from penstock.errors import GraphBreakWarning
 
-pytest.importorskip("expecttest")
-from torch.testing._internal.common_methods_invocations import op_db
-
 NUM_SAMPLES = int(os.environ.get("PENSTOCK_SAMPLES", "1"))
 NUM_PARTS = 8
 
@@ -23,11 +21,19 @@ NOT_STRIDED = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 """Not for tensors with strides."""
 NOT_EQUAL = {"masked.cumprod"} if torch.__version__.startswith("2.11.") else set()
 """What PyTorch computes another way when it may not look at the numbers."""
-OPERATORS = {
-    f"{one.name}.{one.variant_test_name}" if one.variant_test_name else one.name: one
-    for one in op_db
-    if one.supports_autograd and torch.float32 in one.supported_dtypes("cpu")
-}
+
+
+@functools.cache
+def operators():
+    """By name. What is imported here takes seconds, which a worker without these tests need not spend."""
+    pytest.importorskip("expecttest")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {
+        f"{one.name}.{one.variant_test_name}" if one.variant_test_name else one.name: one
+        for one in op_db
+        if one.supports_autograd and torch.float32 in one.supported_dtypes("cpu")
+    }
 
 
 def replaced_elsewhere():
@@ -82,14 +88,14 @@ def check(operator, sample):
 @pytest.mark.filterwarnings("ignore")
 def test_captured_operators_give_eager_pytorchs_bits(part):
     failed = {}
-    for name in list(OPERATORS)[part::NUM_PARTS]:
+    for name, operator in list(operators().items())[part::NUM_PARTS]:
         if name in NOT_STRIDED | NOT_EQUAL | replaced_elsewhere():
             continue
-        for number, sample in enumerate(OPERATORS[name].sample_inputs("cpu", torch.float32, requires_grad=True)):
+        for number, sample in enumerate(operator.sample_inputs("cpu", torch.float32, requires_grad=True)):
             if number >= NUM_SAMPLES:
                 break
             try:
-                check(OPERATORS[name], sample)
+                check(operator, sample)
             except Exception as error:  # whatever an operator may raise
                 failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     assert not failed

@@ -214,7 +214,13 @@ def test_a_stall_is_an_event_and_a_sum(make, gate):
     gate.shut()
     assert handle.prefetch()
     gate.begun.wait()
-    opener = threading.Timer(0.01, gate.opened.set)
+
+    def open_when_it_is_waited_for():
+        while not handle._in_transit._finished._cond._waiters:
+            threading.Event().wait(0.001)
+        gate.opened.set()
+
+    opener = threading.Thread(target=open_when_it_is_waited_for)
     opener.start()
     assert plain(handle.get()) == expected
     opener.join()

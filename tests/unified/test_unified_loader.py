@@ -151,14 +151,16 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
         plain, host_budget=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path
     ) as features:
         assert features.in_flight_bytes == in_flight
-        loader.features, most, held, lock = features, [0], [0], threading.Lock()
-        read = loader._read
+        loader.features, most, held, lock = features, [0], [0], threading.Condition()
+        read, num_read = loader._read, [0]
 
         def counting(sampled):
             batch = read(sampled)
             with lock:
                 held[0] += batch.x.nbytes
                 most[0] = max(most[0], held[0])
+                num_read[0] += 1
+                lock.notify_all()
             return batch
 
         loader._read = counting
@@ -166,8 +168,11 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
         for batch in loader:
             assert torch.equal(batch.x, plain[batch.nodes])
             sizes.append(batch.x.nbytes)
-            threading.Event().wait(0.005)  # a step; others are read meanwhile
-            with lock:
+            with lock:  # a step; others are read meanwhile
+                if in_flight == 2**20:
+                    lock.wait_for(lambda: num_read[0] >= min(25, len(sizes) + 4))
+                else:
+                    lock.wait(0.005)
                 held[0] -= batch.x.nbytes
         assert len(sizes) == 25
         # the one that a step has is the step's, and the next begins when it is taken

@@ -556,7 +556,7 @@ def _write(features, row, value):
 def test_several_processes_share_one_table(tmp_path):
     np.save(tmp_path / "x.npy", table().numpy())
     shared = unified.from_file(tmp_path / "x.npy", shared=True)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     workers = [context.Process(target=_write, args=(shared, row, 100.0 + row)) for row in (3, 7)]
     for one in workers:
         one.start()

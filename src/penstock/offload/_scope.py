@@ -82,7 +82,7 @@ class ModuleScope:
 
     def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
         def enter(*_: object) -> None:
-            if gate.may_trace or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _is_traced_as_eager():
                 return
             self._stack().append(name)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -98,13 +98,23 @@ class ModuleScope:
 
     def _leaving(self, name: str):  # type: ignore[no-untyped-def]
         def leave(*_: object) -> None:
-            if gate.may_trace or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or _is_traced_as_eager():
                 return
             stack = self._stack()
             if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
                 del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
         return leave
+
+
+def _is_traced_as_eager() -> bool:
+    """Whether a planned step is traced, in which whoever asks PyTorch is told that nothing is."""
+    return gate.may_trace
+
+
+# As torch.compiler.assume_constant_result does, without importing Dynamo. Else Dynamo guards on what is true only while
+# it traces, and every call of a planned step is traced again.
+_is_traced_as_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
