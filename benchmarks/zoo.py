@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 Batch = dict[str, Any]
 """Keyword arguments of a model's forward: tensors, and whatever else it takes."""
 
+VOCABULARY = 100
 LIBRARIES = ("transformers", "timm", "diffusers", "torchvision", "torchaudio")
 
 
@@ -61,11 +62,32 @@ def _plain(output: Any) -> Any:
     return output
 
 
+def from_transformers(
+    kind: str, maker: str, make_batch: Callable[[int], Batch], *options: Mapping[str, Any]
+) -> Architecture:
+    """Return transformers' architecture of a kind of configuration.
+
+    ``maker`` is an auto class, or the model's own; of ``options`` later ones win, and ``...`` leaves one out.
+    """
+    chosen = {key: value for some in options for key, value in some.items()}
+    chosen = {key: value for key, value in chosen.items() if value is not ...}
+
+    def make() -> nn.Module:
+        import transformers
+
+        config = transformers.AutoConfig.for_model(kind, **chosen)
+        wanted = getattr(transformers, maker)
+        model: nn.Module = wanted.from_config(config) if maker.startswith("AutoModel") else wanted(config)
+        return model
+
+    return Architecture(name=kind, library="transformers", make=make, make_batch=make_batch)
+
+
 def all_architectures() -> dict[str, Architecture]:
     """Return all architectures by name, in the order of `LIBRARIES`."""
-    from benchmarks import zoo_speech, zoo_text, zoo_timm_and_torchvision, zoo_vision
+    from benchmarks import zoo_libraries, zoo_signals, zoo_text, zoo_vision
 
-    modules = (zoo_text, zoo_vision, zoo_speech, zoo_timm_and_torchvision)
+    modules = (zoo_text, zoo_vision, zoo_signals, zoo_libraries)
     architectures = [one for module in modules for one in module.ARCHITECTURES]
     architectures.sort(key=lambda one: LIBRARIES.index(one.library))
     found = {one.name: one for one in architectures}

@@ -3,17 +3,15 @@
 from typing import Any
 
 import torch
-from torch import nn
 
-from benchmarks.zoo import Architecture, Batch
+from benchmarks.zoo import VOCABULARY, Batch, from_transformers
 
 LENGTH = 32
-VOCABULARY = 100
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 64, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_DECODER = _SIZES | {"num_key_value_heads": 2, "use_cache": False}
+_DECODER = SIZES | {"num_key_value_heads": 2, "use_cache": False}
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _PAIR = _DECODER | {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -48,24 +46,6 @@ def long_texts(batch: int) -> Batch:
     return masked_texts(batch, 2 * LENGTH)
 
 
-def from_config(kind: str, auto: str, options: dict[str, Any]) -> nn.Module:
-    """Return the model that an auto class of transformers makes from a configuration of a kind."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(kind, **options)
-    model: nn.Module = getattr(transformers, auto).from_config(config)
-    return model
-
-
-def architecture(kind: str, auto: str, make_batch: Any, sizes: dict[str, Any], options: dict[str, Any]) -> Architecture:
-    """Return the architecture of a kind of configuration, whose options are sizes as changed."""
-    chosen = {key: value for key, value in (sizes | options).items() if value is not ...}
-    return Architecture(
-        name=kind,
-        library="transformers",
-        make=lambda: from_config(kind, auto, chosen),
-        make_batch=make_batch,
-    )
 
 
 _ENCODERS: dict[str, dict[str, Any]] = {
@@ -85,6 +65,7 @@ _LONG_ENCODERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": ..., "attn_layers": ["local", "lsh"], "axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16],
         "attention_head_size": 8, "feed_forward_size": 64, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16,
         "num_buckets": 4, "num_hashes": 2, "is_decoder": False, "hash_seed": 1,
+        "hidden_dropout_prob": 0.0, "lsh_attention_probs_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0,  # its dropout is seeded by the clock
     },
 }  # fmt: skip
 _DECODERS: dict[str, dict[str, Any]] = {
@@ -120,9 +101,9 @@ def _long_pair_texts(batch: int) -> Batch:
 
 
 ARCHITECTURES = [
-    *(architecture(kind, "AutoModelForMaskedLM", masked_texts, _SIZES, more) for kind, more in _ENCODERS.items()),
-    *(architecture(kind, "AutoModelForMaskedLM", long_texts, _SIZES, more) for kind, more in _LONG_ENCODERS.items()),
-    *(architecture(kind, "AutoModelForCausalLM", texts, _DECODER, more) for kind, more in _DECODERS.items()),
-    *(architecture(kind, "AutoModelForSeq2SeqLM", texts, _PAIR, more) for kind, more in _PAIRS.items()),
-    *(architecture(kind, "AutoModelForSeq2SeqLM", _long_pair_texts, _PAIR, more) for kind, more in _LONG_PAIRS.items()),
+    *(from_transformers(kind, "AutoModelForMaskedLM", masked_texts, SIZES, more) for kind, more in _ENCODERS.items()),
+    *(from_transformers(kind, "AutoModelForMaskedLM", long_texts, SIZES, more) for kind, more in _LONG_ENCODERS.items()),
+    *(from_transformers(kind, "AutoModelForCausalLM", texts, _DECODER, more) for kind, more in _DECODERS.items()),
+    *(from_transformers(kind, "AutoModelForSeq2SeqLM", texts, _PAIR, more) for kind, more in _PAIRS.items()),
+    *(from_transformers(kind, "AutoModelForSeq2SeqLM", _long_pair_texts, _PAIR, more) for kind, more in _LONG_PAIRS.items()),
 ]
