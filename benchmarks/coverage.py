@@ -15,6 +15,7 @@ imported the libraries, so that a crash is a row. Verdicts:
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -62,7 +63,8 @@ def in_this_process(case: Case, folder: Path, share: float, num_each: int) -> di
     torch.set_num_threads(1)
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
-    return coverage_case.case(zoo.all_architectures()[case.name], case.door, disk, share, num_each)
+    steps = coverage_case.schedule(num_each)
+    return coverage_case.case(zoo.all_architectures()[case.name], case.door, disk, share=share, steps=steps)
 
 
 def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
@@ -95,7 +97,8 @@ class Running:
     @property
     def left_s(self) -> float:
         """Until its limit."""
-        return max(0.0, self._start_s + self._limit_s - time.monotonic())
+        left_s: float = self._start_s + self._limit_s - time.monotonic()
+        return max(0.0, left_s)
 
     def row(self) -> dict[str, Any] | None:
         """Return its row when it is over, or past its limit."""
@@ -103,7 +106,9 @@ class Running:
         if is_hung and self.left_s > 0:
             return None
         if is_hung:
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it leads no group yet
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
         self._process.join()
         report, log = self._folder / "row.json", (self._folder / "log.txt")
         said = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
@@ -189,7 +194,9 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options.add_argument("--library", action="append", choices=zoo.LIBRARIES)
     options.add_argument("--door", action="append", choices=coverage_case.NAMES)
     options.add_argument("--share", type=float, default=0.05, help="of plain's activation peak: the first budget")
-    options.add_argument("--steps", type=int, default=coverage_case.NUM_EACH, help="with each size of batch, at least 2")
+    options.add_argument(
+        "--steps", type=int, default=coverage_case.NUM_EACH, help="with each size of batch, at least 2"
+    )
     options.add_argument("--jobs", type=int, default=1, help="cases that run at once")
     options.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a case may take")
     options.add_argument("--again", action="store_true", help="run cases again that are in the file of --json")

@@ -12,7 +12,7 @@ import re
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ NUM_EACH = 3
 """Steps with each size: plans settle in the first ones, and the last is measured."""
 MOST_ATTEMPTS = 4
 """Budgets that are tried: each is the one that the attempt before named."""
-_NAMED = re.compile(r"(?:budget=|a budget of |at least )(\d+)(?! ?[KMG]iB)")
+_NAMED = re.compile(r"(?:budget=|a budget of |at least )(\d+)(?!\d|\.\d| ?[KMG]iB)")
 
 Array = np.ndarray[Any, Any]
 """What is kept to be compared is no tensor: living tensors of a process count in its peak."""
@@ -62,13 +62,16 @@ class Training:
     """Of the fastest step."""
 
 
-def schedule(num_each: int = NUM_EACH) -> list[tuple[int, bool]]:
-    """Return the size of each step's batch, and whether it is measured."""
-    steps = [(size, number == num_each - 1) for size in SIZES for number in range(num_each)]
-    return [*steps, (SIZES[0], True)]
+Schedule = list[tuple[int, bool]]
 
 
-def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Path, steps: int = NUM_EACH) -> Training:
+def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule:
+    """Return the size of each step's batch, and whether it is measured: those of each size, and the first again."""
+    steps = [(size, number == num_each - 1) for size in sizes for number in range(num_each)]
+    return [*steps, (sizes[0], True)]
+
+
+def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Path, steps: Schedule) -> Training:
     """Train an architecture through a door, and measure what it takes."""
     torch.manual_seed(0)
     model = architecture.make().train()
@@ -79,7 +82,7 @@ def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Pat
     held = [*model.parameters(), *model.buffers(), *(one.grad for one in model.parameters() if one.grad is not None)]
     result.step_s = float("inf")
     with door(model, budget_bytes, folder) as run:
-        for number, (size, is_measured) in enumerate(schedule(steps)):
+        for number, (size, is_measured) in enumerate(steps):
             batch = _begin(architecture, model, number, size)
             standing_bytes = sum(one.nbytes for one in (*held, *_tensors(batch)))
             result.standing_bytes = max(result.standing_bytes, standing_bytes)
@@ -124,7 +127,7 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def plainly(model: nn.Module, _: int, __: Path) -> Iterator[Step]:
+def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
     """Eager PyTorch."""
 
     def step(batch: Batch) -> torch.Tensor:
@@ -157,7 +160,7 @@ def optimized(model: nn.Module, budget_bytes: int, _: Path) -> Iterator[Step]:
         if not made:
             made.append(remat.optimize(lambda batch: loss_of(model(**batch)), [batch], budget_bytes))
         loss: torch.Tensor = made[0](batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     try:
@@ -192,14 +195,13 @@ DOORS: dict[str, Door] = {
 NAMES = (*DOORS, "fleet")
 
 
-def plain_job(architecture: Architecture, num_each: int) -> tuple[fleet.Job, Training]:
+def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, Training]:
     """Return a job for the fleet, and what plain PyTorch makes of it."""
-    sizes = [size for size, _ in schedule(num_each)]
 
     def data() -> list[Batch]:
         generator = torch.random.get_rng_state()
         torch.manual_seed(1000)
-        batches = [architecture.make_batch(size) for size in sizes]
+        batches = [architecture.make_batch(size) for size, _ in steps]
         torch.random.set_rng_state(generator)
         return batches
 
@@ -233,7 +235,7 @@ def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
     if mine.error is not None:
         raise FleetFailure(mine.error)
     return Training(
-        losses=[np.float32(one).reshape(()) for one in mine.losses],
+        losses=[np.asarray(one, np.float32) for one in mine.losses],
         state=_state(mine.model()),
         peak_bytes=results.devices[0].measured_peak_bytes,
         first_s=time.perf_counter() - start_s,
@@ -269,19 +271,19 @@ def _relative(one: Array, other: Array) -> float:
 
 
 def case(
-    architecture: Architecture, door: str, folder: Path, share: float = 0.05, num_each: int = NUM_EACH
+    architecture: Architecture, door: str, folder: Path, *, share: float = 0.05, steps: Schedule | None = None
 ) -> dict[str, Any]:
     """Train plainly twice and through the door, and return what came of it."""
-    nowhere = folder / "unused"
-    expected, again = (train(architecture, plainly, 0, nowhere, num_each) for _ in range(2))
+    steps = steps or schedule()
+    expected, again = (train(architecture, plainly, 0, folder, steps) for _ in range(2))
     control = difference(expected, again)
     budget_bytes = expected.standing_bytes + int(share * (expected.peak_bytes - expected.standing_bytes))
     run: Callable[[int], Training]
     if door == "fleet":
-        job, expected_of_job = plain_job(architecture, num_each)
+        job, expected_of_job = plain_job(architecture, steps)
         run, compared = (lambda budget: in_fleet(job, budget)), expected_of_job
     else:
-        run, compared = (lambda budget: train(architecture, DOORS[door], budget, folder, num_each)), expected
+        run, compared = (lambda budget: train(architecture, DOORS[door], budget, folder, steps)), expected
     row: dict[str, Any] = {
         "name": architecture.name,
         "library": architecture.library,
@@ -368,4 +370,3 @@ def named_bytes(text: str) -> int | None:
     """Return the budget that a message names."""
     found = _NAMED.search(text.replace(",", ""))
     return int(found[1]) if found else None
-

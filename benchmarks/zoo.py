@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from benchmarks.zoo_operators import usable
+
 Batch = dict[str, Any]
 """Keyword arguments of a model's forward: tensors, and whatever else it takes."""
 
@@ -43,10 +45,9 @@ class Architecture:
 
 def loss_of(output: Any) -> torch.Tensor:
     """Return the loss of a model's output: its own, the sum of its losses, or the mean square of its tensors."""
-    if not isinstance(output, Mapping | tuple) and getattr(output, "loss", None) is not None:
-        return output.loss
-    if isinstance(output, Mapping) and output.get("loss") is not None:
-        return output["loss"]
+    loss: torch.Tensor | None = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is not None:
+        return loss
     tensors = [one for one in pytree.tree_leaves(_plain(output)) if isinstance(one, torch.Tensor) and one.requires_grad]
     if all(one.dim() == 0 for one in tensors):
         return torch.stack(tensors).sum()
@@ -85,6 +86,7 @@ def from_transformers(
 
 def all_architectures() -> dict[str, Architecture]:
     """Return all architectures by name, in the order of `LIBRARIES`."""
+    usable()  # transformers looks for torchvision too
     from benchmarks import zoo_libraries, zoo_signals, zoo_text, zoo_vision
 
     modules = (zoo_text, zoo_vision, zoo_signals, zoo_libraries)

@@ -4,16 +4,17 @@ Their wheels are built against PyTorch for CUDA. Beside a PyTorch for the CPU al
 torchvision then fails to import, since it describes operators that do not exist, and torchaudio fails because it takes
 a library that is there and does not load for a broken installation. `usable` mends both before they are imported:
 
-- torchvision gets the schemas of the operators that it describes at import, and `nms` in plain PyTorch. `roi_align` has
-  a plain version of its own there, which it takes where the compiled one is missing, so Faster R-CNN trains; it is taken
-  without its `torch.compile`, which needs a minute and would be no part of what is compared. What has no plain version
-  (deformable convolution, the other ways to pool regions) raises as before.
+- torchvision gets the schemas of the operators that it describes at import, and `nms` in plain PyTorch, so that Faster
+  R-CNN trains. For `roi_align` it has a plain version of its own, and takes it where the compiled one is missing; here
+  that runs without its `torch.compile`, which takes a minute and would be no part of what is compared. What has no
+  plain version (deformable convolution, the other ways to pool regions) raises as before.
 - torchaudio is told that it has no compiled operators; it has plain versions of those that its models use.
 
 Where the compiled libraries load, nothing is changed.
 """
 
 import functools
+import importlib
 import importlib.util
 import sys
 import types
@@ -41,7 +42,7 @@ def usable() -> None:
 
 
 def nms(boxes: torch.Tensor, scores: torch.Tensor, iou_threshold: float) -> torch.Tensor:
-    """Return the indexes of boxes, ``[n, 4]``, that overlap no better one by more than ``iou_threshold``, best first."""
+    """Return the indexes of boxes, ``[n, 4]``, that overlap no better one by more than a threshold, best first."""
     order = scores.argsort(descending=True, stable=True)
     areas = (boxes[:, 2:] - boxes[:, :2]).prod(dim=1)
     kept = []
@@ -73,11 +74,10 @@ def _mend_torchvision() -> None:
         library.define(schema)
     library.impl("nms", nms, "CPU")
     _libraries.append(library)
-    from torchvision.ops import boxes
-
+    boxes = importlib.import_module("torchvision.ops.boxes")
     regions = sys.modules["torchvision.ops.roi_align"]  # the package's attribute of that name is the function
     regions.__dict__["_roi_align"] = regions._roi_align.__wrapped__
-    boxes._assert_has_ops = lambda: None  # asked by `nms`, which is there now, and by rotated boxes
+    boxes.__dict__["_assert_has_ops"] = lambda: None  # asked by `nms`, which is there now, and by rotated boxes
 
 
 def _mend_torchaudio() -> None:
