@@ -30,7 +30,8 @@ def tables() -> str:
     content = json.loads(file.read_text())
     cases: dict[tuple[str, str], dict[str, Any]] = {(one["name"], one["door"]): one for one in content["cases"]}
     versions = ", ".join(f"{name} {version}" for name, version in content["configuration"]["libraries"].items())
-    said = f"From [{file.stem[:10]}](../benchmarks/results/{file.name}): PyTorch {content['machine']['torch']}, {versions}."
+    link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
+    said = f"From {link}: PyTorch {content['machine']['torch']}, {versions}."
     return "\n\n".join([said, _counts(content["cases"]), _architectures(cases)])
 
 
