@@ -21,6 +21,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -39,6 +40,7 @@ LIMIT_S = 300.0
 VERDICTS = ("equal", "close", "refused", "failed", "crashed", "hung", "not equal")
 _QUICK = ("bert", "gpt2", "t5", "resnet")
 _PRELOADED = ("benchmarks.coverage_preload",)
+_PATH = re.compile(r"(?<![\w./-])/(?:[\w.+-]+/)+(?=[\w.+-]+/[\w.+-]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,16 @@ class Running:
             row |= {"verdict": "failed", "message": f"plain training: {said.strip().splitlines()[-1]}", "trace": said}
         else:
             row |= {"verdict": "crashed", "message": f"exit status {self._process.exitcode}", "trace": said}
-        return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
+        return _without_folders(row) | {"duration_s": round(time.monotonic() - self._start_s, 1)}
+
+
+def _without_folders(found: Any) -> Any:
+    """Return ``found`` with absolute paths cut to their last two parts: where a machine has its files is its own."""
+    if isinstance(found, str):
+        return _PATH.sub("", found)
+    if isinstance(found, dict):
+        return {key: _without_folders(value) for key, value in found.items()}
+    return [_without_folders(one) for one in found] if isinstance(found, list) else found
 
 
 def run(cases: Sequence[Case], given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
