@@ -124,7 +124,8 @@ class Running:
             row |= {"verdict": "failed", "message": f"plain training: {said.strip().splitlines()[-1]}", "trace": said}
         else:
             row |= {"verdict": "crashed", "message": f"exit status {self._process.exitcode}", "trace": said}
-        return _without_folders(row) | {"duration_s": round(time.monotonic() - self._start_s, 1)}
+        row = _without_folders(row)
+        return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
 
 
 def _without_folders(found: Any) -> Any:
