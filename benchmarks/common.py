@@ -86,10 +86,17 @@ def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Ro
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = [asdict(row) for row in rows]
-    content = {"machine": provenance(device), "configuration": dict(configuration), "rows": found}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(as_json(configuration, rows, device=device))
     print(f"wrote {path}")
+
+
+def as_json(
+    configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu", **more: Sequence[Mapping[str, Any]]
+) -> str:
+    """What `write` writes, and ``more`` that fits no row."""
+    found = [asdict(row) for row in rows]
+    content = {"machine": provenance(device), "configuration": dict(configuration), "rows": found, **more}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

@@ -1,6 +1,6 @@
 """Models from elsewhere that are no single graph, through both doors: eager PyTorch's bits, and the budget.
 
-Each model is small and made from a configuration (transformers, torchvision), or written here (RNNs). It trains six
+Each model is small and made from a configuration (`benchmarks.zoo`), or written here (RNNs). It trains six
 steps plainly and six through a door, within a share of what the plain step takes, or within 1.25 of it where that is
 refused; then three steps are measured. Equal means: losses and gradients of the measured steps, to the bit.
 """
@@ -17,17 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import common
+from benchmarks import common, zoo
 from penstock import probe, remat
 from penstock.errors import BudgetError, BudgetNotKeptWarning
 
 _NUM_FREE, _NUM_MEASURED = 6, 3
-_SPEECH = {
-    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128,
-    "conv_dim": (32, 32, 32), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3), "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4, "vocab_size": 32,
-}  # fmt: skip
-
 Made = tuple[nn.Module, dict[str, Any]]
 
 
@@ -40,27 +34,14 @@ class Tagger(nn.Module):
         self.words, self.labels = nn.Embedding(100, 64), nn.Linear(128, 9)
         self.rnn = kind(64, 64, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)  # type: ignore[call-arg]
 
-    def forward(self, words: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor]:
+    def forward(self, words: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         x: Any = self.words(words)
         if self.packs:
             x = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         x, _ = self.rnn(x)
         if self.packs:
             x, _ = nn.utils.rnn.pad_packed_sequence(x, batch_first=True)
-        return (nn.functional.cross_entropy(self.labels(x).flatten(0, 1), labels.flatten()),)
-
-
-def words(length: int = 48) -> torch.Tensor:
-    return torch.randint(5, 100, (2, length))
-
-
-def of_text(model: nn.Module, length: int = 48) -> Made:
-    tokens = words(length)
-    return model, {"input_ids": tokens, "labels": tokens}
-
-
-def of_speech(model: nn.Module) -> Made:
-    return model, {"input_values": torch.randn(2, 4000), "labels": torch.randint(1, 32, (2, 10))}
+        return nn.functional.cross_entropy(self.labels(x).flatten(0, 1), labels.flatten())
 
 
 def tagged(model: nn.Module) -> Made:
@@ -68,126 +49,29 @@ def tagged(model: nn.Module) -> Made:
     return model, given | {"lengths": torch.tensor([40] * 4 + [30] * 6 + [11] * 6)}
 
 
-def segformer() -> Made:
-    import transformers
+def from_zoo(name: str) -> Callable[[], Made]:
+    """The same architecture and the same sizes as in the coverage."""
 
-    config = transformers.SegformerConfig(
-        num_encoder_blocks=4, depths=[1] * 4, hidden_sizes=[16, 32, 48, 64], num_attention_heads=[1, 1, 2, 2],
-        decoder_hidden_size=64, num_labels=5,
-    )  # fmt: skip
-    images = {"pixel_values": torch.randn(2, 3, 96, 96), "labels": torch.randint(0, 5, (2, 96, 96))}
-    return transformers.SegformerForSemanticSegmentation(config), images
+    def make() -> Made:
+        architecture = zoo.all_architectures()[name]
+        return architecture.make(), architecture.make_batch(2)
 
-
-def detr() -> Made:
-    import transformers
-
-    backbone = transformers.ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32, 48, 64], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
-    )
-    config = transformers.DetrConfig(
-        use_timm_backbone=False, use_pretrained_backbone=False, backbone=None, backbone_config=backbone, d_model=64,
-        encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=128,
-        decoder_ffn_dim=128, num_queries=10, num_labels=5,
-    )  # fmt: skip
-    labels = [{"class_labels": torch.tensor([1, 2]), "boxes": torch.rand(2, 4) * 0.3 + 0.2} for _ in range(2)]
-    return transformers.DetrForObjectDetection(config), {"pixel_values": torch.randn(2, 3, 96, 96), "labels": labels}
+    return make
 
 
-class Segmenter(nn.Module):
-    """A torchvision model that scores pixels, with its loss."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor]:
-        return (nn.functional.cross_entropy(self.model(images)["out"], labels),)
-
-
-def lraspp() -> Made:
-    from torchvision.models import segmentation
-
-    model = segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5)
-    return Segmenter(model), {"images": torch.randn(2, 3, 96, 96), "labels": torch.randint(0, 5, (2, 96, 96))}
-
-
-def transformer(name: str, config: str, options: dict[str, Any]) -> nn.Module:
-    import transformers
-
-    made: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**options))
-    return made
-
-
-_TEXT = {"vocab_size": 100, "hidden_size": 64}
+LRASPP = "LR-ASPP"
 MODELS: dict[str, Callable[[], Made]] = {
     "LSTM tagger, packed": lambda: tagged(Tagger(nn.LSTM, packs=True)),
     "bidirectional GRU": lambda: tagged(Tagger(nn.GRU, packs=False)),
-    "LR-ASPP": lraspp,
-    "SegFormer": segformer,
-    "DETR": detr,
-    "Mamba": lambda: of_text(
-        transformer(
-            "MambaForCausalLM", "MambaConfig", {**_TEXT, "state_size": 8, "num_hidden_layers": 3, "use_cache": False}
-        )
-    ),
-    "Mixtral": lambda: of_text(
-        transformer(
-            "MixtralForCausalLM",
-            "MixtralConfig",
-            {
-                **_TEXT,
-                "intermediate_size": 128,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "num_local_experts": 4,
-                "use_cache": False,
-            },
-        )
-    ),
-    "Longformer": lambda: of_text(
-        transformer(
-            "LongformerForMaskedLM",
-            "LongformerConfig",
-            {
-                **_TEXT,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "intermediate_size": 128,
-                "attention_window": 16,
-                "max_position_embeddings": 200,
-            },
-        ),
-        64,
-    ),
-    "Switch": lambda: of_text(
-        transformer(
-            "SwitchTransformersForConditionalGeneration",
-            "SwitchTransformersConfig",
-            {
-                "vocab_size": 100,
-                "d_model": 64,
-                "d_kv": 16,
-                "d_ff": 128,
-                "num_layers": 2,
-                "num_decoder_layers": 2,
-                "num_heads": 4,
-                "num_experts": 4,
-                "num_sparse_encoder_layers": 1,
-                "num_sparse_decoder_layers": 1,
-                "decoder_start_token_id": 0,
-                "pad_token_id": 0,
-            },
-        ),
-        32,
-    ),
-    "HuBERT": lambda: of_speech(
-        transformer("HubertForCTC", "HubertConfig", {**_SPEECH, "mask_time_prob": 0.0, "layerdrop": 0.0})
-    ),
-    "wav2vec 2.0": lambda: of_speech(
-        transformer("Wav2Vec2ForCTC", "Wav2Vec2Config", {**_SPEECH, "mask_time_prob": 0.05, "mask_time_length": 2})
-    ),
+    LRASPP: from_zoo("torchvision/lraspp_mobilenet_v3_large"),
+    "SegFormer": from_zoo("segformer"),
+    "DETR": from_zoo("detr"),
+    "Mamba": from_zoo("mamba"),
+    "Mixtral": from_zoo("mixtral"),
+    "Longformer": from_zoo("longformer"),
+    "Switch": from_zoo("switch_transformers"),
+    "HuBERT": from_zoo("hubert"),
+    "wav2vec 2.0": from_zoo("wav2vec2"),
 }
 
 
@@ -199,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = given.model or (["bidirectional GRU"] if given.quick else list(MODELS))
     if not given.model and importlib.util.find_spec("torchvision") is None:
         print("without LR-ASPP, which needs torchvision")
-        names = [name for name in names if name != "LR-ASPP"]
+        names = [name for name in names if name != LRASPP]
     rows: list[common.Row] = []
     lines = []
     for name in names:
@@ -260,8 +144,7 @@ def trained(name: str, door: tuple[str, int] | None, given: argparse.Namespace) 
     bits, peak = [], 0
 
     def step() -> torch.Tensor:
-        result = call(**batch)
-        loss: torch.Tensor = result["loss"] if hasattr(result, "keys") else result[0]
+        loss = zoo.loss_of(call(**batch))
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

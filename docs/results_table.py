@@ -155,6 +155,14 @@ ENTRIES = {
             Figure(label="measured peak {} of the budget", metric="measured over budget.*", of="value", form=".3f"),
         ),
     ),
+    "cpu-coverage": Entry(
+        shows="Architectures of five libraries train through every door as plain PyTorch does",
+        command="coverage",
+        figures=(
+            Figure(label="equal to the bit: {} for a door", metric="equal", of="value", form="d"),
+            Figure(label="not equal: {}", metric="not equal", of="value", form="d"),
+        ),
+    ),
     "cpu-remat": Entry(
         shows="Planned steps of nine models: budgets kept, beside checkpoints and PyTorch's knob",
         command="remat",

@@ -198,6 +198,13 @@ def test_table_of_results_is_what_the_files_say(monkeypatch):
     assert table in page, "run: python docs/results_table.py"
 
 
+def test_table_of_coverage_is_what_the_file_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    tables = importlib.import_module("coverage_table").tables()
+    page = (ROOT / "docs" / "coverage.md").read_text()
+    assert tables in page, "run: python docs/coverage_table.py"
+
+
 @pytest.mark.parametrize("room", ["fleet", "offload", "probe", "relational", "remat", "tiers", "unified"])
 def test_rooms_have_one_shape(room):
     page = (ROOT / "docs" / "rooms" / f"{room}.md").read_text()

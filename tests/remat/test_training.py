@@ -164,6 +164,24 @@ def test_a_budget_below_the_smallest_is_refused_before_training_with_what_holds_
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_the_smallest_budget_holds_to_the_byte(verify, one_thread):
+    model, batch = (
+        nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU())]),
+        torch.randn(256, 64),
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step = lambda batch: model(batch).square().mean()  # noqa: E731
+    low = smallest(remat.optimize(step, [batch], None).plan.problem, "recompute")
+    planned = remat.optimize(step, [batch], low, verify=verify)
+    planned(batch).backward()
+    gc.collect()
+    standing_bytes = batch.nbytes + sum(2 * one.nbytes for one in model.parameters())
+    report = probe.peak_bytes(lambda: planned(batch).backward(), device="cpu")
+    assert standing_bytes + report.activation_bytes == low
+
+
 def test_planning_does_not_train_batch_norm():
     model, batch = make("convnet")
     remat.optimize(model, batch, None)

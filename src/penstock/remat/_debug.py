@@ -11,7 +11,7 @@ from penstock.remat._accumulate import deliver
 from penstock.remat._aot import Runner, boxed_function
 from penstock.remat._emit import IS_STATIC, TAKEN
 from penstock.remat._plan import RematPlan
-from penstock.remat._problem import RematProblem
+from penstock.remat._problem import RematProblem, Storage
 from penstock.remat._ticket import held_bytes
 from penstock.remat._verify import live_bytes
 
@@ -83,9 +83,12 @@ class _Checker(fx.Interpreter):
         unseen = sum(storages[one].size_bytes + edges for one in self._plan.gone_slots)
         unseen += self._returned_bytes  # until they are read for the last time
         if slot >= self._problem.num_forward:
-            forward = [one for one in storages if one.producer < self._problem.num_forward]
-            unseen += sum(one.size_bytes for one in forward if one.is_output)
+            given = [one for one in storages if one.producer < self._problem.num_forward or self._is_tangent(one)]
+            unseen += sum(one.size_bytes for one in given if one.is_output)
         return unseen
+
+    def _is_tangent(self, storage: Storage) -> bool:
+        return self._problem.operators[storage.producer].target == "tangent"
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:

@@ -69,7 +69,7 @@ class Storage:
     producer: int
     """The operator that makes it."""
     is_output: bool = False
-    """Whether the step hands it out (the loss, a gradient): it lives to the end."""
+    """Whether the step hands it out (the loss, a gradient) or its caller keeps it: it lives to the end."""
     must_stay: bool = False
     """Whether it cannot be swapped: it is no tensor's, but what an operator that is captured whole keeps."""
 

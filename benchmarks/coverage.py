@@ -1,0 +1,253 @@
+"""Which architectures train through which door as plain PyTorch trains them, and within their budget.
+
+    python -m benchmarks.coverage --json coverage.json          # rows that are in the file are not run again
+    python -m benchmarks.coverage --model bert --door compile   # one case, with its message
+    python -m benchmarks.coverage --library timm --again --json coverage.json
+
+Each case (an architecture and a door) runs in a process of its own under a time limit, forked from one that has
+imported the libraries, so that a crash is a row. Verdicts:
+
+- equal: losses, gradients of every step, parameters and buffers are those of plain PyTorch, to the bit;
+- close: the same within rounding, where plain PyTorch does not repeat itself either;
+- refused: an error of Penstock's own, which says why;
+- failed: any other error; crashed: the process ended; hung: it ran past the limit;
+- not equal: it trained, and differs.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common, coverage_case, zoo
+
+LIMIT_S = 300.0
+VERDICTS = ("equal", "close", "refused", "failed", "crashed", "hung", "not equal")
+_QUICK = ("bert", "gpt2", "t5", "resnet")
+_PRELOADED = ("benchmarks.coverage_preload",)
+_PATH = re.compile(r"(?<![\w./-])/(?:[\w.+-]+/)+(?=[\w.+-]+/[\w.+-]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """An architecture and a door."""
+
+    name: str
+    """Of the architecture."""
+    door: str
+    """One of `coverage_case.NAMES`."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells its row from others."""
+        return self.name, self.door
+
+
+def in_this_process(case: Case, folder: Path, share: float, num_each: int) -> dict[str, Any]:
+    """Run a case here, and return its row."""
+    import torch
+
+    torch.set_num_threads(1)
+    disk = folder / "disk"
+    disk.mkdir(parents=True, exist_ok=True)
+    steps = coverage_case.schedule(num_each)
+    return coverage_case.case(zoo.all_architectures()[case.name], case.door, disk, share=share, steps=steps)
+
+
+def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
+    """The process of a case: it leads a group, so that all that it starts ends with it."""
+    import faulthandler
+
+    os.setsid()
+    with (folder / "log.txt").open("wb", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    faulthandler.enable()
+    row = in_this_process(case, folder, share, num_each)
+    (folder / "row.json").write_text(json.dumps(row))
+    sys.stdout.flush()
+    os._exit(0)  # what libraries do at exit is no part of the case
+
+
+class Running:
+    """A case that runs in a process."""
+
+    def __init__(self, context: ForkServerContext, case: Case, given: argparse.Namespace, scratch: Path):
+        self.case = case
+        self._folder = Path(tempfile.mkdtemp(dir=scratch))
+        arguments = (case, self._folder, given.share, given.steps)
+        self._process: ForkServerProcess = context.Process(target=_child, args=arguments)
+        self._start_s, self._limit_s = time.monotonic(), given.limit
+        self._process.start()
+        self.sentinel = self._process.sentinel
+
+    @property
+    def left_s(self) -> float:
+        """Until its limit."""
+        left_s: float = self._start_s + self._limit_s - time.monotonic()
+        return max(0.0, left_s)
+
+    def row(self) -> dict[str, Any] | None:
+        """Return its row when it is over, or past its limit."""
+        is_hung = self._process.is_alive()
+        if is_hung and self.left_s > 0:
+            return None
+        if is_hung:
+            with contextlib.suppress(ProcessLookupError):  # it leads no group yet
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+        report, log = self._folder / "row.json", (self._folder / "log.txt")
+        said = log.read_text(errors="replace")[-2000:] if log.is_file() else ""
+        row: dict[str, Any] = {"name": self.case.name, "door": self.case.door}
+        row["library"] = zoo.all_architectures()[self.case.name].library
+        if report.is_file():
+            row |= json.loads(report.read_text())
+        elif is_hung:
+            row |= {"verdict": "hung", "message": f"more than {self._limit_s:.0f} s", "trace": said}
+        elif self._process.exitcode == 1:  # Python's own end: plain training failed
+            row |= {"verdict": "failed", "message": f"plain training: {said.strip().splitlines()[-1]}", "trace": said}
+        else:
+            row |= {"verdict": "crashed", "message": f"exit status {self._process.exitcode}", "trace": said}
+        row = _without_folders(row)
+        return row | {"duration_s": round(time.monotonic() - self._start_s, 1)}
+
+
+def _without_folders(found: Any) -> Any:
+    """Return ``found`` with absolute paths cut to their last two parts: where a machine has its files is its own."""
+    if isinstance(found, str):
+        return _PATH.sub("", found)
+    if isinstance(found, dict):
+        return {key: _without_folders(value) for key, value in found.items()}
+    return [_without_folders(one) for one in found] if isinstance(found, list) else found
+
+
+def run(cases: Sequence[Case], given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
+    """Run cases, ``given.jobs`` at once, and yield each row when it is there."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    waiting, running = list(reversed(cases)), list[Running]()
+    while waiting or running:
+        while waiting and len(running) < given.jobs:
+            running.append(Running(context, waiting.pop(), given, scratch))
+        connection.wait([one.sentinel for one in running], min(one.left_s for one in running))
+        for one in tuple(running):
+            row = one.row()
+            if row is not None:
+                running.remove(one)
+                yield row
+
+
+def rows_of(cases: Sequence[dict[str, Any]]) -> list[common.Row]:
+    """Count verdicts and budgets, over all and by library."""
+    rows = []
+    for door in coverage_case.NAMES:
+        mine = [one for one in cases if one["door"] == door]
+        if not mine:
+            continue
+        verdicts = Counter(one["verdict"] for one in mine)
+        rows += [common.Row(name=door, metric=one, value=verdicts[one], unit="architectures") for one in VERDICTS]
+        trained = [one for one in mine if "is_held" in one and not one["said"]]
+        named = [one for one in trained if one["is_named"]]
+        for what, some in (("budgets", trained), ("named budgets", named)):
+            rows.append(common.Row(name=door, metric=f"{what} tried", value=len(some), unit="budgets"))
+            kept = sum(one["is_held"] for one in some)
+            rows.append(common.Row(name=door, metric=f"{what} held", value=kept, unit="budgets"))
+    return rows
+
+
+def table(cases: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a line per case for the terminal."""
+    return [[one["name"], one["door"], one["verdict"], _budget(one), one.get("message", "")[:90]] for one in cases]
+
+
+def _budget(row: dict[str, Any]) -> str:
+    if "is_held" not in row:
+        return ""
+    ratio = f"{row['peak_bytes'] / row['budget_bytes']:.4f} of " + ("the named" if row["is_named"] else "the first")
+    return ratio + (", and said so" if row["said"] else "")
+
+
+def chosen(given: argparse.Namespace) -> list[Case]:
+    """Return the cases that are asked for, as far as their library is installed."""
+    architectures = zoo.all_architectures()
+    names = given.model or (_QUICK if given.quick else list(architectures))
+    if unknown := set(names) - set(architectures):
+        raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(architectures)}")
+    wanted = [architectures[name] for name in names if architectures[name].library in (given.library or zoo.LIBRARIES)]
+    for library in sorted({one.library for one in wanted if not one.is_installed}):
+        print(f"without {library}, which is not installed: pip install 'penstock[zoo]'")
+    return [
+        Case(name=one.name, door=door)
+        for door in given.door or coverage_case.NAMES
+        for one in wanted
+        if one.is_installed
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    options = common.parser(str(__doc__).splitlines()[0])
+    options.add_argument("--model", action="append", help="an architecture; may be given several times")
+    options.add_argument("--library", action="append", choices=zoo.LIBRARIES)
+    options.add_argument("--door", action="append", choices=coverage_case.NAMES)
+    options.add_argument("--share", type=float, default=0.05, help="of plain's activation peak: the first budget")
+    options.add_argument(
+        "--steps", type=int, default=coverage_case.NUM_EACH, help="with each size of batch, at least 2"
+    )
+    options.add_argument("--jobs", type=int, default=1, help="cases that run at once")
+    options.add_argument("--limit", type=float, default=LIMIT_S, help="seconds that a case may take")
+    options.add_argument("--again", action="store_true", help="run cases again that are in the file of --json")
+    given = options.parse_args(arguments)
+    cases = chosen(given)
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+    if given.json is not None and given.json.is_file():
+        known = {(one["name"], one["door"]): one for one in json.loads(given.json.read_text())["cases"]}
+    todo = [one for one in cases if given.again or one.key not in known]
+    found = []
+    with tempfile.TemporaryDirectory(dir=given.disk, prefix="coverage-") as scratch:
+        for row in run(todo, given, Path(scratch)):
+            key = row["name"], row["door"]
+            known[key] = row
+            found.append(row)
+            print("  ".join([f"{len(found)}/{len(todo)}", *table([row])[0], f"{row['duration_s']} s"]), flush=True)
+            _write(given, list(known.values()))
+    wanted = {one.key for one in cases}
+    shown = [row for key, row in known.items() if key in wanted]
+    common.show("Architectures through doors", ["architecture", "door", "verdict", "peak", ""], table(shown))
+    for one in rows_of(shown):
+        print(f"{one.name}: {one.metric}: {one.value}")
+    return shown
+
+
+def _write(given: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> None:
+    """Write all rows; what was there stays whole until they are."""
+    if given.json is None:
+        return
+    draft = given.json.with_name(given.json.name + ".new")
+    libraries = {one: _version(one) for one in zoo.LIBRARIES}
+    configuration = {"share": given.share, "steps": given.steps, "libraries": libraries}
+    draft.write_text(common.as_json(configuration, rows_of(cases), cases=cases))
+    draft.replace(given.json)
+
+
+def _version(library: str) -> str:
+    return importlib.metadata.version(library) if importlib.util.find_spec(library) else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,372 @@
+"""One case of the coverage: an architecture through a door, beside plain PyTorch in the same process.
+
+Both train the same batches from the same seeds: a size, another, a short last batch, and the first again. Plain
+training runs twice, so that it is known whether it repeats itself. The door is given a budget; where that is refused,
+or cannot be kept, with a number, it is given exactly that number, and has to hold it over the whole training.
+"""
+
+import contextlib
+import gc
+import random
+import re
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.zoo import Architecture, Batch, loss_of
+from penstock import fleet, offload, probe, remat
+from penstock.errors import BudgetNotKeptWarning
+
+SIZES = (4, 3, 2)
+"""Samples of the first batches, of others, and of a short last one."""
+NUM_EACH = 3
+"""Steps with each size: plans settle in the first ones, and the last is measured."""
+MOST_ATTEMPTS = 4
+"""Budgets that are tried: each is the one that the attempt before named."""
+_NAMED = re.compile(r"(?:budget=|a budget of |at least )(\d+)(?!\d|\.\d| ?[KMG]iB)")
+
+Array = np.ndarray[Any, Any]
+"""What is kept to be compared is no tensor: living tensors of a process count in its peak."""
+Step = Callable[[Batch], torch.Tensor]
+"""Runs forward and backward, and returns the loss."""
+Door = Callable[[nn.Module, int, Path], AbstractContextManager[Step]]
+"""Makes a step of a model within a budget, with a folder to spill to."""
+
+
+@dataclass(kw_only=True)
+class Training:
+    """What a training left behind."""
+
+    losses: list[Array] = field(default_factory=list)
+    """Of every step."""
+    gradients: list[list[Array]] = field(default_factory=list)
+    """Of every step, in the order of parameters; none for the fleet, which keeps them to itself."""
+    state: dict[str, Array] = field(default_factory=dict)
+    """Parameters and buffers at the end."""
+    standing_bytes: int = 0
+    """Parameters, their gradients, buffers and the largest batch."""
+    peak_bytes: int = 0
+    """The highest of the measured steps, with all that stands."""
+    first_s: float = 0.0
+    """Of the first step: in a door, of planning mostly."""
+    step_s: float = 0.0
+    """Of the fastest step."""
+
+
+Schedule = list[tuple[int, bool]]
+
+
+def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule:
+    """Return the size of each step's batch, and whether it is measured: those of each size, and the first again."""
+    steps = [(size, number == num_each - 1) for size in sizes for number in range(num_each)]
+    return [*steps, (sizes[0], True)]
+
+
+def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Path, steps: Schedule) -> Training:
+    """Train an architecture through a door, and measure what it takes."""
+    torch.manual_seed(0)
+    model = architecture.make().train()
+    result = Training()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    held = [*model.parameters(), *model.buffers(), *(one.grad for one in model.parameters() if one.grad is not None)]
+    result.step_s = float("inf")
+    with door(model, budget_bytes, folder) as run:
+        for number, (size, is_measured) in enumerate(steps):
+            batch = _begin(architecture, model, number, size)
+            standing_bytes = sum(one.nbytes for one in (*held, *_tensors(batch)))
+            result.standing_bytes = max(result.standing_bytes, standing_bytes)
+            start_s = time.perf_counter()
+            if is_measured:
+                report = probe.peak_bytes(lambda: (run(batch), optimizer.step())[0], device="cpu")  # noqa: B023
+                result.peak_bytes = max(result.peak_bytes, standing_bytes + report.activation_bytes)
+                loss = report.result
+            else:
+                loss = run(batch)
+                optimizer.step()
+            taken_s = time.perf_counter() - start_s
+            result.first_s, result.step_s = result.first_s or taken_s, min(result.step_s, taken_s)
+            result.losses.append(_array(loss))
+            result.gradients.append([_array(one.grad) for one in model.parameters() if one.grad is not None])
+    result.state = _state(model)
+    return result
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return tensor.detach().numpy().copy()
+
+
+def _state(model: nn.Module) -> dict[str, Array]:
+    return {name: _array(one) for name, one in model.state_dict().items() if isinstance(one, torch.Tensor)}
+
+
+def _begin(architecture: Architecture, model: nn.Module, number: int, size: int) -> Batch:
+    """The batch of a step, with everything that draws numbers begun from the step's."""
+    model.zero_grad(set_to_none=False)
+    torch.manual_seed(1000 + number)
+    batch = architecture.make_batch(size)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(number)
+    gc.collect()
+    return batch
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(batch)
+    return [one for one in leaves if isinstance(one, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def plainly(model: Callable[..., Any], _: int, __: Path) -> Iterator[Step]:
+    """Eager PyTorch."""
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss = loss_of(model(**batch))
+        loss.backward()
+        return loss.detach()
+
+    yield step
+
+
+@contextlib.contextmanager
+def offloaded(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
+    """`penstock.offload.activations`, to a disk."""
+    offloader = offload.activations(model, disk=folder, budget=budget_bytes, min_size=0)
+    with contextlib.closing(offloader), plainly(model, budget_bytes, folder) as plain:
+
+        def step(batch: Batch) -> torch.Tensor:
+            with offloader:
+                return plain(batch)
+
+        yield step
+
+
+@contextlib.contextmanager
+def optimized(model: nn.Module, budget_bytes: int, _: Path) -> Iterator[Step]:
+    """`penstock.remat.optimize`, with the loss inside."""
+    made: list[remat.OptimizedStep] = []
+
+    def step(batch: Batch) -> torch.Tensor:
+        if not made:
+            made.append(remat.optimize(lambda batch: loss_of(model(**batch)), [batch], budget_bytes))
+        loss: torch.Tensor = made[0](batch)
+        loss.backward()
+        return loss.detach()
+
+    try:
+        yield step
+    finally:
+        for one in made:
+            one.close()
+
+
+@contextlib.contextmanager
+def compiled(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
+    """`penstock.remat.compile`."""
+    with plainly(remat.compile(model, budget=budget_bytes), budget_bytes, folder) as step:
+        yield step
+
+
+@contextlib.contextmanager
+def compiled_by_name(model: nn.Module, budget_bytes: int, folder: Path) -> Iterator[Step]:
+    """``torch.compile(model, backend="penstock")``."""
+    made: Any = torch.compile(model, backend="penstock", options={"budget": budget_bytes})
+    with plainly(made, budget_bytes, folder) as step:
+        yield step
+
+
+DOORS: dict[str, Door] = {
+    "offload": offloaded,
+    "optimize": optimized,
+    "compile": compiled,
+    "string": compiled_by_name,
+}
+"""Those that take a training loop. The fleet has its own: `in_fleet`."""
+NAMES = (*DOORS, "fleet")
+
+
+def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, Training]:
+    """Return a job for the fleet, and what plain PyTorch makes of it."""
+
+    def data() -> list[Batch]:
+        generator = torch.random.get_rng_state()
+        torch.manual_seed(1000)
+        batches = [architecture.make_batch(size) for size, _ in steps]
+        torch.random.set_rng_state(generator)
+        return batches
+
+    job = fleet.Job(
+        name="job",
+        model=architecture.make,
+        data=data,
+        loss=lambda model, batch: loss_of(model(**batch)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        epochs=1,
+    )
+    torch.manual_seed(job.seed)
+    model, result = architecture.make().train(), Training()
+    optimizer = job.make_optimizer(list(model.named_parameters()))
+    for batch in data():
+        loss = job.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        result.losses.append(_array(loss))
+    result.state = _state(model)
+    return job, result
+
+
+def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
+    """Train a job in a fleet of one device, and measure what its units take. Raises what the job failed with."""
+    device = fleet.Device(name="cpu", threads=1)
+    start_s = time.perf_counter()
+    results = fleet.run([job], [device], budget_bytes, host_budget="1GiB", progress=None, verify=True)
+    mine = results[job.name]
+    if mine.error is not None:
+        raise FleetFailure(mine.error)
+    return Training(
+        losses=[np.asarray(one, np.float32) for one in mine.losses],
+        state=_state(mine.model()),
+        peak_bytes=results.devices[0].measured_peak_bytes,
+        first_s=time.perf_counter() - start_s,
+    )
+
+
+class FleetFailure(Exception):
+    """A job of a fleet failed; the fleet keeps the text of its error alone."""
+
+
+def difference(expected: Training, actual: Training) -> float | None:
+    """Return the largest difference relative to a tensor's largest number, ``None`` where all bits are the same."""
+    pairs = list(zip(expected.losses, actual.losses, strict=True))
+    for mine, other in zip(expected.gradients, actual.gradients, strict=False):
+        pairs += zip(mine, other, strict=True)
+    if expected.state.keys() != actual.state.keys():
+        return float("inf")
+    pairs += [(one, actual.state[name]) for name, one in expected.state.items()]
+    if all(_same_bits(one, other) for one, other in pairs):
+        return None
+    return max(_relative(one, other) for one, other in pairs)
+
+
+def _same_bits(one: Array, other: Array) -> bool:
+    return (one.shape, one.dtype) == (other.shape, other.dtype) and one.tobytes() == other.tobytes()
+
+
+def _relative(one: Array, other: Array) -> float:
+    if one.shape != other.shape or not one.size:
+        return 0.0 if one.shape == other.shape else float("inf")
+    mine, others = one.astype(np.float64), other.astype(np.float64)
+    return float(np.abs(mine - others).max() / max(np.abs(mine).max(), 1e-6))
+
+
+def case(
+    architecture: Architecture, door: str, folder: Path, *, share: float = 0.05, steps: Schedule | None = None
+) -> dict[str, Any]:
+    """Train plainly twice and through the door, and return what came of it."""
+    steps = steps or schedule()
+    expected, again = (train(architecture, plainly, 0, folder, steps) for _ in range(2))
+    control = difference(expected, again)
+    budget_bytes = expected.standing_bytes + int(share * (expected.peak_bytes - expected.standing_bytes))
+    run: Callable[[int], Training]
+    if door == "fleet":
+        job, expected_of_job = plain_job(architecture, steps)
+        run, compared = (lambda budget: in_fleet(job, budget)), expected_of_job
+    else:
+        run, compared = (lambda budget: train(architecture, DOORS[door], budget, folder, steps)), expected
+    row: dict[str, Any] = {
+        "name": architecture.name,
+        "library": architecture.library,
+        "door": door,
+        "control": control,
+        "standing_bytes": expected.standing_bytes,
+        "plain_peak_bytes": expected.peak_bytes,
+        "plain_s": expected.step_s,
+        "is_finite": bool(np.isfinite(expected.losses).all()),
+    }
+    return row | _through(run, compared, control, budget_bytes)
+
+
+def _through(
+    run: Callable[[int], Training], expected: Training, control: float | None, budget_bytes: int
+) -> dict[str, Any]:
+    """Run within a budget, and then within the one that was named, until nothing is named any more."""
+    row: dict[str, Any] = {}
+    tried: list[dict[str, Any]] = []
+    for _ in range(MOST_ATTEMPTS):
+        row = {"budget_bytes": budget_bytes, "is_named": bool(tried)}
+        torch._dynamo.reset()
+        gc.collect()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                result = run(budget_bytes)
+            except Exception as error:
+                row |= failed(error)
+            else:
+                row |= _compared(expected, result, control)
+                row["is_held"] = result.peak_bytes <= budget_bytes
+        said = [str(one.message) for one in caught if issubclass(one.category, BudgetNotKeptWarning)]
+        row["said"] = " | ".join(said)
+        text = row.pop("text", "") or row["said"]
+        tried.append({"budget_bytes": budget_bytes, "text": text[:500]})
+        named = named_bytes(text)
+        if named is None or named <= budget_bytes:
+            break
+        budget_bytes = named
+    return row | {"tried": tried}
+
+
+def _compared(expected: Training, result: Training, control: float | None) -> dict[str, Any]:
+    apart = difference(expected, result)
+    verdict, message = "equal", ""
+    if apart is not None:
+        is_close = control is not None and apart <= max(10 * control, 1e-5)
+        verdict = "close" if is_close else "not equal"
+        message = f"apart by {apart:.2g}" + ("" if control is None else f", plain from plain by {control:.2g}")
+    return {
+        "verdict": verdict,
+        "message": message,
+        "peak_bytes": result.peak_bytes,
+        "first_s": result.first_s,
+        "step_s": result.step_s,
+    }
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """Return the verdict on what a door raised, and the whole text."""
+    cause = _cause(error)
+    text, kind = str(cause), f"{type(cause).__module__}.{type(cause).__name__}"
+    if isinstance(cause, FleetFailure):
+        kind, _, text = text.partition(": ")
+    kind = kind.removeprefix("builtins.")
+    is_ours = kind.startswith("penstock.errors.") and not kind.endswith(".InternalError")
+    line = text.strip().split("\n", 1)[0]
+    return {
+        "verdict": "refused" if is_ours else "failed",
+        "message": f"{kind.removeprefix('penstock.errors.')}: {line}",
+        "text": text,
+        "trace": "" if is_ours else "".join(traceback.format_exception(cause))[-3000:],
+    }
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What was raised inside a backend, without Dynamo's wrapping."""
+    inner = getattr(error, "inner_exception", None)
+    return error if inner is None else _cause(inner)
+
+
+def named_bytes(text: str) -> int | None:
+    """Return the budget that a message names."""
+    found = _NAMED.search(text.replace(",", ""))
+    return int(found[1]) if found else None

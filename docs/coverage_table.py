@@ -1,0 +1,86 @@
+"""The table of `docs/coverage.md`, made from the dated file of `benchmarks/results`.
+
+python docs/coverage_table.py
+
+writes it between the page's two marks. A test compares, so that page and file cannot drift apart.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "coverage.md"
+MARKS = ("<!-- coverage: python docs/coverage_table.py -->", "<!-- end of coverage -->")
+DOORS = {
+    "offload": "`offload.activations`",
+    "optimize": "`remat.optimize`",
+    "compile": "`remat.compile`",
+    "string": '`backend="penstock"`',
+    "fleet": "`fleet.run`",
+}
+"""As columns are headed, by the door's name."""
+
+
+def tables() -> str:
+    """Return the counts and the table as Markdown, from the newest file."""
+    file = max(RESULTS.glob("20??-??-??-cpu-coverage.json"))
+    content = json.loads(file.read_text())
+    cases: dict[tuple[str, str], dict[str, Any]] = {(one["name"], one["door"]): one for one in content["cases"]}
+    versions = ", ".join(f"{name} {version}" for name, version in content["configuration"]["libraries"].items())
+    link = f"[{file.stem[:10]}](../benchmarks/results/{file.name})"
+    said = f"From {link}: PyTorch {content['machine']['torch']}, {versions}."
+    return "\n\n".join([said, _counts(content["cases"]), _architectures(cases)])
+
+
+def _counts(cases: list[dict[str, Any]]) -> str:
+    rows = [
+        "| door | ran | equal to the bit | close | refused | failed, crashed or hung | not equal "
+        "| budgets held | of these, budgets that a refusal had named |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for door, title in DOORS.items():
+        mine = [one for one in cases if one["door"] == door]
+        verdicts = Counter(one["verdict"] for one in mine)
+        errors = sum(verdicts[one] for one in ("failed", "crashed", "hung"))
+        quiet = [one for one in mine if "is_held" in one and not one["said"]]
+        named = [one for one in quiet if one["is_named"]]
+        cells = [title, len(mine), verdicts["equal"], verdicts["close"], verdicts["refused"], errors]
+        rows.append(f"| {' | '.join(map(str, cells))} | {verdicts['not equal']} | {_held(quiet)} | {_held(named)} |")
+    return "\n".join(rows)
+
+
+def _held(cases: list[dict[str, Any]]) -> str:
+    return f"{sum(one['is_held'] for one in cases)} of {len(cases)}"
+
+
+def _architectures(cases: dict[tuple[str, str], dict[str, Any]]) -> str:
+    cells = {name: [_cell(cases.get((name, door))) for door in DOORS] for name, _ in cases}
+    rows = [f"| {name} | {' | '.join(some)} |" for name, some in cells.items()]
+    head = [f"| architecture | {' | '.join(DOORS.values())} |", "|---" * (len(DOORS) + 1) + "|"]
+    return "\n".join(head + rows)
+
+
+def _cell(case: dict[str, Any] | None) -> str:
+    """Return the verdict, and the peak as a share of the budget."""
+    if case is None:
+        return ""
+    if "is_held" not in case:
+        return f"**{case['verdict']}**"
+    share = f"{case['peak_bytes'] / case['budget_bytes']:.2%}"
+    if case["is_held"]:
+        return f"{case['verdict']}, {share}"
+    return f"{case['verdict']}, {share} {'(warned)' if case['said'] else '**over**'}"
+
+
+def main() -> None:
+    """Writes the table into the page."""
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{tables()}\n\n{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()
