@@ -164,6 +164,45 @@ def test_the_smallest_budget_that_a_refusal_names_holds():
     assert below.state is fleet.JobState.FAILED
 
 
+class Straight(torch.autograd.Function):
+    """A derivative that is not that of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 0.5
+
+
+class Derived(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 1))
+        if kind == "hook on a module":
+            self.layers[1].register_full_backward_hook(lambda module, given, taken: (given[0] * 2,))
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        if self.kind == "function":
+            x = Straight.apply(x)
+        if self.kind == "hook on a tensor":
+            x.register_hook(lambda gradient: gradient * 2)
+        return self.layers[1](x)
+
+
+@pytest.mark.parametrize("kind", ["function", "hook on a tensor", "hook on a module"])
+def test_derivatives_of_the_models_own_are_kept(kind):
+    """A trace would take the derivatives of forward's operators instead, and train something else without a word."""
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    one = job(
+        model=lambda: Derived(kind), data=lambda: x.split(8), loss=lambda model, x: model(x).square().mean(), epochs=3
+    )
+    assert_as_plain(one, train([one], num_devices=1)["whole"])
+
+
 def test_nothing_is_printed_on_the_way(capfd):
     assert train([job(epochs=None, steps=1)], num_devices=1)["whole"].error is None
     out, err = capfd.readouterr()

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock import offload, probe
 from penstock.directio import SpillFile
-from penstock.errors import BudgetError, OffloadDeclinedWarning
+from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
 from penstock.tiers import Waterfall
 
 MIB = 2**20
@@ -204,4 +204,46 @@ def test_the_parts_of_a_planned_peak_name_what_is_not_saved(tmp_path, plain_repo
     assert sum(parts.values()) == offloader.statistics().predicted_peak_bytes <= budget
     beside = next(size for part, size in parts.items() if part.startswith("not saved for backward"))
     assert beside >= sum(2 * parameter.nbytes for parameter in model.parameters())
+    offloader.close()
+
+
+class Late(nn.Module):
+    """What it saves first has the same size for every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        self.also = False
+
+    def forward(self, x):
+        x = self.layers(x @ (self.weight * self.weight).tanh())
+        return x.sin() if self.also else x
+
+
+def test_batches_of_two_sizes_have_a_plan_each_whatever_they_save_first(tmp_path):
+    model = Late()
+    offloader = offload.activations(model, disk=tmp_path, min_size=0, budget="64MiB")
+    for rows in (512, 384) * 3:
+        with offloader:
+            model(torch.ones(rows, 64)).sum().backward()
+    with offloader:
+        model(torch.ones(512, 64)).sum().backward()
+    assert offloader.statistics().is_planned
+    offloader.close()
+
+
+def test_steps_that_all_differ_are_given_up_with_a_warning(tmp_path):
+    model = Late()
+    offloader = offload.activations(model, disk=tmp_path, min_size=0, budget="64MiB")
+
+    def steps(count):
+        for at in range(count):
+            model.also = at % 2 == 0
+            with offloader:
+                model(torch.ones(512, 64)).sum().backward()
+
+    with pytest.warns(PenstockWarning, match="saved different tensors, so such steps are not planned"):
+        steps(16)
+    steps(2)  # once is enough
     offloader.close()

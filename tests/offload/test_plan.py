@@ -49,7 +49,7 @@ def problems(draw):
         out_bandwidth_bytes_per_s=draw(st.sampled_from([1e6, 1e8, 1e9, 1e12])),
         in_bandwidth_bytes_per_s=draw(st.sampled_from([1e6, 1e8, 1e9, 1e12])),
         overhead_s=draw(st.sampled_from([0.0, 1e-4])),
-        max_in_flight_bytes=draw(st.sampled_from([1, 32 * MIB, 128 * MIB, 2**62])),
+        max_in_flight_bytes=draw(st.sampled_from([0, 1, 32 * MIB, 128 * MIB, 2**62])),
         base_bytes=tuple(draw(st.lists(st.integers(0, 64 * MIB), min_size=num_events, max_size=num_events)))
         if is_measured
         else (),

@@ -12,7 +12,7 @@ import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -102,7 +102,7 @@ class Captured:
 
     ``names`` gives parameters and buffers (by ``id``) their names; constants of the graph are added to ``constants``,
     with ``number`` in their names, so that those of a job's graphs differ.
-    Raises ``CaptureError`` where the model cannot be traced.
+    Raises ``CaptureError`` where the model cannot be traced, or where a trace would lose its derivatives (``trains``).
     """
 
     def __init__(
@@ -113,6 +113,8 @@ class Captured:
         structure: Structure,
         names: dict[int, str],
         number: int,
+        *,
+        trains: bool,
     ):
         self._number = number
         results: list[Structure] = []
@@ -125,7 +127,7 @@ class Captured:
         step = _Step(model, flat)
         whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a base would be symbols
         try:
-            with _quiet():
+            with _quiet(), _own_derivatives_refused() if trains else nullcontext():
                 exported = torch.export.export(step, whole, strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
             raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
@@ -368,6 +370,26 @@ def _fingerprint(module: fx.GraphModule, shapes: list[tuple[str, tuple[int, ...]
         target = getattr(module, node.target).code if node.op == "get_attr" else node.target
         text += f"{node.op if node.op == 'placeholder' else target} {given}\n"
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def _own_derivatives_refused() -> Iterator[None]:
+    """Inside, code that gives autograd a derivative of its own raises: a trace has the operators of forward alone.
+
+    That is ``torch.autograd.Function``, as which hooks on a module's backward work too, and hooks on tensors.
+    """
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CaptureError("its forward uses torch.autograd.Function or hooks on gradients, which a trace would lose")
+
+    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
+    torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 
 def span(first: str, last: str) -> str:

@@ -288,16 +288,16 @@ class Training:
                     return self.tree.running(function)
                 dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-                    return self._trace(function, leaves, structure)
+                    return self._trace(function, leaves, structure, trains=training)
         finally:
             self._set_modes()
 
     def _trace(
-        self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure
+        self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure, *, trains: bool
     ) -> Captured | Tree:
         """A graph, or, where the model's code depends on numbers, the model run whole."""
         try:
-            return Captured(self.model, function, leaves, structure, self.names, len(self._programs))
+            return Captured(self.model, function, leaves, structure, self.names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
                 raise

@@ -5,8 +5,8 @@ skipped) no graph stands for all batches, so the model's own code runs, from its
 mini-batch (`_whole.py`). What is cut is its tensors: an atom holds those of one module, in the order in which a first
 run used them, and a shard is some atoms in a row. A run that goes another way visits shards in another order.
 
-The first run computes on the CPU, where the factories made the model, without gradients, and leaves buffers and random
-numbers as they were.
+The first run computes on the CPU, where the factories made the model, lets autograd save nothing, and leaves buffers
+and random numbers as they were.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._accesses import Recorder
+from penstock.fleet._autograd import dropping
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._program import Atom, Program, Shard, Whole, span
 
@@ -74,7 +75,7 @@ class Tree:
         for name, tensor in tensors.items():
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         recorder = Recorder(by_storage)
-        with _unchanged_buffers(model), torch.no_grad(), recorder:
+        with _unchanged_buffers(model), dropping(), recorder:  # with gradients, which forward may look at
             result = self.whole.function(model, structure.rebuild([leaf.clone() for leaf in leaves]))
         if not recorder.uses:
             raise CaptureError(

@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from penstock.errors import BudgetError, OffloadDeclinedWarning
+from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
 from penstock.offload._problem import OffloadProblem
 from penstock.offload._recording import CycleTimes, MeasuredMemory
+from penstock.offload._scope import Shapes
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
@@ -53,9 +54,13 @@ class Settings:
     """Check every plan."""
 
 
+Beginning = tuple[int, str, Shapes]
+"""How a cycle begins: bytes and module of the first storage saved, and shapes of what the model was given."""
+
+
 @dataclass(slots=True)
 class _Lesson:
-    """What is known of the cycles that begin with one storage: batches of one shape, as a rule."""
+    """What is known of the cycles that begin alike: batches of one shape, as a rule."""
 
     is_fitting: bool
     """Whether a measured cycle within the budget is still to come."""
@@ -81,22 +86,20 @@ class Learner:
     def __init__(self, settings: Settings):
         self.declined = ""
         self._settings = settings
-        self._lessons: dict[tuple[int, str, bool], _Lesson] = {}
+        self._lessons: dict[tuple[Beginning, bool], _Lesson] = {}
         self._lesson = _Lesson(is_fitting=False)
-        self._has_warned = False
+        self._has_warned = self._has_given_up = False
         self._is_on_cpu = False
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
 
-    def begin(
-        self, waterfalls: dict[torch.device, Waterfall], size_bytes: int, label: str, *, has_gradients: bool
-    ) -> Cycle:
-        """A cycle that follows a plan, or is recorded if there is none yet for cycles that begin with this storage."""
+    def begin(self, waterfalls: dict[torch.device, Waterfall], beginning: Beginning, *, has_gradients: bool) -> Cycle:
+        """A cycle that follows a plan, or is recorded if there is none yet for cycles with this beginning."""
         device, waterfall = next(iter(waterfalls.items()))
         self._is_on_cpu = device.type == "cpu"
         self.abort()
-        lesson = self._lesson = self._lesson_for(size_bytes, label, has_gradients)
+        lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
         # somebody profiles this cycle, or runs Python while its memory is looked through: the next one teaches
@@ -146,12 +149,12 @@ class Learner:
             self._meter.close()
         self._meter = self._memory = self._clock = None
 
-    def _lesson_for(self, size_bytes: int, label: str, has_gradients: bool) -> _Lesson:
+    def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
         """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
 
         With a budget it matters whether gradients exist already, as in all micro-batches of a step but its first.
         """
-        key = (size_bytes, label, has_gradients and self._settings.account.device_bytes is not None)
+        key = (beginning, has_gradients and self._settings.account.device_bytes is not None)
         if key not in self._lessons:
             if len(self._lessons) >= _MAX_LESSONS:
                 return _Lesson(is_fitting=False, num_changes=_MAX_CHANGES + 1)
@@ -229,6 +232,8 @@ class Learner:
             lesson.num_changes += 1
             lesson.plan, lesson.declined = None, ""
             lesson.is_fitting = self._settings.account.device_bytes is not None  # what else takes is to be measured
+            if not lesson.is_open:
+                self._give_up()
             return
         budget_bytes = self._budget_bytes()
         if lesson.is_fitting and budget_bytes is not None and statistics.peak_bytes is not None:
@@ -244,6 +249,18 @@ class Learner:
                     in_bandwidth_bytes_per_s=min(back, lesson.problem.in_bandwidth_bytes_per_s) * _DERATING,
                 )
                 self._make_plan(lesson, slower)
+
+    def _give_up(self) -> None:
+        """Says once that steps of some kind are not planned any more."""
+        if not self._has_given_up:
+            self._has_given_up = True
+            warnings.warn(
+                f"{_MAX_CHANGES + 1} steps with inputs of the same shapes saved different tensors, so such steps are "
+                "not planned: all that may leaves, and with a budget forward waits for every copy. Leave out what "
+                "depends on numbers: modules=['blocks.*']",
+                PenstockWarning,
+                stacklevel=5,
+            )
 
     def _fit(self, lesson: _Lesson, problem: OffloadProblem, peak_bytes: int, budget_bytes: int) -> None:
         """Plans again for less until a measured peak is within the budget."""

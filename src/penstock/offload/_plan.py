@@ -33,7 +33,7 @@ BESIDE = "not saved for backward: parameters, gradients, optimizer state, and wh
 MOVING = "parked: on its way out, or back for backward"
 """A part of the peak."""
 _IN_FLIGHT_PARTS = (4, 16, 64, 2**62)
-"""Parts of all that may be in flight that are tried, until the budget has room; the last is one storage at a time."""
+"""Parts of all that may be in flight that are tried, until the budget has room; the last is nothing."""
 _NO_STALL_SHARE = 0.005
 """A predicted stall below this share of the step counts as none."""
 
@@ -79,7 +79,10 @@ class OffloadPlan:
     gone_events: Mapping[int, int]
     """Per parked storage, the event at which its device copy has gone; with a budget the computation waits for it."""
     max_in_flight_bytes: int
-    """What may be on its way out at once: as much as the problem says, or less where the budget has no room for it."""
+    """What may be on its way out at once: as much as the problem says, or less where the budget has no room for it.
+
+    0: every copy out is waited for at the next event, so that no speed of a disk changes the peak.
+    """
     peak_parts: Mapping[str, int]
     """Bytes of the predicted peak by what they are: of saved storages by why they are there, and all else."""
     held_bytes: tuple[int, ...]
@@ -153,18 +156,18 @@ def _within_budget(problem: OffloadProblem, parked: Set[int]) -> tuple[OffloadPr
     if problem.budget_bytes is None:
         return problem, lay_fetches
     most = min(problem.max_in_flight_bytes, sum(problem.storages[index].size_bytes for index in parked))
-    bounds = [problem.max_in_flight_bytes, *(max(1, most // part) for part in _IN_FLIGHT_PARTS)]
+    bounds = [problem.max_in_flight_bytes, *(most // part for part in _IN_FLIGHT_PARTS)]
     for lay in (lay_fetches, _fetch_at_need):
         for bound_bytes in bounds:
             less = replace(problem, max_in_flight_bytes=min(bound_bytes, problem.max_in_flight_bytes))
             if simulate(less, parked, lay(less, parked)).peak_bytes <= problem.budget_bytes:
                 return less, lay
-    return replace(problem, max_in_flight_bytes=1), _fetch_at_need
+    return replace(problem, max_in_flight_bytes=0), _fetch_at_need
 
 
 def smallest_peak_bytes(problem: OffloadProblem) -> int:
-    """The predicted peak with everything parked that may be, one at a time, and nothing fetched before it is needed."""
-    parked, problem = _movable(problem), replace(problem, max_in_flight_bytes=1)
+    """The predicted peak with all parked that may be, each waited for, and nothing fetched before it is needed."""
+    parked, problem = _movable(problem), replace(problem, max_in_flight_bytes=0)
     return simulate(problem, frozenset(parked), _fetch_at_need(problem, frozenset(parked))).peak_bytes
 
 
@@ -256,6 +259,8 @@ class _Player:
             self.now_s += time_s - before_s
             before_s = time_s
             self.event = event
+            if not self.problem.max_in_flight_bytes:
+                self._wait_until(self.out_free_s)
             self._land()
             for index in self.frees.get(event, ()):
                 self.resident_bytes -= self.problem.storages[index].size_bytes

@@ -38,7 +38,7 @@ class OffloadProblem:
     overhead_s: float = 0.0
     """Measured time of packing and unpacking one parked storage, beside its copies."""
     max_in_flight_bytes: int = 2**62
-    """Bound on the bytes on their way out; the computation waits above it."""
+    """Bound on the bytes on their way out; the computation waits above it. 0 waits for each at the next event."""
     base_bytes: tuple[int, ...] = ()
     """Device bytes beside the saved storages, the most between each event and the next; empty if not measured."""
     budget_bytes: int | None = None

@@ -283,7 +283,7 @@ class Offloader:
         if self._cycle is None:
             has_gradients = any(one.grad is not None for one in self._model.parameters())
             self._cycle = self._learner.begin(
-                self._waterfalls, seen.size_bytes, seen.module, has_gradients=has_gradients
+                self._waterfalls, (seen.size_bytes, seen.module, self._scope.given), has_gradients=has_gradients
             )
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(

@@ -1,7 +1,8 @@
 """Whose forward runs, and which storages are the model's own."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from penstock.tiers import gate
 
 _CAST_SAMPLE = 64
+Shapes = tuple[tuple[int, ...], ...]
 
 
 class ModuleScope:
@@ -24,7 +26,10 @@ class ModuleScope:
         self._own: set[int] = set()
         self._weights: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._casts: dict[tuple[str, tuple[int, ...]], bool] = {}
+        self.given: Shapes = ()
+        """Shapes of the tensors that the model was last called with."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks.append(model.register_forward_pre_hook(self._note_given, with_kwargs=True))
         for name, module in eager_modules(model):
             self._hooks.append(module.register_forward_pre_hook(self._entering(name, module)))
             self._hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
@@ -80,6 +85,10 @@ class ModuleScope:
             if part.is_floating_point() and part.dim() >= 2:
                 self._weights.setdefault(tuple(part.shape), []).append(part.detach())
 
+    def _note_given(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:  # any: arguments
+        if not torch.compiler.is_compiling() and not _is_traced_as_eager():
+            self.given = tuple(_shapes_in((*given, *named.values())))
+
     def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
         def enter(*_: object) -> None:
             if torch.compiler.is_compiling() or _is_traced_as_eager():
@@ -105,6 +114,16 @@ class ModuleScope:
                 del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
         return leave
+
+
+def _shapes_in(things: Iterable[Any]) -> Iterator[tuple[int, ...]]:  # any: arguments of a model
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            yield tuple(thing.shape)
+        elif isinstance(thing, Mapping):
+            yield from _shapes_in(thing.values())
+        elif isinstance(thing, list | tuple):
+            yield from _shapes_in(thing)
 
 
 def _is_traced_as_eager() -> bool:

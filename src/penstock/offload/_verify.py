@@ -55,13 +55,21 @@ class _Clock:
         self.landed_s = []
         packs: dict[int, list[float]] = {}
         needs: dict[int, list[float]] = {}
+        leaves: dict[int, float] = {}
+        """Where every copy out is waited for: per event, when those of the storages saved there end."""
+        out_s = 0.0
         for one in plan.transfers:
-            packs.setdefault(problem.storages[one.index].pack_event, []).append(one.pack_s)
+            pack_event = problem.storages[one.index].pack_event
+            packs.setdefault(pack_event, []).append(one.pack_s)
+            if not plan.max_in_flight_bytes:
+                leaves[pack_event] = max(one.out_end_s, leaves.get(pack_event, 0.0))
             if one.in_end_s < math.inf:
                 needs.setdefault(problem.storages[one.index].need_event, []).append(one.in_end_s)
         for event, time_s in enumerate(problem.event_times_s):
             self._now_s += time_s - before_s
             before_s = time_s
+            self._wait([out_s])
+            out_s = leaves.get(event, out_s)
             self._wait(packs.get(event, []))
             self.landed_s.append(self._now_s)
             self._wait(needs.get(event, []))
