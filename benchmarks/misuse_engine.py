@@ -1,0 +1,624 @@
+"""Working calls of `offload`, `remat`, `tiers` and `probe`."""
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
+from benchmarks.soak_case import Case
+from penstock import offload, probe, remat, tiers
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 64 * 64).view(64, 64)
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [one.grad.clone() for one in module.parameters() if one.grad is not None]
+
+
+def plain(module: nn.Module) -> list[torch.Tensor]:
+    """Gradients of a copy of the module, by plain PyTorch."""
+    other = copy.deepcopy(module)
+    other.zero_grad()
+    other(batch()).square().mean().backward()
+    return gradients_of(other)
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str) -> None:
+    equal = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    require(equal, f"{what}: gradients differ from plain PyTorch's")
+
+
+def trains(offloader: Any, module: nn.Module, num_steps: int = 3) -> None:
+    """Steps inside of an offloader have plain PyTorch's gradients."""
+    expected = plain(module)
+    for _ in range(num_steps):
+        module.zero_grad()
+        with offloader:
+            module(batch()).square().mean().backward()
+        same(gradients_of(module), expected, "offloaded")
+
+
+def _offloaded(offloader: Any, arguments: Arguments) -> None:
+    try:
+        trains(offloader, arguments["model"])
+        require(offloader.statistics().num_steps in (2, 3), "steps are counted")
+    finally:
+        offloader.close()
+
+
+def _wrapped(wrapped: Any, arguments: Arguments) -> None:
+    module = arguments["module"]
+    try:
+        expected = plain(module)
+        for _ in range(3):
+            module.zero_grad()
+            wrapped(batch()).square().mean().backward()
+            same(gradients_of(module), expected, "wrapped")
+    finally:
+        wrapped.offloader.close()
+
+
+def _activations(case: Case) -> Arguments:
+    return {"model": model(), "disk": case.disk(), "min_size": 0}
+
+
+def _budgeted(case: Case) -> Arguments:
+    return {"model": model(), "budget": case.budget(device="1GiB", disk=case.disk()), "min_size": 0}
+
+
+def saved(**changes: Any) -> offload.SavedStorage:
+    given = {"size_bytes": 2**20, "label": "", "pack_event": 0, "need_event": 2, "free_event": 3}
+    return offload.SavedStorage(**(given | changes))
+
+
+def offload_problem(**changes: Any) -> offload.OffloadProblem:
+    given = {
+        "storages": (saved(),), "event_times_s": (0.0, 0.1, 0.2, 0.3), "step_s": 0.3,
+        "out_bandwidth_bytes_per_s": 1e9, "in_bandwidth_bytes_per_s": 1e9,
+    }  # fmt: skip
+    return offload.OffloadProblem(**(given | changes))
+
+
+def offload_plan() -> offload.OffloadPlan:
+    return offload.plan(offload_problem())
+
+
+def _planned_offload(problem: Any, _: Arguments) -> None:
+    offload.verify(problem, offload.plan(problem))
+
+
+USES |= {
+    "offload.activations": Use(call=offload.activations, good=_activations, check=_offloaded),
+    "offload.wrap": Use(
+        call=offload.wrap,
+        good=lambda case: {"module": model(), "disk": case.disk(), "min_size": 0},
+        check=_wrapped,
+    ),
+    "offload.Offloader": Use(
+        call=offload.activations, good=_budgeted, check=_offloaded, made_by="offload.activations",
+    ),
+    "offload.OffloadedModule": Use(
+        call=offload.wrap, good=lambda case: {"module": model(), "disk": case.disk()}, check=_wrapped,
+        made_by="offload.wrap", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "offload.plan": Use(
+        call=offload.plan, good=lambda _: {"problem": offload_problem()},
+        check=lambda plan, given: offload.verify(given["problem"], plan),
+    ),
+    "offload.verify": Use(
+        call=offload.verify, good=lambda _: {"problem": offload_problem(), "plan": offload_plan()},
+    ),
+    "offload.OffloadProblem": Use(
+        call=offload.OffloadProblem,
+        good=lambda _: {name: getattr(offload_problem(), name) for name in offload.OffloadProblem.__slots__},
+        check=_planned_offload,
+    ),
+    "offload.SavedStorage": Use(
+        call=offload.SavedStorage, good=lambda _: {name: getattr(saved(), name) for name in saved().__slots__},
+        check=lambda one, _: _planned_offload(offload_problem(storages=(one,)), {}),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "offload.OffloadPlan": offload_plan,
+    "offload.Transfer": lambda: offload_plan().transfers[0],
+    "offload.SavedTensor": lambda: offload.SavedTensor(
+        module="", shape=(1,), dtype=torch.float32, size_bytes=4, is_checkpoint_input=False
+    ),
+    "offload.OffloadStatistics": lambda: offload.OffloadStatistics(
+        num_steps=0, saved_bytes=0, parked_bytes=0, fetched_bytes=0, forwarded_bytes=0
+    ),
+}
+UNCALLED |= {"offload.Policy": "the type of a function that the user writes"}
+
+
+# remat
+
+
+def operator(**changes: Any) -> remat.Operator:
+    given = {"name": "exp", "target": "aten.exp.default", "inputs": (), "outputs": (0,), "duration_s": 0.1}
+    return remat.Operator(**(given | changes))
+
+
+def storage(**changes: Any) -> remat.Storage:
+    return remat.Storage(**({"name": "a", "size_bytes": 2**20, "producer": 0} | changes))
+
+
+def remat_problem(**changes: Any) -> remat.RematProblem:
+    given = {
+        "operators": (
+            operator(), operator(name="sin", inputs=(0,), outputs=(1,)),
+            operator(name="mul", inputs=(0, 1), outputs=(2,)),
+        ),
+        "num_forward": 2,
+        "storages": (storage(), storage(name="b", producer=1), storage(name="c", producer=2, is_output=True)),
+    }  # fmt: skip
+    return remat.RematProblem(**(given | changes))
+
+
+def remat_plan() -> remat.RematPlan:
+    return remat.plan(remat_problem(), 2**30)
+
+
+def _planned(problem: Any, _: Arguments) -> None:
+    remat.verify(problem, remat.plan(problem, 2**30))
+    remat.smallest_budget_bytes(problem)
+
+
+def loss_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: module(x).square().mean()
+
+
+def steps(step: Any, module: nn.Module, what: str) -> None:
+    """A planned step has plain PyTorch's gradients."""
+    expected = plain(module)
+    for _ in range(2):
+        module.zero_grad()
+        result = step(batch())
+        (result if result.dim() == 0 else result.square().mean()).backward()
+        same(gradients_of(module), expected, what)
+
+
+def _optimized(step: Any, arguments: Arguments) -> None:
+    try:
+        steps(step, arguments["step"], "planned")
+    finally:
+        step.close()
+
+
+def _compiled(compiled: Any, arguments: Arguments) -> None:
+    try:
+        steps(compiled, arguments["model"], "compiled")
+    finally:
+        compiled.close()
+
+
+@functools.cache
+def graph() -> torch.fx.GraphModule:
+    return torch.fx.symbolic_trace(model())
+
+
+def _named_backend(call: Any, arguments: Arguments) -> None:
+    require(callable(call), "a backend returns a callable")
+
+
+def _backend(backend: Any, _: Arguments) -> None:
+    module = model()
+    steps(torch.compile(module, backend=backend), module, "torch.compile")
+    backend.close()
+
+
+def _file(case: Case, name: str, text: str) -> Path:
+    path = case.folder / name
+    path.write_text(text)
+    return path
+
+
+def _problem_file() -> Path:
+    path = Path("../out/problem.json").resolve()
+    remat_problem().save(path)
+    return path
+
+
+def _remat_options(case: Case) -> Arguments:
+    """All that `compile` takes behind its ``**options``."""
+    return {
+        "budget": case.budget(device="1GiB"), "optimizer": None, "reserve": 0, "disk": None, "host": None,
+        "accumulates": True, "adds_gradients": True, "method": "hybrid", "profile": None, "compiler": "eager",
+        "verify": False, "strict": False, "as_eager": True,
+    }  # fmt: skip
+
+
+def compiling(
+    model: Any, budget: Any, optimizer: Any, reserve: Any, disk: Any, host: Any, accumulates: Any, adds_gradients: Any,
+    method: Any, profile: Any, compiler: Any, verify: Any, strict: Any, as_eager: Any, **potatoes: Any,
+) -> Any:  # fmt: skip
+    """`remat.compile` with its options as parameters, from which misuses are derived."""
+    options = {name: value for name, value in locals().items() if name not in ("model", "potatoes")}
+    return remat.compile(model, **options, **potatoes)
+
+
+compiling.__annotations__ = {
+    **{name: one for name, one in remat.optimize.__annotations__.items() if name not in ("step", "return")},
+    "model": remat.compile.__annotations__["model"], "as_eager": bool,
+}  # fmt: skip
+
+USES |= {
+    "remat.optimize": Use(
+        call=remat.optimize,
+        good=lambda case: {"step": model(), "example_inputs": [batch()], "budget": case.budget(device="1GiB")},
+        check=_optimized,
+    ),
+    "remat.OptimizedStep": Use(
+        call=remat.optimize,
+        good=lambda case: {"step": model(), "example_inputs": [batch()], "budget": case.budget(device="1GiB")},
+        check=_optimized, made_by="remat.optimize", methods={"__call__": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.compile": Use(
+        call=compiling, good=lambda case: {"model": model(), **_remat_options(case)}, check=_compiled
+    ),
+    "remat.CompiledModule": Use(
+        call=remat.compile, good=lambda case: {"model": model(), "budget": case.budget(device="1GiB")},
+        check=_compiled, made_by="remat.compile", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.CompiledFunction": Use(
+        call=remat.compile,
+        good=lambda case: {"model": loss_of(model()), "budget": case.budget(device="1GiB")},
+        made_by="remat.compile", methods={"__call__": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.compile_backend": Use(
+        call=remat.compile_backend,
+        good=lambda _: {"module": graph(), "_": [batch()], "options": {"budget": "1GiB"}}, check=_named_backend,
+    ),
+    "remat.Backend": Use(
+        call=remat.Backend, good=lambda _: {"budget": "1GiB"}, check=_backend,
+        methods={"__call__": lambda _: {"module": graph(), "_": [batch()]}, "context_of": lambda _: {"_": {}}},
+    ),
+    "remat.max_batch": Use(
+        call=remat.max_batch,
+        good=lambda _: {"make": lambda size: (model(), [torch.ones(size, 64)]), "budget": "1MiB", "start": 64},
+        check=lambda size, given: require(isinstance(size, int) and (not size or size >= given["start"]), "a batch"),
+    ),
+    "remat.optimizer_state_bytes": Use(
+        call=remat.optimizer_state_bytes, good=lambda _: {"optimizer": torch.optim.Adam(model().parameters())},
+        check=lambda size, _: require(size > 2 * 4 * (64 * 128 + 128 + 129), "Adam has two numbers per parameter"),
+    ),
+    "remat.pareto": Use(
+        call=remat.pareto, good=lambda _: {"problem": remat_problem(), "budgets_bytes": [2**22, 2**30]},
+        check=lambda plans, given: require(len(plans) == len(given["budgets_bytes"]), "a plan per budget"),
+    ),
+    "remat.plan": Use(
+        call=remat.plan, good=lambda _: {"problem": remat_problem(), "budget_bytes": 2**30},
+        check=lambda plan, given: remat.verify(given["problem"], plan),
+    ),
+    "remat.smallest_budget_bytes": Use(
+        call=remat.smallest_budget_bytes, good=lambda _: {"problem": remat_problem()},
+        check=lambda size, _: require(0 < size <= 3 * 2**20, "no more than all storages"),
+    ),
+    "remat.verify": Use(call=remat.verify, good=lambda _: {"problem": remat_problem(), "plan": remat_plan()}),
+    "remat.live_bytes": Use(call=remat.live_bytes, good=lambda _: {"problem": remat_problem(), "plan": remat_plan()}),
+    "remat.RematProblem": Use(
+        call=remat.RematProblem,
+        good=lambda _: {name: getattr(remat_problem(), name) for name in remat.RematProblem.__slots__},
+        check=_planned,
+        methods={"save": lambda _: {"file": "../out/problem.json"}, "load": lambda _: {"file": _problem_file()}},
+    ),
+    "remat.Operator": Use(
+        call=remat.Operator, good=lambda _: {name: getattr(operator(), name) for name in operator().__slots__},
+        check=lambda one, _: _planned(remat_problem(operators=(one, *remat_problem().operators[1:])), {}),
+    ),
+    "remat.Storage": Use(
+        call=remat.Storage, good=lambda _: {name: getattr(storage(), name) for name in storage().__slots__},
+        check=lambda one, _: _planned(remat_problem(storages=(one, *remat_problem().storages[1:])), {}),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "remat.Planned": lambda: remat.Planned(problem=remat_problem(), plan=remat_plan(), budget_bytes=2**30),
+    "remat.RematPlan": remat_plan,
+    "remat.Decision": lambda: remat.Decision.KEEP,
+}
+UNCALLED |= {"remat.Method": "the names of the ways to plan"}
+
+
+# tiers
+
+
+def _parks(waterfall: Any, _: Arguments) -> None:
+    tensor = torch.arange(100_000)
+    handle = waterfall.park(tensor.untyped_storage(), "numbers")
+    layout = tiers.ViewLayout.of(tensor)
+    expected = tensor.clone()
+    del tensor
+    waterfall.drain()
+    try:
+        require(torch.equal(layout.rebuild(handle.get()), expected), "parked bytes come back")
+        handle.release()
+    finally:
+        waterfall.close()
+
+
+def _all_park(waterfalls: Any, _: Arguments) -> None:
+    for one in waterfalls:
+        _parks(one, {})
+
+
+def parked(case: Case) -> tiers.Handle:
+    """A handle whose waterfall ends with it, as misuses of handles close nothing."""
+    waterfall = tiers.waterfall_for("cpu", tiers.Budget(disk=case.disk()))
+    handle = waterfall.park(torch.arange(100_000).untyped_storage(), "numbers")
+    handle.keeps = waterfall.close  # type: ignore[attr-defined]
+    return handle
+
+
+def _writes(tier: Any, _: Arguments) -> None:
+    extent = tier.reserve(5000)
+    try:
+        for piece in extent.pieces:
+            back = bytearray(piece.size_bytes)
+            tier.write(piece, memoryview(bytes([7]) * piece.size_bytes))
+            tier.read(piece, memoryview(back))
+            require(back == bytes([7]) * piece.size_bytes, "written bytes come back")
+        tier.release(extent)
+    finally:
+        tier.close()
+
+
+def _reserved(tier: Any) -> Any:
+    return tier.reserve(4096)
+
+
+_TIER_METHODS: Mapping[str, Callable[[Any], Arguments]] = {
+    "reserve": lambda _: {"size_bytes": 4096},
+    "release": lambda tier: {"extent": _reserved(tier)},
+    "file_name": lambda tier: {"piece": _reserved(tier).pieces[0]},
+    "write": lambda tier: {"piece": _reserved(tier).pieces[0], "view": memoryview(bytes(4096))},
+    "read": lambda tier: {"piece": _reserved(tier).pieces[0], "view": memoryview(bytearray(4096))},
+    "view": lambda tier: {"extent": _reserved(tier)},
+    "tensor": lambda tier: {"extent": _reserved(tier)},
+}
+_ON_A_DEVICE = frozenset({"write_storage", "read_storage", "open_to_device", "talks_to_device"})
+
+
+def _accounts(budget: Any, _: Arguments) -> None:
+    budget.charge("host", 0)
+    require(budget.held_bytes("host") == 0, "an empty account")
+    repr(budget), budget.uses()
+
+
+def _budget_charged(budget: Any) -> Arguments:
+    budget.charge("device", 10)
+    return {"place": "device", "size_bytes": 10}
+
+
+class Generators:
+    """A user's own."""
+
+    def __init__(self) -> None:
+        self.state = torch.get_rng_state()
+
+    def get(self, device: str) -> torch.Tensor:
+        return self.state
+
+    def put(self, state: torch.Tensor, device: str) -> None:
+        self.state = state
+
+
+def _entered(context: Any, _: Arguments) -> None:
+    with context:
+        torch.rand(3)
+
+
+def _event() -> tiers.Event:
+    return tiers.Event(lane="out", kind="copy", label="a", size_bytes=4096, start_s=0.0, end_s=1.0)
+
+
+def _traced(_: Any, given: Arguments) -> None:
+    require(json.loads(Path(given["path"]).read_text())["traceEvents"] is not None, "a trace is JSON")
+
+
+def _rebuilt(layout: Any, given: Arguments) -> None:
+    require(torch.equal(layout.rebuild(given["tensor"].untyped_storage()), given["tensor"]), "the view is rebuilt")
+
+
+USES |= {
+    "tiers.Budget": Use(
+        call=tiers.Budget, good=lambda case: {"device": "1GiB", "host": "1MiB", "disk": {case.disk(): "1MiB"}},
+        check=_accounts,
+        methods={
+            "charge": lambda _: {"place": "device", "size_bytes": 10}, "credit": _budget_charged,
+            "enter": lambda _: {"footprint": tiers.Footprint(step_bytes=10)},
+            "leave": lambda _: {"footprint": tiers.Footprint(step_bytes=10)},
+            "step_room_bytes": lambda _: {"own": tiers.Footprint(step_bytes=10)},
+            "named": lambda _: {"holder": "me"}, "held_bytes": lambda _: {"place": "device"},
+            "peak_bytes": lambda _: {"place": "device"}, "room_bytes": lambda _: {"place": "device"},
+        },
+    ),
+    "tiers.Charges": Use(
+        call=tiers.Charges, good=lambda _: {"budget": tiers.Budget(device="1GiB"), "holder": "me"},
+        check=lambda charges, _: (charges.charge("device", 10), charges.give_back()),
+        methods={
+            "charge": lambda _: {"place": "device", "size_bytes": 10},
+            "enter": lambda _: {"footprint": tiers.Footprint(step_bytes=10)},
+            "are_of": lambda _: {"budget": tiers.Budget()},
+        },
+    ),
+    "tiers.Footprint": Use(
+        call=tiers.Footprint,
+        good=lambda _: {"tensors": {1: 10}, "held_bytes": 10, "step_bytes": 10, "runs_beside": False},
+        check=lambda one, _: tiers.Budget(device="1GiB").enter(one),
+    ),
+    "tiers.waterfall_for": Use(
+        call=tiers.waterfall_for, good=lambda case: {"device": "cpu", "budget": case.budget(disk=case.disk())},
+        check=_parks,
+    ),
+    "tiers.waterfalls_for": Use(
+        call=tiers.waterfalls_for,
+        good=lambda case: {"devices": [torch.device("cpu")], "budget": case.budget(disk=case.disk())},
+        check=_all_park,
+    ),
+    "tiers.Waterfall": Use(
+        call=tiers.waterfall_for, good=lambda case: {"device": "cpu", "budget": case.budget(disk=case.disk())},
+        check=_parks, made_by="tiers.waterfall_for",
+        methods={
+            "park": lambda _: {"storage": torch.arange(1000).untyped_storage()},
+            "borrow": lambda waterfall: {"original": waterfall.park(torch.arange(1000).untyped_storage())},
+        },
+    ),
+    "tiers.Handle": Use(call=parked, good=lambda case: {"case": case}, made_by="tiers.Waterfall.park"),
+    "tiers.DiskTier": Use(
+        call=tiers.DiskTier, good=lambda case: {"disk": case.disk(), "budget": case.budget(disk=case.disk())},
+        check=_writes, methods=_TIER_METHODS, skips=_ON_A_DEVICE,
+    ),
+    "tiers.HostTier": Use(
+        call=tiers.HostTier,
+        good=lambda case: {"capacity": "1MiB", "pinned": False, "budget": case.budget(host="1MiB")},
+        check=_writes, methods=_TIER_METHODS,
+    ),
+    "tiers.EventLog": Use(
+        call=tiers.EventLog, good=lambda _: {"capacity": 10},
+        check=lambda log, _: require(
+            log.add(lane="a", kind="b", label="c", size_bytes=1, start_s=0.0) in log.since() or not log.since(), "kept"
+        ),
+        methods={"add": lambda _: {"lane": "out", "kind": "copy", "label": "a", "size_bytes": 10, "start_s": 0.0}},
+    ),
+    "tiers.Gate": Use(call=tiers.Gate, good=lambda _: {}),
+    "tiers.drawing_from": Use(
+        call=tiers.drawing_from, good=lambda _: {"generators": Generators()}, check=_entered
+    ),
+    "tiers.generators_held": Use(call=tiers.generators_held, good=lambda _: {}, check=_entered),
+    "tiers.generator_state": Use(
+        call=tiers.generator_state, good=lambda _: {"device": "cpu"},
+        check=lambda state, _: require(torch.equal(state, torch.get_rng_state()), "the state"),
+    ),
+    "tiers.set_generator_state": Use(
+        call=tiers.set_generator_state, good=lambda _: {"state": torch.get_rng_state(), "device": "cpu"}
+    ),
+    "tiers.ViewLayout": Use(
+        call=tiers.ViewLayout.of, good=lambda _: {"tensor": torch.arange(12).view(3, 4).t()}, check=_rebuilt,
+        methods={
+            "of": lambda _: {"tensor": torch.ones(3)},
+            "rebuild": lambda _: {"storage": torch.arange(12).untyped_storage()},
+        },
+    ),
+    "tiers.HeapKeeper": Use(
+        call=tiers.HeapKeeper, good=lambda _: {"slack_bytes": 2**20}, check=lambda keeper, _: keeper.look()
+    ),
+    "tiers.trim_freed_memory": Use(call=tiers.trim_freed_memory, good=lambda _: {}),
+    "tiers.ssd_life_s": Use(
+        call=tiers.ssd_life_s,
+        good=lambda _: {"capacity_bytes": 10**12, "written_bytes": 10**9, "duration_s": 1.0},
+        check=lambda life_s, _: require(life_s > 0, "a life is longer than nothing"),
+    ),
+    "tiers.write_trace": Use(
+        call=tiers.write_trace, good=lambda case: {"path": case.folder / "trace.json", "events": [_event()]},
+        check=_traced,
+    ),
+    "tiers.version_of": Use(
+        call=tiers.version_of, good=lambda _: {"tensor": torch.ones(3)},
+        check=lambda version, given: require(version == given["tensor"]._version, "the version"),
+    ),
+    "tiers.check_version": Use(
+        call=tiers.check_version, good=lambda _: {"tensor": torch.ones(3), "version": 0},
+    ),
+    "tiers.pin": Use(call=tiers.pin, good=lambda _: {"storage_bytes": torch.ones(3), "flags": 3}),
+}  # fmt: skip
+RECORDS |= {
+    "tiers.PlaceUse": lambda: tiers.Budget(device=1).uses()[0],
+    "tiers.Holder": lambda: tiers.Holder(name="me", held_bytes=0, peak_bytes=0),
+    "tiers.Event": _event,
+    "tiers.Extent": lambda: tiers.Extent(4096, (tiers.Piece(0, 0, 4096),)),
+    "tiers.Piece": lambda: tiers.Piece(0, 0, 4096),
+    "tiers.HandleState": lambda: next(iter(tiers.HandleState)),
+    "tiers.TierStatistics": lambda: tiers.TierStatistics(
+        parked_bytes=0, fetched_bytes=0, forwarded_bytes=0, kept_bytes=0, bounced_bytes=0, written_to_disk_bytes=0,
+        stall_s=0.0, num_live_handles=0, num_failed_writes=0, in_flight_peak_bytes=0,
+    ),
+}  # fmt: skip
+UNCALLED |= {
+    "tiers.Size": "a type",
+    "tiers.DiskSpec": "a type",
+    "tiers.Generators": "what a user's own class is like",
+    "tiers.Streams": "what a user's own class is like",
+    "tiers.Tier": "abstract; DiskTier and HostTier stand for it",
+    "tiers.CudaStreams": "needs a CUDA device",
+    "tiers.unpin": "needs a CUDA device",
+    "tiers.gate": "the one Gate of the process; tiers.Gate stands for it",
+}
+
+
+# probe
+
+
+def _measured(report: Any, _: Arguments) -> None:
+    require(report.peak_bytes >= report.start_bytes >= 0, "a peak is no less than what was there")
+
+
+def _recorded(context: Any, _: Arguments) -> None:
+    with context as recording:
+        torch.ones(1000).sum()
+    require(recording.report is None or recording is not None, "a recording")
+
+
+def _calls() -> Mapping[str, Callable[[], object]]:
+    return {"ours": lambda: 1, "theirs": lambda: 2}
+
+
+USES |= {
+    "probe.peak_bytes": Use(
+        call=probe.peak_bytes, good=lambda _: {"function": lambda: torch.ones(1000), "device": "cpu"}, check=_measured
+    ),
+    "probe.record_memory": Use(
+        call=probe.record_memory, good=lambda _: {"device": "cpu", "this_thread_only": False},
+        check=lambda context, _: _entered(context, {}),
+    ),
+    "probe.can_record": Use(call=probe.can_record, good=lambda _: {"device": "cpu"}),
+    "probe.giving_way": Use(call=probe.giving_way, good=lambda _: {"stop": lambda: None}, check=_entered),
+    "probe.bandwidths": Use(
+        call=probe.bandwidths, good=lambda case: {"directory": case.disk()},
+        check=lambda lanes, _: require(all(one.bandwidth_bytes_per_s > 0 for one in lanes), "bandwidths"),
+    ),
+    "probe.machine": Use(call=probe.machine, good=lambda case: {"directory": case.disk()}),
+    "probe.gpu_direct_storage": Use(call=probe.gpu_direct_storage, good=lambda case: {"directory": case.disk()}),
+    "probe.in_rounds": Use(
+        call=probe.in_rounds, good=lambda _: {"ways": _calls(), "rounds": 2, "device": "cpu", "least_s": 0.0},
+        check=lambda times, given: require(
+            all(len(one) == given["rounds"] for one in times.values()), "a time per round"
+        ),
+    ),
+    "probe.paired_ratio": Use(
+        call=probe.paired_ratio, good=lambda _: {"ours": [1.0, 2.0], "theirs": [2.0, 4.0]},
+        check=lambda ratio, _: require(ratio.median == 0.5, "a half"),
+    ),
+    "probe.provenance": Use(call=probe.provenance, good=lambda _: {"device": "cpu"}),
+    "probe.Ledger": Use(
+        call=probe.Ledger, good=lambda _: {}, check=lambda one, _: one.charge(0),
+        methods={"charge": lambda _: {"size_bytes": 10}},
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "probe.LaneBandwidth": lambda: probe.LaneBandwidth(
+        lane="out", bandwidth_bytes_per_s=1.0, is_direct=True, measured_s=0.0
+    ),
+    "probe.Feature": lambda: probe.Feature(name="a", is_supported=False, reason="b"),
+    "probe.Place": lambda: probe.Place(name="host", description="", capacity_bytes=1, free_bytes=1),
+    "probe.MachineReport": lambda: probe.MachineReport(places=(), lanes=(), features=()),
+    "probe.PeakReport": lambda: probe.PeakReport(
+        peak_bytes=1, start_bytes=0, activation_bytes=1, released_bytes=0, rss_bytes=1, reserved_bytes=0, timeline=(),
+        result=None,
+    ),
+    "probe.Ratio": lambda: probe.Ratio(1.0, 1.0, 1.0),
+    "probe.MemoryRecording": probe.MemoryRecording,
+}  # fmt: skip
+UNCALLED |= {"probe.ledger": "the one Ledger of the process; probe.Ledger stands for it"}

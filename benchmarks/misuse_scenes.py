@@ -1,0 +1,1 @@
+"""Misuses that no signature shows."""
