@@ -16,8 +16,10 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -25,9 +27,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,13 +40,12 @@ from benchmarks.misuse_table import ROOMS
 from benchmarks.soak_case import Case, watched
 
 LIMIT_S = 20.0
-_MEMORY_BYTES = 6 * 2**30
-"""That a case may take of address space beyond what the campaign has."""
 _RANK = {kind: rank for rank, kind in enumerate(("wrong number", "leak", "outside"))}
 
 
 def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
     """Runs a case: its outcome, and what was said."""
+    shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "tmp", "cwd", "out"):
         (folder / name).mkdir(parents=True)
     os.environ.update(
@@ -67,39 +68,56 @@ def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
         if outcome in OUTCOMES:
             kind = {"wrong value": "wrong number", "undocumented error": "raw"}.get(finding["kind"], finding["kind"])
             outcome, text = kind, f"{finding['text']} (after: {outcome} {text})"
-    return {"outcome": outcome, "text": text[-1500:]}
+    return {"name": misuse.name, "outcome": outcome, "text": text[-1500:]}
 
 
-def forked(misuse: Misuse, folder: Path) -> dict[str, str]:
-    """What came of a case in a process of its own."""
-    log, report = folder / "log.txt", folder / "report.json"
-    folder.mkdir()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()
-            with log.open("wb", buffering=0) as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-            faulthandler.enable()
-            faulthandler.dump_traceback_later(LIMIT_S - 1, exit=False)
-            report.write_text(json.dumps(in_this_process(misuse, folder / "case")))
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(3)
-    status = _waited(child)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # its children too
-    if status == 0 and report.is_file():
-        found: dict[str, str] = json.loads(report.read_text())
-        return found
-    text = log.read_text(errors="replace")[-3000:]
-    return {"outcome": "hang" if status is None else "crash", "text": f"exit status {status}: {text}"}
+def forked(cases: Sequence[Misuse], folder: Path) -> Iterator[tuple[Misuse, dict[str, str]]]:
+    """What came of some cases. They share a process until one of them shows a fault; the next begins in a new one."""
+    waiting = list(cases)
+    while waiting:
+        log, report = folder / "log.txt", folder / "report.jsonl"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        child = os.fork()
+        if child == 0:
+            _in_child(waiting, folder / "case", log, report)
+        status = _waited(child, len(waiting))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # its children too
+        lines = report.read_text().splitlines() if report.is_file() else []
+        for line in lines:
+            yield waiting.pop(0), json.loads(line)
+        if status != 0:
+            text = log.read_text(errors="replace")[-3000:]
+            kind = "hang" if status is None or "Timeout (" in text else "crash"
+            yield waiting.pop(0), {"outcome": kind, "text": f"exit status {status}: {text}"}
 
 
-def _waited(child: int) -> int | None:
-    end_s, pause_s = time.monotonic() + LIMIT_S, 0.001
+def _in_child(cases: Sequence[Misuse], folder: Path, log: Path, report: Path) -> NoReturn:
+    code = 3
+    try:
+        os.setsid()
+        with log.open("wb", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        faulthandler.enable()
+        for misuse in cases:
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+            found = in_this_process(misuse, folder)
+            with report.open("a") as lines:
+                lines.write(json.dumps(found) + "\n")
+            if found["outcome"] in FAULTS:
+                break
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _waited(child: int, num_cases: int) -> int | None:
+    """Its exit status; ``None`` where even its own time limit did not end it."""
+    end_s, pause_s = time.monotonic() + LIMIT_S * (1 + num_cases), 0.001
     while time.monotonic() < end_s:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
@@ -123,7 +141,7 @@ class Campaign:
             self.found = {line["name"]: line for line in lines}
 
     def add(self, misuse: Misuse, result: dict[str, str]) -> None:
-        line = {"room": misuse.room, "name": misuse.name, **result}
+        line = {"room": misuse.room, **result, "name": misuse.name}
         self.found[misuse.name] = line
         if self.file is not None:
             with self.file.open("a") as file:
@@ -161,7 +179,9 @@ def table(rows: Iterable[Row]) -> None:
 
 def run(given: argparse.Namespace) -> list[Row]:
     found = Campaign(given)
-    cases = [one for one in misuses(quick=given.quick, rooms=tuple(given.room or ROOMS))]
+    cases = [
+        one for one in misuses(quick=given.quick, rooms=tuple(given.room or ROOMS)) if re.search(given.match, one.name)
+    ]
     if given.quick:
         cases = cases[:: given.every]
     with tempfile.TemporaryDirectory(dir=given.disk, prefix="misuse-") as text:
@@ -169,12 +189,12 @@ def run(given: argparse.Namespace) -> list[Row]:
         os.environ["XDG_CACHE_HOME"] = str(root / "cache")
         gc.collect()
         gc.freeze()  # a case's own objects are all that its collections look at
-        for number, misuse in enumerate(cases):
-            if misuse.name not in found.found:
-                found.add(misuse, forked(misuse, root / str(number)))
-                shutil.rmtree(root / str(number), ignore_errors=True)
-            if number % 500 == 499:
-                print(f"{number + 1} of {len(cases)} cases", flush=True)
+        waiting = [one for one in cases if one.name not in found.found]
+        for _, group in itertools.groupby(
+            waiting, key=lambda one: (one.public, one.parameter) if one.public else one.name
+        ):
+            for misuse, result in forked(list(group), root / "case"):
+                found.add(misuse, result)
     rows = found.finish()
     table(rows)
     return rows
@@ -200,6 +220,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options = parser(__doc__ or "")
     options.add_argument("--room", action="append", choices=ROOMS)
     options.add_argument("--case", help="one case, by its name; with its traceback")
+    options.add_argument("--match", default="", help="cases whose name has this regular expression")
     options.add_argument("--every", type=int, default=1, help="of the quick form, each so-manieth case alone")
     given = options.parse_args(arguments)
     torch.set_num_threads(1)
@@ -218,7 +239,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
             misuse.run(case)
         except BaseException:
             traceback.print_exc()
-        for result in (forked(misuse, root / "case"),):
+        for _, result in forked([misuse], root / "case"):
             print(result["outcome"], result["text"], sep="\n")
     return []
 

@@ -22,6 +22,7 @@ from benchmarks.misuse_table import (
     SCENES,
     USES,
     Arguments,
+    Told,
     Use,
     Wrong,
     public_methods,
@@ -38,7 +39,12 @@ OUTCOMES = ("right", "our error", "their error")
 """What is as it should be."""
 FAULTS = ("raw", "silent", "wrong number", "leak", "outside", "crash", "hang")
 """What is not. Silent: a value of a type that the annotation excludes was taken without a word."""
-_HELPS = re.compile(r"must|expected|such as|penstock\.|[Gg]ive |[Uu]se |[Mm]ake |[Rr]ead |[Cc]all |cannot|pip install|not ")
+_HELPS = re.compile(
+    r"must|expected|such as|penstock\.|[Gg]ive |[Uu]se |[Mm]ake |[Rr]ead |[Cc]all |cannot|pip install|not "
+)
+
+_RAW = ("AttributeError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError", "NameError", "InternalError")
+"""Errors that nobody means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +200,7 @@ def _close(owner: Any) -> None:
         close()
 
 
-def _of_order(
-    room: str, full: str, use: Use, method: str, good: Callable[[Any], Arguments] | None
-) -> Iterator[Misuse]:
+def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any], Arguments] | None) -> Iterator[Misuse]:
     def ask(owner: Any) -> object:
         found = getattr(owner, method)
         return found if good is None else _exhaust(invoke(found, good(owner)))
@@ -421,14 +425,23 @@ def judged(error: BaseException, public: str, parameter: str, value: str = "") -
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, Wrong):
         return "wrong number", text
+    if isinstance(error, Told):
+        kind = str(error).partition(":")[0]
+        told = kind.endswith("Error") and kind not in _RAW and _HELPS.search(str(error))
+        return ("our error" if told else "raw", str(error))
     frame = traceback.extract_tb(error.__traceback__)[-1]
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     is_ours = frame.filename.startswith(SOURCE)
     where = f"{text}\n  at {frame.filename.rpartition('/src/')[2]}:{frame.lineno}: {line}"
     if isinstance(error, InternalError):
         return "raw", where
-    named = not parameter or re.search(rf"\b{re.escape(parameter)}\b", str(error).replace(" ", "_")) or (
-        re.search(rf"\b{re.escape(parameter)}\b", str(error)) or re.search(rf"\b{parameter.rstrip('s')}", str(error))
+    named = (
+        not parameter
+        or re.search(rf"\b{re.escape(parameter)}\b", str(error).replace(" ", "_"))
+        or (
+            re.search(rf"\b{re.escape(parameter)}\b", str(error))
+            or re.search(rf"\b{parameter.rstrip('s')}", str(error))
+        )
     )
     kinds = (PenstockError, ValueError, TypeError, IndexError, KeyError, ImportError, OSError, NotImplementedError)
     if is_ours and line.startswith("raise") and isinstance(error, kinds):

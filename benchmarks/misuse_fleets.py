@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
+from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Told, Use, require
 from benchmarks.soak_case import Case
 from penstock import fleet
 
@@ -70,7 +70,7 @@ def trained(results: Any, _: Arguments) -> None:
     require(len(results), "a result per job")
     for one in results.values():
         if one.state is fleet.JobState.FAILED:
-            raise TypeError(one.error)  # what it said is judged
+            raise Told(one.error)
         require(list(one.losses) == plain_losses(fields()), "losses differ from plain training's")
 
 
@@ -99,9 +99,11 @@ def ran(case: Case) -> fleet.Results:
 
 
 def job_runs(one: Any, given: Arguments) -> None:
-    results = fleet.run([one], ["cpu"], "64MiB", host_budget="64MiB", run_dir=Path("../out/run").resolve(), progress=None)
+    results = fleet.run(
+        [one], ["cpu"], "64MiB", host_budget="64MiB", run_dir=Path("../out/run").resolve(), progress=None
+    )
     if results[one.name].state is fleet.JobState.FAILED:
-        raise TypeError(results[one.name].error)
+        raise Told(results[one.name].error)
 
 
 def shard(**changes: Any) -> Arguments:

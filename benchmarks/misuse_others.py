@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.misuse_engine import batch, model, offload_plan, remat_plan, remat_problem, same, trains, plain, gradients_of
+from benchmarks.misuse_engine import (
+    batch,
+    model,
+    offload_plan,
+    remat_plan,
+    remat_problem,
+    same,
+    trains,
+    plain,
+    gradients_of,
+)
 from benchmarks.misuse_fleets import fields, job, options, ran, trained
 from benchmarks.misuse_graphs import graph, rows
 from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require

@@ -24,6 +24,10 @@ class Wrong(Exception):
     """Numbers differ from plain PyTorch's, or what a call promises does not hold."""
 
 
+class Told(Exception):
+    """An error that was not raised but told, as a fleet tells why a job failed; its text alone is judged."""
+
+
 def require(holds: object, what: str) -> None:
     """Raises `Wrong` unless it holds."""
     if not holds:

@@ -5,6 +5,7 @@ Whatever is of the very types that an annotation lists costs a look into a set (
 Types that are imported for type checkers alone admit everything, as do ``Any`` and type variables.
 """
 
+import collections.abc
 import functools
 import inspect
 import math
@@ -138,7 +139,7 @@ def _kind(hint: Any) -> Kind:  # any: an annotation
     if hint in (Any, object) or isinstance(hint, TypeVar | str):
         return Kind(frozenset(), lambda _: True, ("anything",))
     if origin in (Union, types.UnionType):
-        return _any_of([_kind(part) for part in parts])
+        return _any_of([_kind(part) for part in _joined_mappings(parts)])
     if origin is Literal:
         words = tuple(map(repr, parts))
         return Kind(frozenset(), lambda value: any(type(value) is type(one) and value == one for one in parts), words)
@@ -154,6 +155,17 @@ def _kind(hint: Any) -> Kind:  # any: an annotation
     if getattr(kind, "_is_protocol", False) and not issubclass(kind, Iterable):
         return _protocol(kind)
     return _container(kind, parts) if issubclass(kind, Iterable) and parts else _instance(kind)
+
+
+def _joined_mappings(parts: tuple[Any, ...]) -> list[Any]:  # any: annotations
+    """Mappings of several types of keys as one, which may have all of them."""
+    mappings = [get_args(part) for part in parts if get_origin(part) is collections.abc.Mapping]
+    if len(mappings) < 2:
+        return list(parts)
+    union: Any = Union  # any: types that are made here
+    keys, values = (union[tuple(one[place] for one in mappings)] for place in (0, 1))
+    joined: Any = Mapping
+    return [*(part for part in parts if get_origin(part) is not collections.abc.Mapping), joined[keys, values]]
 
 
 def _any_of(kinds: Sequence[Kind]) -> Kind:

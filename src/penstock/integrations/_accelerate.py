@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock import offload
+from penstock.arguments import checked
 from penstock.integrations._offloading import LoopOffloader, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+@checked("with offloading(accelerator, model, disk='/nvme')")
 def offloading(
     accelerator: "Accelerator",
     model: nn.Module,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock import offload, remat
+from penstock.arguments import checked
 from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -79,6 +80,7 @@ class PenstockCallback:
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(_with_base(cls))  # type: ignore[arg-type]
 
+    @checked("PenstockCallback(budget='6GiB', disk='/nvme')")
     def __init__(
         self,
         arguments: PenstockArguments | None = None,

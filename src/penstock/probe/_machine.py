@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import SpillFile
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
 from penstock.probe._gds import Feature, gpu_direct_storage
@@ -40,6 +41,7 @@ class MachineReport:
     """What works, and why the rest does not."""
 
 
+@checked("penstock.probe.machine('/nvme')")
 def machine(
     directory: str | os.PathLike[str] = ".",
     *,

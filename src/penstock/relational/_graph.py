@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from penstock import native
+from penstock.arguments import checked
 from penstock.errors import InternalError
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._registry import Guard, register
@@ -38,6 +39,7 @@ class RelationalGraph:
     RelationalGraph(num_nodes=3, num_edges=3, num_edge_types=2)
     """
 
+    @checked("RelationalGraph(torch.stack([sources, targets]), edge_type)", num_edge_types=1, num_node_types=1)
     def __init__(
         self,
         edge_index: torch.Tensor,
@@ -92,6 +94,7 @@ class RelationalGraph:
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
 
     @classmethod
+    @checked("RelationalGraph.from_types({('a', 'to', 'b'): edge_index}, {'a': 10, 'b': 20})")
     def from_types(
         cls, edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
     ) -> "RelationalGraph":
@@ -146,6 +149,7 @@ class RelationalGraph:
             return cls.from_types(edges, {name: graph.num_nodes(name) for name in graph.ntypes})
         return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=graph.num_nodes())
 
+    @checked("graph.to('cuda')")
     def to(self, device: torch.device | str) -> "RelationalGraph":
         """The graph on another device, without its indexes and on the same account; itself where it is there."""
         device = torch.empty(0, device=device).device  # "cuda" is the current one
@@ -161,11 +165,13 @@ class RelationalGraph:
         budget = self._charges.budget
         return found if budget is None else found.charge_to(budget)
 
+    @checked("graph.save('graph.pt')")
     def save(self, path: str | Path) -> None:
         """Writes the graph and the indexes built so far, as safetensors; all of the file or nothing."""
         save_graph(self, Path(path))
 
     @classmethod
+    @checked("RelationalGraph.load('graph.pt')")
     def load(cls, path: str | Path) -> "RelationalGraph":
         """What `save` wrote, on the CPU. Raises ``ValueError`` where the file is something else."""
         return load_graph(cls, Path(path))
@@ -182,6 +188,7 @@ class RelationalGraph:
             f"num_edge_types={self.num_edge_types}{types})"
         )
 
+    @checked("graph.charge_to(Budget(host='8GiB'))")
     def charge_to(self, budget: Budget) -> "RelationalGraph":
         """Charges edges, and indexes as layers come to need them, to the device of an account that rooms share.
 

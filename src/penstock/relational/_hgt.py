@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.arguments import checked
 from penstock.relational._graph import RelationalGraph, graph_of_types
 from penstock.relational._language import Graph, Value, dot, softmax
 from penstock.relational._rgcn import check_relations
@@ -33,6 +34,7 @@ class HGTConv(nn.Module):
     ``metadata``: node types, and edge types as ``(source type, relation, target type)``.
     """
 
+    @checked("HGTConv(64, 64, data.metadata(), heads=4)", out_channels=1, heads=1)
     def __init__(
         self,
         in_channels: int | Mapping[str, int],

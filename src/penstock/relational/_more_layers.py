@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._language import Graph, Value, dot, leaky_relu, softmax
 from penstock.relational._rgcn import check_relations, glorot
@@ -32,6 +33,7 @@ class CompGCNConv(nn.Module):
     inverses of the first; messages along edges, against them and of the node itself have a matrix each.
     """
 
+    @checked("CompGCNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, composition: str = "subtract"):
         super().__init__()
         if composition not in ("subtract", "multiply"):
@@ -80,6 +82,9 @@ def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_
 class SimpleHGNConv(nn.Module):
     """Attention of a plain GAT with a learnt vector per edge type, and a residual (Lv et al., 2021)."""
 
+    @checked(
+        "SimpleHGNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1, heads=1, edge_dim=1
+    )
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, heads: int = 1, edge_dim: int = 64):
         super().__init__()
         self.heads, self.num_relations = heads, num_relations
@@ -114,6 +119,7 @@ class RGraphSAGEConv(nn.Module):
     ``normalize`` scales results to a length of one.
     """
 
+    @checked("RGraphSAGEConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, normalize: bool = False):
         super().__init__()
         self.num_relations, self.normalize = num_relations, normalize

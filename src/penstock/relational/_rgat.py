@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
 from penstock.relational._rgcn import check_relations, glorot
@@ -62,6 +63,17 @@ class RGATConv(nn.Module):
     RGAT; PyG shares them.
     """
 
+    @checked(
+        "RGATConv(64, 64, num_relations=10)",
+        in_channels=1,
+        out_channels=1,
+        num_relations=1,
+        num_bases=1,
+        num_blocks=1,
+        heads=1,
+        dim=1,
+        dropout=0,
+    )
     def __init__(
         self,
         in_channels: int,

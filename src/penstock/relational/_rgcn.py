@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value
 from penstock.relational._run import layer
@@ -30,6 +31,7 @@ class RGCNConv(nn.Module):
     ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two decompositions.
     """
 
+    @checked("RGCNConv(64, 64, num_relations=10)", out_channels=1, num_relations=1, num_bases=1, num_blocks=1)
     def __init__(
         self,
         in_channels: int | tuple[int, int],

@@ -11,6 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Self
 
+from penstock.arguments import check_fields
 from penstock.files import read_json
 
 _FORMAT = 1
@@ -57,6 +58,14 @@ class Operator:
     module: str = ""
     """The module whose forward it belongs to, or the user's line."""
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "Operator(name='exp', target='aten.exp.default', inputs=(0,), outputs=(1,), duration_s=1e-3)",
+            duration_s=0,
+            workspace_bytes=0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -72,6 +81,9 @@ class Storage:
     """Whether the step hands it out (the loss, a gradient): it lives to the end."""
     must_stay: bool = False
     """Whether it cannot be swapped: it is no tensor's, but what an operator that is captured whole keeps."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "Storage(name='exp', size_bytes=2**20, producer=0)", size_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +106,27 @@ class RematProblem:
     """On a CPU, the blocks of direct I/O. A storage swapped from main memory leaves its unaligned edges there until its
     last use, at most a page and what its size is past whole pages; and it comes back into memory that is larger by a
     page, in which its place in a page is the same."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "RematProblem.load('problem.json')",
+            num_forward=0, static_bytes=0, out_bandwidth_bytes_per_s=0, in_bandwidth_bytes_per_s=0, swap_page_bytes=0,
+        )  # fmt: skip
+        if self.num_forward > len(self.operators):
+            raise ValueError(f"`num_forward` must be at most {len(self.operators)} operators, got {self.num_forward}")
+        places, num_storages = range(len(self.operators)), len(self.storages)
+        for at, one in enumerate(self.operators):
+            if not all(0 <= number < num_storages for number in (*one.inputs, *one.outputs)):
+                raise ValueError(
+                    f"`inputs` and `outputs` of operator {at} must be numbers of the {num_storages} storages, got "
+                    f"{one.inputs} and {one.outputs}"
+                )
+        for at, storage in enumerate(self.storages):
+            if storage.producer not in places:
+                raise ValueError(
+                    f"`producer` of storage {at} must be one of {len(places)} operators, got {storage.producer}"
+                )
 
     @property
     def step_s(self) -> float:

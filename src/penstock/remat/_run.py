@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock import tiers
+from penstock.arguments import checked
 from penstock.errors import BudgetError, CaptureError, GraphBreakWarning
 from penstock.remat import _dynamo
 from penstock.remat._door import Door
@@ -165,6 +166,7 @@ class OptimizedStep:
             self._session.is_rehearsing = False
 
 
+@checked("penstock.remat.optimize(step, [batch], budget='6GiB')")
 def optimize(
     step: nn.Module | Callable[..., Any],
     example_inputs: Sequence[Any],
@@ -250,6 +252,7 @@ def _closed(*_: Any, **__: Any) -> Any:
     raise ValueError("this step is closed; make a new one: penstock.remat.optimize(step, example_inputs, budget)")
 
 
+@checked("penstock.remat.max_batch(lambda size: (step, [batch[:size]]), '6GiB')", start=1)
 def max_batch(
     make: Callable[[int], tuple[nn.Module | Callable[..., Any], Sequence[Any]]],
     budget: Size | tiers.Budget,

@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from penstock.arguments import checked
+
 if TYPE_CHECKING:
     from penstock.remat import RematPlan, RematProblem
 
 
+@checked("penstock.report.plan_timeline(planned.problem, planned.plan)")
 def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[float, int]]:
     """Memory over the operators of a step: seconds since its beginning, and bytes held on the device.
 
@@ -20,6 +23,7 @@ def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[floa
     return timeline
 
 
+@checked("penstock.report.plan_marks(planned.problem, planned.plan)")
 def plan_marks(problem: "RematProblem", plan: "RematPlan") -> dict[str, list[float]]:
     """When operators run again, and when swapped storages leave and come back, in seconds of ``plan_timeline``."""
     times_s = [time_s for time_s, _ in plan_timeline(problem, plan)]

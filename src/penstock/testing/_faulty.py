@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from penstock.arguments import checked
 from penstock.errors import TierFullError
 from penstock.tiers import Extent, Piece, Tier
 
@@ -28,6 +29,15 @@ class FaultyTier(Tier):
         wait: called before each transfer, to make it slow or to hold it back.
     """
 
+    @checked(
+        "FaultyTier(DiskTier('/nvme'), write_error=0.1)",
+        full=0,
+        write_error=0,
+        read_error=0,
+        short_write=0,
+        short_read=0,
+        corrupt=0,
+    )
     def __init__(
         self,
         inner: Tier,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError, TierReadError, TierWriteError
 from penstock.tiers._budget import Budget, DiskSpec
@@ -34,6 +35,7 @@ class DiskTier(Tier):
 
     name = "disk"
 
+    @checked("DiskTier('/nvme')")
     def __init__(self, disk: DiskSpec, *, budget: Budget | None = None, direct: bool = True):
         limits = Budget(disk=disk).disk_bytes
         if not limits:

@@ -5,6 +5,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from penstock.arguments import checked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -32,6 +34,7 @@ class Event:
 class EventLog:
     """The last ``capacity`` events of all lanes, and the sums of all that ever were. Safe to use from any thread."""
 
+    @checked("EventLog(capacity=100_000)", capacity=1)
     def __init__(self, capacity: int = 100_000):
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=capacity)

@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
@@ -35,6 +36,7 @@ class HostTier(Tier):
     name = "host"
     alignment_bytes = 1
 
+    @checked("HostTier('8GiB', pinned=False)")
     def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None):
         self._capacity_bytes = parse_bytes(capacity)
         self._pinned = pinned

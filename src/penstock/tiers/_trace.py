@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from penstock.arguments import checked
 from penstock.tiers._events import Event
 
 
+@checked("write_trace('run.trace.json', offloader.trace())")
 def write_trace(
     path: str | Path, events: Iterable[Event], *, memory: Sequence[tuple[float, int]] = (), name: str = "penstock"
 ) -> None:

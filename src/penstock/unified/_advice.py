@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._tensor import UnifiedTensor
 
 Advice = Literal["read mostly", "prefer host", "prefer device"]
@@ -15,6 +16,7 @@ _NAMES = {
 }
 
 
+@checked("penstock.unified.advise(table, 'read mostly')")
 def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
     """Advises CUDA about the memory of a unified tensor (``cudaMemAdvise``); whether it was taken.
 

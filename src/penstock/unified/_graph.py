@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._library import address, library
 
 _MOST_EDGES = 4 * 2**20
@@ -23,6 +24,7 @@ class Graph:
     Raises ``ValueError`` for edges whose ends are not nodes.
     """
 
+    @checked("Graph(torch.stack([sources, targets]))", num_nodes=0, num_sources=0)
     def __init__(self, edge_index: torch.Tensor, num_nodes: int | None = None, num_sources: int | None = None):
         if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype is not torch.int64:
             raise ValueError(
@@ -53,6 +55,7 @@ class Graph:
     """Sources; ``num_nodes`` where they are the same nodes."""
 
     @staticmethod
+    @checked("Graph.from_csc(colptr, row)")
     def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
         """From arrays as the class describes them; nothing is copied that has the right type."""
         starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
@@ -91,6 +94,7 @@ class Graph:
         return torch.bincount(self.sources, minlength=self.num_sources)
 
 
+@checked("penstock.unified.expected_accesses(graph, seeds, [10, 5], batch_size=512)", batch_size=1)
 def expected_accesses(
     graph: Graph, seeds: torch.Tensor, fanouts: Sequence[int], *, batch_size: int, replace: bool = False
 ) -> torch.Tensor:
@@ -114,6 +118,7 @@ def expected_accesses(
     return (reached + frontier).clamp_(0, 1)
 
 
+@checked("penstock.unified.count_accesses((batch.nodes for batch in loader), num_rows=len(features))", num_rows=0)
 def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torch.Tensor:
     """How often each row was read in a trial epoch, ``float64 [num_rows]``.
 

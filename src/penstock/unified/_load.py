@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import FeatureFileError
 from penstock.tiers import Budget
 from penstock.unified._aligned import read_all
@@ -19,6 +20,7 @@ from penstock.unified._tensor import UnifiedTensor, check_preference
 _READ_BYTES = 16 * 2**20
 
 
+@checked("penstock.unified.from_file('features.npy')", offset=0)
 def from_file(
     path: str | os.PathLike[str],
     key: str | None = None,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from penstock.arguments import checked
 from penstock.tiers import Budget
 from penstock.unified._gather import gather_rows
 from penstock.unified._memory import Memory, exact
@@ -179,6 +180,7 @@ class _Gathered(torch.autograd.Function):
         return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
 
 
+@checked("penstock.unified.wrap(tensor)")
 def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
     """``tensor``'s own memory as a unified tensor; nothing is copied, and writes are seen through both.
 
@@ -207,6 +209,7 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     return UnifiedTensor(tensor, Memory.of(tensor), prefer)
 
 
+@checked("penstock.unified.empty(1000, 128, dtype=torch.float32)")
 def empty(
     *shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -227,6 +230,7 @@ def empty(
     return UnifiedTensor(host, Memory.of(host), prefer)
 
 
+@checked("penstock.unified.gather(table, index)")
 def gather(
     table: torch.Tensor,
     index: torch.Tensor,

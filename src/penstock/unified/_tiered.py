@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import check, stride_for
@@ -89,6 +90,7 @@ class TieredFeatures:
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
     """
 
+    @checked("TieredFeatures(tensor, host_budget='8GiB', disk='/nvme')")
     def __init__(
         self,
         source: torch.Tensor | str | os.PathLike[str],
@@ -241,6 +243,7 @@ class TieredFeatures:
         num_dims = found.dim() - len(self.kind.shape)
         return found[(*[slice(None)] * num_dims, *rest)]
 
+    @checked("features.index_select(0, index)")
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """As of a tensor, along dimension 0."""
         if dim not in (0, -self.dim()):

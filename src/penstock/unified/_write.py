@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for, verified
 from penstock.unified._files import find_table
 from penstock.unified._table import Table
 
 
+@checked("penstock.unified.write_features('rows.features', tensor)")
 def write_features(
     path: str | os.PathLike[str],
     source: "torch.Tensor | str | os.PathLike[str] | Iterable[torch.Tensor]",
