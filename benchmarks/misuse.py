@@ -29,7 +29,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -202,7 +202,10 @@ def run(given: argparse.Namespace) -> list[Row]:
 
 def _warm_up(rooms: Iterable[str]) -> None:
     """What cases import, once. Nothing here starts a thread."""
+    import tqdm
     from torch._dynamo import testing  # noqa: F401
+
+    tqdm.tqdm.monitor_interval = 0  # PyTorch's bars would start a thread
 
     if "integrations" in rooms:
         with contextlib.suppress(ImportError):

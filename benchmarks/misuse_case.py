@@ -211,14 +211,18 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
 
     def first(case: Case) -> object:
         owner, _ = made(case)
-        ask(owner)
-        return _close(owner)
+        try:
+            return ask(owner)
+        finally:
+            _close(owner)
 
     def twice(case: Case) -> object:
         owner, _ = made(case)
-        ask(owner)
-        ask(owner)
-        return _close(owner)
+        try:
+            ask(owner)
+            return ask(owner)
+        finally:
+            _close(owner)
 
     def closed(case: Case) -> object:
         owner, _ = made(case)
@@ -227,8 +231,11 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
 
     def elsewhere(case: Case) -> object:
         owner, _ = made(case)
-        in_thread(lambda: ask(owner))
-        return _close(owner)
+        try:
+            in_thread(lambda: ask(owner))
+        finally:
+            _close(owner)
+        return None
 
     def forked(case: Case) -> object:
         owner, _ = made(case)
@@ -418,7 +425,7 @@ def in_child(call: Callable[[], object]) -> None:
         raise InChild(outcome or "crash", text)
 
 
-def judged(error: BaseException, public: str, parameter: str, value: str = "") -> tuple[str, str]:
+def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]:
     """The outcome that an error is, and its text."""
     if isinstance(error, InChild):
         return error.args[0], error.args[1]
@@ -433,7 +440,8 @@ def judged(error: BaseException, public: str, parameter: str, value: str = "") -
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     is_ours = frame.filename.startswith(SOURCE)
     where = f"{text}\n  at {frame.filename.rpartition('/src/')[2]}:{frame.lineno}: {line}"
-    if isinstance(error, InternalError):
+    reason = reason_for(error, public, parameter)
+    if isinstance(error, InternalError) and not reason:
         return "raw", where
     named = (
         not parameter
@@ -448,7 +456,7 @@ def judged(error: BaseException, public: str, parameter: str, value: str = "") -
         return ("our error", text) if named or _HELPS.search(str(error)) else ("raw", f"names no argument: {where}")
     if isinstance(error, AssertionError) and "testing" in frame.filename and line.startswith("raise"):
         return "our error", text
-    if reason := reason_for(error, frame.filename, public, parameter, value):
+    if reason:
         return "their error", f"{text} ({reason})"
     return "raw", where
 
@@ -458,7 +466,7 @@ def outcome_of(misuse: Misuse, case: Case) -> tuple[str, str]:
     try:
         misuse.run(case)
     except BaseException as error:
-        return judged(error, misuse.public, misuse.parameter, misuse.value)
+        return judged(error, misuse.public, misuse.parameter)
     if misuse.is_excluded and (misuse.public, misuse.parameter) not in ACCEPTED:
         return "silent", f"{misuse.parameter}={misuse.value} was taken without a word"
     return "right", ""

@@ -9,20 +9,19 @@ from torch import nn
 
 from benchmarks.misuse_engine import (
     batch,
+    gradients_of,
     model,
-    offload_plan,
+    plain,
     remat_plan,
     remat_problem,
     same,
     trains,
-    plain,
-    gradients_of,
 )
-from benchmarks.misuse_fleets import fields, job, options, ran, trained
+from benchmarks.misuse_fleets import job, ran, trained
 from benchmarks.misuse_graphs import graph, rows
 from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
 from benchmarks.soak_case import Case
-from penstock import advisor, fleet, integrations, offload, report, testing, tiers, unified
+from penstock import advisor, fleet, integrations, report, testing, tiers
 
 
 def _advised(advice: Any, _: Arguments) -> None:

@@ -20,24 +20,39 @@ class Theirs(NamedTuple):
     """Why ours would say no more."""
 
 
-_DEVICE = "PyTorch lists the devices that there are"
+_USERS = "the user's own function raised it, and its traceback says where"
+_FORWARD = "the user's own model refuses its input, in PyTorch's words"
 THEIRS: list[Theirs] = [
-    Theirs(".*", "device", r"RuntimeError: (Expected one of|Invalid device|Device index|Expected |Cannot access)", _DEVICE),
+    Theirs(".*", "devices?", r"RuntimeError: (Expected one of|Invalid device|Device index|Device string|Cannot access)",
+           "PyTorch lists the devices that there are"),
     Theirs(".*", ".*", r"TypeError: .*(missing \d+ required|unexpected keyword argument|positional argument)",
            "Python names the argument that is missing or unknown"),
     Theirs(".*", ".*", r"(FileNotFoundError|NotADirectoryError|IsADirectoryError|PermissionError|FileExistsError): "
            r"\[Errno \d+\] .*'.*'", "the system names the path, and what is wrong with it"),
     Theirs(".*", ".*", r"TypeError: cannot pickle", "Python names the class that cannot be pickled"),
+    Theirs("", "", r"RuntimeError: Trying to backward through the graph a second time",
+           "PyTorch says what retain_graph=True is for"),
+    Theirs("", "", r"RuntimeError: one of the variables needed for gradient computation has been modified",
+           "PyTorch's own error, word for word, since what was saved is checked as it does"),
+    Theirs(r"offload\.OffloadedModule\.forward|remat\..*(__call__|forward)", "arguments|keywords", ".*", _FORWARD),
+    Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|tiers\..*", "model|module|step|example_inputs",
+           "RuntimeError: mat1 and mat2", _FORWARD),
+    Theirs(".*", "policy|loss|function|make|stop|progress|after_round|wait", ".*", _USERS),
+    Theirs(r"tiers\.Budget\.credit", ".*", "InternalError: .* given back",
+           "only rooms give back what they took, so that too much is a bug in one of them"),
+    Theirs(r"tiers\.set_generator_state", "state", "TypeError: RNG state must be", "PyTorch says what a state is"),
 ]  # fmt: skip
 
-ENDLESS: frozenset[tuple[str, str, str]] = frozenset()
+ENDLESS: frozenset[tuple[str, str, str]] = frozenset(
+    {("probe.in_rounds", "rounds", "2**70"), ("advisor.advise", "rounds", "2**70")}
+)
 """Calls that do what they are asked for longer than anybody waits: public name, parameter, value."""
 
 ACCEPTED: dict[tuple[str, str], str] = {}
 """Values that are taken although the annotation excludes them: public name and parameter, and why."""
 
 
-def reason_for(error: BaseException, file: str, public: str, parameter: str, value: str) -> str:
+def reason_for(error: BaseException, public: str, parameter: str) -> str:
     """Why an error of others stands; empty where it does not."""
     text = f"{type(error).__name__}: {error}"
     for one in THEIRS:

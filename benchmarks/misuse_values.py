@@ -51,7 +51,7 @@ def fits(annotation: Any, value: Any) -> bool:
         return any(fits(part, value) for part in parts)
     if origin is Literal:
         return any(type(value) is type(part) and value == part for part in parts)
-    if origin in (Callable, typing.Callable) or origin is not None and origin.__name__ == "Callable":
+    if origin in (Callable, typing.Callable) or (origin is not None and origin.__name__ == "Callable"):
         return callable(value)
     if annotation is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

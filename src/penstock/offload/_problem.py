@@ -1,5 +1,6 @@
 """What the planner is told: the storages one cycle saved, when backward needed them, and what the lanes carry."""
 
+import math
 from dataclasses import dataclass
 
 from penstock.arguments import check_fields
@@ -68,6 +69,9 @@ class OffloadProblem:
             step_s=0, out_bandwidth_bytes_per_s=0, in_bandwidth_bytes_per_s=0, overhead_s=0, max_in_flight_bytes=0,
             budget_bytes=0, max_stall_share=0, min_saving_share=0,
         )  # fmt: skip
+        for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}")
         for at, one in enumerate(self.storages):
             if not one.pack_event < one.need_event < one.free_event <= self.num_events:
                 raise ValueError(

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -189,6 +189,12 @@ class Offloader:
             self._learner.abort()
             self._cycle = None
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an offloader has lanes and files, which cannot be copied or pickled; make another one: "
+            "penstock.offload.activations(model, ...)"
+        )
+
     def statistics(self) -> OffloadStatistics:
         """What the last finished step did; zeros before the first."""
         self._finish_cycle_if_drained()
@@ -332,6 +338,12 @@ class OffloadedModule(nn.Module):
         self.module = module
         self.offloader = offloader
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an offloaded module has lanes and files, which cannot be copied or pickled; take the module inside of it, "
+            "`offloaded.module`, or its state_dict()"
+        )
+
     def forward(self, *arguments: object, **keywords: object) -> object:
         """Calls the module with its activations offloaded; backward may come at any time, anywhere."""
         with self.offloader:
@@ -418,7 +430,7 @@ def _check_patterns(model: nn.Module, **patterns: Sequence[str]) -> None:
             if not any(covers(pattern, name) for name in names):
                 shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
                 raise ValueError(
-                    f"`{argument}` must name modules of the model, and {pattern!r} matches none of them ({shown}, ...): "
+                    f"`{argument}` must name modules of the model, and {pattern!r} matches none ({shown}, ...): "
                     f"penstock.offload.activations(model, {argument}=['blocks.*'])"
                 )
 

@@ -1,7 +1,7 @@
 """Whose forward runs, and which storages are the model's own."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ class ModuleScope:
         self._casts: dict[tuple[str, tuple[int, ...]], bool] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         for name, module in eager_modules(model):
-            self._hooks.append(module.register_forward_pre_hook(self._entering(name, module)))
-            self._hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(_Hook(name, self._enter)))
+            self._hooks.append(module.register_forward_hook(_Hook(name, self._leave), always_call=True))
 
     @property
     def current(self) -> str:
@@ -80,31 +80,39 @@ class ModuleScope:
             if part.is_floating_point() and part.dim() >= 2:
                 self._weights.setdefault(tuple(part.shape), []).append(part.detach())
 
-    def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
-        def enter(*_: object) -> None:
-            if gate.may_trace or torch.compiler.is_compiling():
-                return
-            self._stack().append(name)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:  # FSDP puts the gathered parameters here, just before
-                    self._note_late(tensor)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module) -> None:
+        self._stack().append(name)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:  # FSDP puts the gathered parameters here, just before
+                self._note_late(tensor)
 
     def _note_late(self, tensor: torch.Tensor) -> None:
         for part in plain_parts(tensor):
             if part.untyped_storage()._cdata not in self._own:
                 self._note(part)
 
-    def _leaving(self, name: str):  # type: ignore[no-untyped-def]
-        def leave(*_: object) -> None:
-            if gate.may_trace or torch.compiler.is_compiling():
-                return
-            stack = self._stack()
-            if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
-                del stack[len(stack) - 1 - stack[::-1].index(name) :]
+    def _leave(self, name: str, _: nn.Module) -> None:
+        stack = self._stack()
+        if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
+            del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
-        return leave
+
+class _Hook:
+    """A hook on one module. In a pickle of the model it is one that does nothing: the offloader stays here."""
+
+    def __init__(self, name: str, call: Callable[[str, nn.Module], None]):
+        self._name, self._call = name, call
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        if not gate.may_trace and not torch.compiler.is_compiling():
+            self._call(self._name, module)
+
+    def __reduce__(self) -> tuple[Callable[..., "_Hook"], tuple[object, ...]]:
+        return _Hook, ("", _nothing)
+
+
+def _nothing(_: str, __: nn.Module) -> None:
+    """Of a model that came from elsewhere."""
 
 
 def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -16,19 +16,15 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.arguments import checked
 from penstock.errors import BudgetError, InternalError
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import Decision, Method, RematProblem
 from penstock.remat._simulate import Graph, Simulation, simulate
 from penstock.units import format_bytes
-
-Method = Literal["hybrid", "recompute", "swap"]
-"""What a plan may use."""
 
 _NEARLY = 1.25
 """Times the smallest peak."""

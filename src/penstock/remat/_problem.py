@@ -9,11 +9,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from penstock.arguments import check_fields
 from penstock.files import read_json
 
+Method = Literal["hybrid", "recompute", "swap"]
+"""What a plan may use."""
 _FORMAT = 1
 
 

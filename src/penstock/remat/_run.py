@@ -19,8 +19,7 @@ from penstock.remat import _dynamo
 from penstock.remat._door import Door
 from penstock.remat._explain import Planned
 from penstock.remat._piece import RehearsalOver
-from penstock.remat._plan import Method
-from penstock.remat._problem import RematProblem
+from penstock.remat._problem import Method, RematProblem
 from penstock.remat._session import Session
 from penstock.remat._settings import Settings, Size
 from penstock.remat._warn import warn

@@ -7,8 +7,7 @@ import torch
 
 from penstock import tiers
 from penstock.arguments import check_fields
-from penstock.remat._plan import Method
-from penstock.remat._problem import RematProblem
+from penstock.remat._problem import Method, RematProblem
 
 Size = int | str
 _EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"

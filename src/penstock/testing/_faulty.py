@@ -83,12 +83,14 @@ class FaultyTier(Tier):
         """Of the inner tier."""
         return self._inner.reserved_bytes
 
+    @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
         """Room in the inner tier, or ``TierFullError``."""
         if self._strikes("full"):
             raise TierFullError(f"no room for {size_bytes} bytes (injected)")
         return self._inner.reserve(size_bytes)
 
+    @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
         """Gives the room back to the inner tier."""
         self._inner.release(extent)
@@ -97,6 +99,7 @@ class FaultyTier(Tier):
         """Closes the inner tier."""
         self._inner.close()
 
+    @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
         """Of the inner tier."""
         return self._inner.file_name(piece)

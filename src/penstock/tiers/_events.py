@@ -40,6 +40,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._num_recorded = 0
 
+    @checked("log.add(lane='out', kind='copy', label='a', size_bytes=4096, start_s=0.0)")
     def add(self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float) -> Event:
         """Records an event that began at ``start_s`` (``time.time()``) and ends now."""
         event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=time.time())
@@ -53,6 +54,7 @@ class EventLog:
         """Events recorded so far, forgotten ones included: a position for ``since``."""
         return self._num_recorded
 
+    @checked("log.since(0)", position=0)
     def since(self, position: int = 0) -> tuple[Event, ...]:
         """Events recorded after ``position``, as far as they are still kept."""
         with self._lock:

@@ -67,6 +67,7 @@ class HostTier(Tier):
         """Whether every slab so far could be pinned."""
         return self._pinned and all(slab.is_pinned for slab in self._slabs)
 
+    @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
         """Contiguous room for ``size_bytes`` in one slab; a new slab is mapped where no old one has it."""
         with self._lock:
@@ -79,6 +80,7 @@ class HostTier(Tier):
             assert offset is not None
             return Extent(size_bytes, (Piece(len(self._slabs) - 1, offset, size_bytes),))
 
+    @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
         """Gives the extent's bytes back to its slab."""
         (piece,) = extent.pieces
@@ -86,11 +88,13 @@ class HostTier(Tier):
             if self._slabs:  # not closed meanwhile
                 self._slabs[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
 
+    @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
         """The extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until it is released."""
         (piece,) = extent.pieces
         return self._slabs[piece.file].tensor(piece.offset, piece.size_bytes)
 
+    @checked("tier.view(extent)")
     def view(self, extent: Extent) -> memoryview:
         """The extent's memory, valid until it is released."""
         (piece,) = extent.pieces
@@ -105,6 +109,7 @@ class HostTier(Tier):
                 slab.close()
             self._slabs = []
 
+    @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
         """The number of the piece's slab."""
         return f"slab {piece.file}"
