@@ -173,7 +173,7 @@ def _of_method_arguments(
                 try:
                     _exhaust(invoke(getattr(owner, method), given))
                 finally:
-                    _close(owner)
+                    use.close(owner)
                 return None
 
             public = f"{full}.{method}"
@@ -194,12 +194,6 @@ def _exhaust(result: Any) -> Any:
     return result
 
 
-def _close(owner: Any) -> None:
-    close = getattr(owner, "close", None)
-    if callable(close):
-        close()
-
-
 def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any], Arguments] | None) -> Iterator[Misuse]:
     def ask(owner: Any) -> object:
         found = getattr(owner, method)
@@ -214,7 +208,7 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
         try:
             return ask(owner)
         finally:
-            _close(owner)
+            use.close(owner)
 
     def twice(case: Case) -> object:
         owner, _ = made(case)
@@ -222,11 +216,11 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
             ask(owner)
             return ask(owner)
         finally:
-            _close(owner)
+            use.close(owner)
 
     def closed(case: Case) -> object:
         owner, _ = made(case)
-        _close(owner)
+        use.close(owner)
         return ask(owner)
 
     def elsewhere(case: Case) -> object:
@@ -234,7 +228,7 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
         try:
             in_thread(lambda: ask(owner))
         finally:
-            _close(owner)
+            use.close(owner)
         return None
 
     def forked(case: Case) -> object:
@@ -242,7 +236,7 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
         try:
             in_child(lambda: ask(owner))
         finally:
-            _close(owner)
+            use.close(owner)
         return None
 
     yield Misuse(room, f"{full}.{method}: at once", first)
@@ -273,7 +267,7 @@ def _of_copies(room: str, full: str, use: Use) -> Iterator[Misuse]:
                 if not use.made_by:
                     use.check(other, arguments)
             finally:
-                _close(owner)
+                use.close(owner)
             return None
 
         yield Misuse(room, f"{full}: {title}", run)
@@ -282,7 +276,7 @@ def _of_copies(room: str, full: str, use: Use) -> Iterator[Misuse]:
         arguments = use.good(case)
         owner = invoke(use.call, arguments)
         other = copy.copy(owner)
-        _close(other)
+        use.close(other)
         return use.check(owner, arguments)
 
     def deleted(case: Case) -> object:
@@ -301,7 +295,7 @@ def _of_contexts(room: str, full: str, use: Use) -> Iterator[Misuse]:
             with owner, owner:
                 pass
         finally:
-            _close(owner)
+            use.close(owner)
         return None
 
     def in_another(case: Case) -> object:
@@ -312,9 +306,9 @@ def _of_contexts(room: str, full: str, use: Use) -> Iterator[Misuse]:
                 with first, second:
                     pass
             finally:
-                _close(second)
+                use.close(second)
         finally:
-            _close(first)
+            use.close(first)
         return None
 
     def left_unentered(case: Case) -> object:
@@ -322,19 +316,19 @@ def _of_contexts(room: str, full: str, use: Use) -> Iterator[Misuse]:
         try:
             owner.__exit__(None, None, None)
         finally:
-            _close(owner)
+            use.close(owner)
         return None
 
     def entered_closed(case: Case) -> object:
         owner = invoke(use.call, use.good(case))
-        _close(owner)
+        use.close(owner)
         with owner:
             return None
 
     def closed_inside(case: Case) -> object:
         owner = invoke(use.call, use.good(case))
         with owner:
-            _close(owner)
+            use.close(owner)
 
     def in_two_threads(case: Case) -> object:
         owner = invoke(use.call, use.good(case))
@@ -347,7 +341,7 @@ def _of_contexts(room: str, full: str, use: Use) -> Iterator[Misuse]:
             with owner:
                 in_thread(enter)
         finally:
-            _close(owner)
+            use.close(owner)
         return None
 
     yield Misuse(room, f"{full}: entered inside of itself", in_itself)
@@ -452,7 +446,9 @@ def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]
         )
     )
     kinds = (PenstockError, ValueError, TypeError, IndexError, KeyError, ImportError, OSError, NotImplementedError)
-    if is_ours and line.startswith("raise") and isinstance(error, kinds):
+    if is_ours and isinstance(error, PenstockError) and not isinstance(error, ValueError | TypeError | InternalError):
+        return "our error", text
+    if is_ours and line.startswith("raise") and isinstance(error, kinds) and not isinstance(error, InternalError):
         return ("our error", text) if named or _HELPS.search(str(error)) else ("raw", f"names no argument: {where}")
     if isinstance(error, AssertionError) and "testing" in frame.filename and line.startswith("raise"):
         return "our error", text

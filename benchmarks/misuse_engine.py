@@ -194,12 +194,15 @@ def steps(step: Any, module: nn.Module, what: str) -> None:
 
 def _optimized(step: Any, arguments: Arguments) -> None:
     try:
-        steps(step, arguments["step"], "planned")
+        if isinstance(arguments["step"], nn.Module):
+            steps(step, arguments["step"], "planned")
     finally:
         step.close()
 
 
 def _compiled(compiled: Any, arguments: Arguments) -> None:
+    if not isinstance(arguments["model"], nn.Module):  # a function, which is compiled as well
+        return compiled.close()
     try:
         steps(compiled, arguments["model"], "compiled")
     finally:
@@ -355,10 +358,19 @@ def _all_park(waterfalls: Any, _: Arguments) -> None:
         _parks(one, {})
 
 
+_waterfalls: list[tiers.Waterfall] = []
+"""Of handles that `parked` made, in a case's own process."""
+
+
 def parked(case: Case) -> tiers.Handle:
-    """A handle, whose waterfall ends with it."""
-    waterfall = tiers.waterfall_for("cpu", tiers.Budget(disk=case.disk()))
-    return waterfall.park(torch.arange(100_000).untyped_storage(), "numbers")
+    """A handle."""
+    _waterfalls.append(tiers.waterfall_for("cpu", tiers.Budget(disk=case.disk())))
+    return _waterfalls[-1].park(torch.arange(100_000).untyped_storage(), "numbers")
+
+
+def end_waterfalls(_: Any) -> None:
+    while _waterfalls:
+        _waterfalls.pop().close()
 
 
 def buffer(size_bytes: int) -> memoryview:
@@ -481,7 +493,9 @@ USES |= {
             "borrow": lambda waterfall: {"original": waterfall.park(torch.arange(1000).untyped_storage())},
         },
     ),
-    "tiers.Handle": Use(call=parked, good=lambda case: {"case": case}, made_by="tiers.Waterfall.park"),
+    "tiers.Handle": Use(
+        call=parked, good=lambda case: {"case": case}, made_by="tiers.Waterfall.park", close=end_waterfalls
+    ),
     "tiers.DiskTier": Use(
         call=tiers.DiskTier, good=lambda case: {"disk": case.disk(), "budget": case.budget(disk=case.disk())},
         check=_writes, methods=_TIER_METHODS, skips=_ON_A_DEVICE,

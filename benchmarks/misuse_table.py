@@ -46,6 +46,8 @@ class Use:
     """Uses what came back, compares it with plain PyTorch and closes it. Raises `Wrong`."""
     methods: Mapping[str, Callable[[Any], Arguments]] = field(default_factory=dict)
     """Working arguments of methods that need any, from the object."""
+    close: Callable[[Any], object] = lambda made: made.close() if callable(getattr(made, "close", None)) else None
+    """Ends what was made."""
     made_by: str = ""
     """Who makes it, for classes that users do not call; then its own parameters are nobody's to misuse."""
     skips: frozenset[str] = frozenset()

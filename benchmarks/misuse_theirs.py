@@ -25,6 +25,7 @@ _FORWARD = "the user's own model refuses its input, in PyTorch's words"
 THEIRS: list[Theirs] = [
     Theirs(".*", "devices?", r"RuntimeError: (Expected one of|Invalid device|Device index|Device string|Cannot access)",
            "PyTorch lists the devices that there are"),
+    Theirs(".*", "devices?", "AssertionError: Torch not compiled with CUDA", "PyTorch says what the device needs"),
     Theirs(".*", ".*", r"TypeError: .*(missing \d+ required|unexpected keyword argument|positional argument)",
            "Python names the argument that is missing or unknown"),
     Theirs(".*", ".*", r"(FileNotFoundError|NotADirectoryError|IsADirectoryError|PermissionError|FileExistsError): "
@@ -38,7 +39,7 @@ THEIRS: list[Theirs] = [
     Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|tiers\..*", "model|module|step|example_inputs",
            "RuntimeError: mat1 and mat2", _FORWARD),
     Theirs(".*", "policy|loss|function|make|stop|progress|after_round|wait", ".*", _USERS),
-    Theirs(r"tiers\.Budget\.credit", ".*", "InternalError: .* given back",
+    Theirs(r"tiers\.Budget\.credit", ".*", "InternalError: .*given back",
            "only rooms give back what they took, so that too much is a bug in one of them"),
     Theirs(r"tiers\.set_generator_state", "state", "TypeError: RNG state must be", "PyTorch says what a state is"),
 ]  # fmt: skip

@@ -23,6 +23,8 @@ __all__ = ["check_fields", "checked", "must_be"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MOST_ELEMENTS = 1000
 """Looked at of a long list."""
+_LARGEST = 2**63 - 1
+_ANYTHING = ("anything",)
 _MOST_SHOWN = 60
 """Characters of a value in a message."""
 
@@ -43,7 +45,7 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
 
     ``example`` is a call that works, for the message; ``least`` says from which number on some parameters begin.
     The function raises ``TypeError`` for a value of another type than annotated, and ``ValueError`` for a word that is
-    not among those of a ``Literal``, for NaN, and for a number below its least.
+    not among those of a ``Literal``, for NaN, for an ``int`` of more than 63 bits, and for a number below its least.
     """
 
     def decorated(function: _Function) -> _Function:
@@ -57,7 +59,7 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
                 kinds.update(_kinds_of(function))
             for name, value in chain(zip(names, arguments, strict=False), keywords.items()):
                 kind = kinds.get(name)
-                if kind is not None and (name in least or type(value) not in kind.exact):
+                if kind is not None and (name in least or type(value) is int or type(value) not in kind.exact):
                     _check(name, value, kind, least.get(name), example)
             return function(*arguments, **keywords)
 
@@ -74,7 +76,7 @@ def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a da
         kinds = _FIELDS[type(thing)] = {name: hints[name] for name in names}
     for name, kind in kinds.items():
         value = getattr(thing, name)
-        if name in least or type(value) not in kind.exact:
+        if name in least or type(value) is int or type(value) not in kind.exact:
             _check(name, value, kind, least.get(name), example)
 
 
@@ -84,13 +86,15 @@ def must_be(name: str, words: str, value: object, example: str) -> TypeError:
 
 
 def _check(name: str, value: Any, kind: Kind, least: float | None, example: str) -> None:
-    if not kind.admits(value):
+    if type(value) not in kind.exact and not kind.admits(value):
         if isinstance(value, float) and math.isnan(value) and kind.admits(0.0):
             raise ValueError(f"`{name}` must be a number, got nan: {example}")
         words = _joined(kind.words)
         if isinstance(value, str) and "'" in words:
             raise ValueError(f"`{name}` must be {words}, got {value!r}: {example}")
         raise must_be(name, words, value, example)
+    if isinstance(value, int) and abs(value) > _LARGEST and kind.words != _ANYTHING:
+        raise ValueError(f"`{name}` must be a number of at most 63 bits, got {value}: {example}")
     if least is not None and isinstance(value, int | float) and value < least:
         raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}: {example}")
 
@@ -137,7 +141,7 @@ def _kind(hint: Any) -> Kind:  # any: an annotation
     """What one annotation admits."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar | str):
-        return Kind(frozenset(), lambda _: True, ("anything",))
+        return Kind(frozenset(), lambda _: True, _ANYTHING)
     if origin in (Union, types.UnionType):
         return _any_of([_kind(part) for part in _joined_mappings(parts)])
     if origin is Literal:
@@ -238,7 +242,7 @@ def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
         return Kind(frozenset(), lambda value: _is_record(value, kinds), (words,))
     inner = _kind(parts[0])
     name = "a tuple" if kind is tuple else "a list"
-    words = name if len(inner.words) > 1 or inner.words == ("anything",) else f"{name} of {_many(inner.words[0])}"
+    words = name if len(inner.words) > 1 or inner.words == _ANYTHING else f"{name} of {_many(inner.words[0])}"
 
     def admits(value: Any) -> bool:
         if isinstance(value, str | bytes) or not isinstance(value, kind):
