@@ -53,7 +53,7 @@ def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
         COLUMNS="120",
     )  # fmt: skip
     tempfile.tempdir = None
-    os.chdir(folder / "cwd")
+    os.chdir(folder / "out")  # where files go that a case asks for
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     case = Case(seed=0, folder=folder)

@@ -30,6 +30,7 @@ THEIRS: list[Theirs] = [
            "Python names the argument that is missing or unknown"),
     Theirs(".*", ".*", r"(FileNotFoundError|NotADirectoryError|IsADirectoryError|PermissionError|FileExistsError): "
            r"\[Errno \d+\] .*'.*'", "the system names the path, and what is wrong with it"),
+    Theirs(".*", ".*", "IsADirectoryError", "the system names the folder where a file should be"),
     Theirs(".*", ".*", r"TypeError: cannot pickle", "Python names the class that cannot be pickled"),
     Theirs("", "", r"RuntimeError: Trying to backward through the graph a second time",
            "PyTorch says what retain_graph=True is for"),

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from benchmarks import misuse_table
 from benchmarks.misuse_case import FAULTS, Misuse, judged, outcome_of
 from benchmarks.misuse_table import Told, Wrong
+
 from penstock.errors import TierFullError
 from penstock.offload import activations
 from penstock.units import parse_bytes

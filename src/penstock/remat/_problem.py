@@ -11,7 +11,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from penstock.arguments import check_fields
+from penstock.arguments import check_fields, checked
 from penstock.files import read_json
 
 Method = Literal["hybrid", "recompute", "swap"]
@@ -140,6 +140,7 @@ class RematProblem:
         """Whether there is a tier to swap to."""
         return self.out_bandwidth_bytes_per_s > 0 and self.in_bandwidth_bytes_per_s > 0
 
+    @checked("problem.scaled(durations=0.5, out=2e9, back=2e9)", durations=0, out=0, back=0)
     def scaled(self, *, durations: float = 1.0, out: float | None = None, back: float | None = None) -> Self:
         """The same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
         return replace(
@@ -149,11 +150,13 @@ class RematProblem:
             in_bandwidth_bytes_per_s=self.in_bandwidth_bytes_per_s if back is None else back,
         )
 
+    @checked("problem.save('problem.json')")
     def save(self, file: str | Path) -> None:
         """Writes the problem as JSON."""
         Path(file).write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
 
     @classmethod
+    @checked("RematProblem.load('problem.json')")
     def load(cls, file: str | Path) -> Self:
         """Reads what ``save`` wrote. Raises ``ValueError`` for anything else."""
         try:
