@@ -426,6 +426,8 @@ def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, Wrong):
         return "wrong number", text
+    if isinstance(error, PenstockError) and not isinstance(error, ValueError | TypeError | InternalError):
+        return "our error", text
     if isinstance(error, Told):
         kind = str(error).partition(":")[0]
         told = kind.endswith("Error") and kind not in _RAW and _HELPS.search(str(error))
@@ -446,8 +448,6 @@ def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]
         )
     )
     kinds = (PenstockError, ValueError, TypeError, IndexError, KeyError, ImportError, OSError, NotImplementedError)
-    if is_ours and isinstance(error, PenstockError) and not isinstance(error, ValueError | TypeError | InternalError):
-        return "our error", text
     if is_ours and line.startswith("raise") and isinstance(error, kinds) and not isinstance(error, InternalError):
         return ("our error", text) if named or _HELPS.search(str(error)) else ("raw", f"names no argument: {where}")
     if isinstance(error, AssertionError) and "testing" in frame.filename and line.startswith("raise"):

@@ -40,13 +40,24 @@ THEIRS: list[Theirs] = [
     Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|tiers\..*", "model|module|step|example_inputs",
            "RuntimeError: mat1 and mat2", _FORWARD),
     Theirs(".*", "policy|loss|function|make|stop|progress|after_round|wait", ".*", _USERS),
-    Theirs(r"tiers\.Budget\.credit", ".*", "InternalError: .*given back",
+    Theirs(r"(tiers\.Budget\.credit)?", ".*", "InternalError: .*given back",
            "only rooms give back what they took, so that too much is a bug in one of them"),
+    Theirs(r"unified\.UnifiedTensor\.__getitem__|", "index|", r"(IndexError|TypeError|ValueError|RuntimeError): "
+           r"(only integers, slices|index -?\d+ is out|too many ind|tensors used as ind|step must|The shape of the mask|"
+           r"Python int too large|Overflow when|can't convert|invalid literal)",
+           "a unified tensor is indexed as PyTorch's, and refuses as PyTorch does"),
+    Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes were asked"),
+    Theirs("", "", r"ValueError: .* such as the user says", "a user's own generator or step raised it"),
+    Theirs("", "", r"Unsupported: ", "Dynamo shows the operator, its shapes and the user's line"),
     Theirs(r"tiers\.set_generator_state", "state", "TypeError: RNG state must be", "PyTorch says what a state is"),
 ]  # fmt: skip
 
 ENDLESS: frozenset[tuple[str, str, str]] = frozenset(
-    {("probe.in_rounds", "rounds", "2**70"), ("advisor.advise", "rounds", "2**70")}
+    {
+        ("probe.in_rounds", "rounds", "2**70"),
+        ("advisor.advise", "rounds", "2**70"),
+        ("remat.max_batch", "budget", "2**70"),
+    }
 )
 """Calls that do what they are asked for longer than anybody waits: public name, parameter, value."""
 

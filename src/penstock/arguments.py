@@ -247,7 +247,7 @@ def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
     def admits(value: Any) -> bool:
         if isinstance(value, str | bytes) or not isinstance(value, kind):
             return False
-        return _all(inner, value) if isinstance(value, list | tuple | set | frozenset) else True
+        return _all(inner, value) if isinstance(value, Collection) and not isinstance(value, range) else True
 
     return Kind(frozenset(), admits, (words,))
 
@@ -266,4 +266,7 @@ def _one(kind: Kind, value: Any) -> bool:
 
 
 def _all(kind: Kind, values: Collection[Any]) -> bool:
-    return all(_one(kind, value) for value in islice(values, _MOST_ELEMENTS))
+    try:
+        return all(_one(kind, value) for value in islice(values, _MOST_ELEMENTS))
+    except TypeError:  # such as a tensor without dimensions
+        return False

@@ -136,7 +136,7 @@ def test_explain_shows_every_pass_and_step(graph):
 
 def test_a_graph_is_checked_once():
     edges = torch.tensor([[0, 1], [1, 5]])
-    with pytest.raises(ValueError, match="the target of an edge goes from 1 to 5; with 3 of them"):
+    with pytest.raises(ValueError, match="the target of an edge .below `num_nodes`. goes from 1 to 5; with 3 of them"):
         RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=3)
     with pytest.raises(ValueError, match=r"edge_index is torch.int32 of shape \[2, 2\]"):
         RelationalGraph(edges.int(), torch.tensor([0, 1]))

@@ -66,8 +66,12 @@ class RelationalGraph:
         self.is_block = isinstance(num_nodes, tuple)
         sizes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
         self.num_sources, self.num_targets = sizes
+        if min(sizes) < 0:
+            raise ValueError(
+                f"`num_nodes` must be at least 0, got {num_nodes}: RelationalGraph(edge_index, num_nodes=10)"
+            )
         for row, size, end in zip(edge_index, sizes, ("source", "target"), strict=True):
-            _check_range(f"the {end} of an edge", row, size)
+            _check_range(f"the {end} of an edge (below `num_nodes`)", row, size)
         found = int(edge_type.max()) + 1 if self.num_edges else 0
         self.num_edge_types = max(found, 1) if num_edge_types is None else num_edge_types
         _check_range("edge_type", edge_type, self.num_edge_types)

@@ -43,6 +43,7 @@ class HostTier(Tier):
         self._budget = budget
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
+        self._is_closed = False
         self._has_warned = False
 
     @property
@@ -71,6 +72,8 @@ class HostTier(Tier):
     def reserve(self, size_bytes: int) -> Extent:
         """Contiguous room for ``size_bytes`` in one slab; a new slab is mapped where no old one has it."""
         with self._lock:
+            if self._is_closed:
+                raise ValueError("this host tier is closed; make a new one: HostTier('8GiB', pinned=False)")
             for index, slab in enumerate(self._slabs):
                 offset = slab.allocator.reserve(size_bytes)
                 if offset is not None:
@@ -103,6 +106,7 @@ class HostTier(Tier):
     def close(self) -> None:
         """Unpins and unmaps the slabs."""
         with self._lock:
+            self._is_closed = True
             if self._budget is not None:
                 self._budget.credit("host", self._reserved_bytes())
             for slab in self._slabs:

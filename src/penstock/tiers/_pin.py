@@ -17,7 +17,7 @@ def pin(storage_bytes: torch.Tensor, flags: int = PORTABLE_AND_MAPPED) -> bool:
     try:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(storage_bytes.data_ptr(), storage_bytes.nbytes, flags))
-    except RuntimeError:
+    except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
         return False
     if status:
         _forget_error()

@@ -52,4 +52,4 @@ def ssd_life_s(*, capacity_bytes: int, written_bytes: int, duration_s: float) ->
     """
     if not written_bytes:
         return float("inf")
-    return capacity_bytes * _TERABYTES_WRITTEN_PER_TERABYTE / (written_bytes / duration_s)
+    return capacity_bytes * _TERABYTES_WRITTEN_PER_TERABYTE / written_bytes * duration_s

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, final
+from typing import NoReturn, TypedDict, final
 
 from penstock.arguments import checked
 from penstock.errors import TierReadError, TierWriteError
@@ -89,6 +89,11 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def _read_some(self, piece: Piece, at: int, view: memoryview) -> int: ...
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {self.name} tier has memory or files of its own, which cannot be copied or pickled; make another one"
+        )
 
     @final
     @checked("tier.write(piece, memoryview(buffer))")

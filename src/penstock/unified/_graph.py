@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.unified._library import address, library
 
 _MOST_EDGES = 4 * 2**20
@@ -38,8 +38,8 @@ class Graph:
         self.num_sources = self.num_nodes if num_sources is None else num_sources
         if least < 0 or most[0] > self.num_sources or most[1] > self.num_nodes:
             raise ValueError(
-                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; there are "
-                f"{self.num_sources} and {self.num_nodes} nodes: Graph(edge_index, num_nodes={max(most)})"
+                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; `num_nodes` "
+                f"is {self.num_nodes} and `num_sources` {self.num_sources}: Graph(edge_index, num_nodes={max(most)})"
             )
         self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
 
@@ -109,6 +109,8 @@ def expected_accesses(
     frontier = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     if seeds.dtype is torch.bool:
         seeds = seeds.nonzero().view(-1)
+    if seeds.is_floating_point() or (len(seeds) and not 0 <= int(seeds.min()) <= int(seeds.max()) < graph.num_nodes):
+        raise ValueError(f"`seeds` must be numbers of the {graph.num_nodes} nodes, or a mask of all, got {seeds}")
     frontier[seeds] = min(1.0, batch_size / max(1, len(seeds)))
     for fanout in fanouts:
         reached += frontier
@@ -126,8 +128,16 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
     """
     counts = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
     for one in indexes:
-        rows = one if isinstance(one, torch.Tensor) else one.n_id if hasattr(one, "n_id") else one.nodes
+        rows = one if isinstance(one, torch.Tensor) else getattr(one, "n_id", getattr(one, "nodes", None))
+        if not isinstance(rows, torch.Tensor) or rows.is_floating_point():
+            example = "count_accesses((batch.nodes for batch in loader), num_rows=len(features))"
+            raise must_be("indexes", "tensors of row numbers, or batches with `n_id` or `nodes`", one, example)
         rows = rows.reshape(-1).cpu()
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+            raise ValueError(
+                f"`num_rows` must be above every row that is read, got {num_rows}; rows from {int(rows.min())} to "
+                f"{int(rows.max())} are read: count_accesses(indexes, num_rows=len(features))"
+            )
         counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64, device="cpu"))
     return counts
 

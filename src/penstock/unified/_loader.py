@@ -106,6 +106,11 @@ class Loader:
             raise ValueError(
                 "a node is among the seeds twice, and a mini-batch has it once: Loader(..., seeds.unique())"
             )
+        if labels is not None and len(self.seeds) and int(self.seeds.max()) >= len(labels):
+            raise ValueError(
+                f"`labels` must have a row for each node, got {len(labels)} for seeds up to {int(self.seeds.max())}: "
+                "Loader(..., labels=labels_of_all_nodes)"
+            )
         self.batch_size, self.ahead, self.seed = batch_size, ahead, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0

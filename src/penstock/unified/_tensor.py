@@ -87,6 +87,7 @@ class UnifiedTensor(torch.Tensor):
         """Whether CUDA devices reach the memory. Always ``False`` on a machine without one."""
         return self._memory.is_registered
 
+    @checked("table.cpu()")
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
         """The same memory as a plain tensor, after what devices still write to it; gradients flow through."""
         self._memory.order.before_host(writes=True)  # whoever has it may write
@@ -94,6 +95,7 @@ class UnifiedTensor(torch.Tensor):
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
         return self._host.detach()
 
+    @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
         """The same memory as an array, after what devices still write; ``force``: also where gradients are kept."""
         if self.requires_grad and not force:
@@ -223,7 +225,7 @@ def empty(
     check_preference(prefer)
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
-    if any(not isinstance(one, int) or one < 0 for one in sizes):
+    if any(isinstance(one, str | bytes) for one in shape) or any(type(one) is not int or one < 0 for one in sizes):
         raise ValueError(f"a shape is whole numbers that are not negative, not {sizes}: empty(1000, 64)")
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
     host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]

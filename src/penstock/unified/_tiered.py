@@ -192,6 +192,7 @@ class TieredFeatures:
         """Dimensions of the whole table."""
         return 1 + len(self.kind.shape)
 
+    @checked("features.size(0)")
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
         return self.shape if dim is None else self.shape[dim]
@@ -218,10 +219,12 @@ class TieredFeatures:
                 raise ValueError(f"rows are not read backwards, as slices of tensors are not: [::{step}]")
             return self._rows(torch.arange(start, max(start, stop), step, device="cpu"))
         if isinstance(index, int) and not isinstance(index, bool):
+            if not -self._num_rows <= index < self._num_rows:
+                raise out_of_range(index, 0, self._num_rows)
             return self._rows(torch.tensor([index], device="cpu"))[0]
         if index is Ellipsis or index is None:
             return self._part(index)
-        chosen = torch.as_tensor(index) if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
+        chosen = index if isinstance(index, torch.Tensor) else _as_rows(index)
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
                 raise IndexError(f"a mask has one entry for each of {self._num_rows} rows, not {tuple(chosen.shape)}")
@@ -470,3 +473,14 @@ def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: b
 
 def _shaped(raw: torch.Tensor, kind: RowType, num_rows: int) -> torch.Tensor:
     return raw.view(kind.stored).view(num_rows, *kind.shape) if raw.numel() else kind.empty(num_rows)
+
+
+def _as_rows(index: Any) -> torch.Tensor:
+    """Row numbers or a mask from lists, arrays and the like."""
+    try:
+        return torch.as_tensor(index, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise IndexError(
+            f"`index` must be a row number, a slice, a list, a mask or a tensor of row numbers, got {index!r}: "
+            "features[torch.tensor([2, 0])]"
+        ) from None
