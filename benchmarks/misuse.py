@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import faulthandler
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -216,7 +217,7 @@ def _warm_up(rooms: Iterable[str]) -> None:
             import optuna  # noqa: F401
     if "report" in rooms:
         with contextlib.suppress(ImportError):
-            import matplotlib.pyplot  # noqa: F401
+            importlib.import_module("matplotlib.pyplot")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -40,9 +40,12 @@ OUTCOMES = ("right", "our error", "their error")
 FAULTS = ("raw", "silent", "wrong number", "leak", "outside", "crash", "hang")
 """What is not. Silent: a value of a type that the annotation excludes was taken without a word."""
 _HELPS = re.compile(
-    r"must|expected|such as|penstock\.|[Gg]ive |[Uu]se |[Mm]ake |[Rr]ead |[Cc]all |cannot|pip install|not "
+    r"must|expected|such as|penstock\.|[Gg]ive |[Uu]se |[Mm]ake |[Rr]ead |[Cc]all |cannot|pip install|not |\w\(.*\)"
 )
+"""Words of a message that says what works, or shows a call."""
 
+WORKS = ": as it should be"
+"""Ends the names of cases in which nothing is wrong."""
 _RAW = ("AttributeError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError", "NameError", "InternalError")
 """Errors that nobody means."""
 
@@ -82,7 +85,7 @@ def misuses(*, quick: bool = False, rooms: tuple[str, ...] = ROOMS) -> Iterator[
 
 def _of_use(room: str, full: str, use: Use, value: Any, labels: tuple[str, ...]) -> Iterator[Misuse]:
     if not use.made_by:
-        yield Misuse(room, f"{full}: as it should be", _called(use))
+        yield Misuse(room, f"{full}{WORKS}", _called(use))
         yield from _of_arguments(room, full, use, labels)
     if not inspect.isclass(value):
         return
@@ -114,11 +117,7 @@ def _called(use: Use, parameter: str = "", label: str = "") -> Callable[[Case], 
 def invoke(call: Callable[..., Any], arguments: Arguments) -> Any:
     """Calls by keyword, but what has to come by place."""
     places, keywords = [], dict(arguments)
-    try:
-        parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError):
-        parameters = types.MappingProxyType({})
-    for one in parameters.values():
+    for one in parameters_of(call):
         if one.kind is one.VAR_POSITIONAL:
             places += keywords.pop(f"*{one.name}", ())
         elif one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) and one.name in keywords:
@@ -128,9 +127,16 @@ def invoke(call: Callable[..., Any], arguments: Arguments) -> Any:
     return call(*places, **keywords)
 
 
+def parameters_of(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Of a function, or of a class's own ``__init__`` where another library's ``__new__`` hides it."""
+    if inspect.isclass(call) and inspect.isfunction(call.__init__):
+        return list(inspect.signature(call.__init__).parameters.values())[1:]
+    return list(inspect.signature(call).parameters.values())
+
+
 def _parameters(call: Callable[..., Any], good: Arguments) -> list[str]:
     names = []
-    for one in inspect.signature(call).parameters.values():
+    for one in parameters_of(call):
         if one.kind is one.VAR_POSITIONAL:
             names.append(f"*{one.name}")
         elif one.kind is one.VAR_KEYWORD:
@@ -462,7 +468,9 @@ def outcome_of(misuse: Misuse, case: Case) -> tuple[str, str]:
     try:
         misuse.run(case)
     except BaseException as error:
-        return judged(error, misuse.public, misuse.parameter)
+        outcome, text = judged(error, misuse.public, misuse.parameter)
+        is_misused = not misuse.name.endswith(WORKS)
+        return (outcome, text) if is_misused else ("raw", f"the working call of its table does not work: {text}")
     if misuse.is_excluded and (misuse.public, misuse.parameter) not in ACCEPTED:
         return "silent", f"{misuse.parameter}={misuse.value} was taken without a word"
     return "right", ""

@@ -1,5 +1,6 @@
 """Working calls of `unified` and `relational`."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def equal_rows(table: Any, expected: torch.Tensor) -> None:
 
 def _tiered(table: Any, arguments: Arguments) -> None:
     try:
-        require(tuple(table.shape)[0] == len(table), "as many rows as its shape says")
+        require(table.shape[0] == len(table), "as many rows as its shape says")
         source = arguments["source"]
         if isinstance(source, torch.Tensor) and arguments.get("dtype") is None and arguments.get("scale") is None:
             equal_rows(table, source)
@@ -173,7 +174,8 @@ USES |= {
         check=lambda chances, _: require(bool(((chances >= 0) & (chances <= 1)).all()), "chances"),
     ),
     "unified.count_accesses": Use(
-        call=unified.count_accesses, good=lambda _: {"indexes": [torch.tensor([0, 1]), torch.tensor([1])], "num_rows": 3},
+        call=unified.count_accesses,
+        good=lambda _: {"indexes": [torch.tensor([0, 1]), torch.tensor([1])], "num_rows": 3},
         check=lambda counts, given: require(
             not isinstance(given["indexes"], list) or given["indexes"] == [] or counts[:2].tolist() == [1, 2], "counts"
         ),
@@ -186,7 +188,7 @@ USES |= {
     "unified.Graph": Use(
         call=unified.Graph, good=lambda _: {"edge_index": edge_index(), "num_nodes": 4, "num_sources": None},
         check=lambda one, given: require(
-            int(one.degrees().sum()) == given["edge_index"].shape[1] if given["edge_index"].dim() == 2 else False, "edges"
+            int(one.degrees().sum()) == given["edge_index"].shape[1], "each edge enters a node"
         ),
         methods={"from_csc": lambda one: {"starts": one.starts, "sources": one.sources, "positions": None}},
     ),
@@ -234,7 +236,8 @@ def copied_sums(g: Any, x: Any) -> Any:
     for e in g.edges():
         message = x[e.src]
     for n in g.nodes():
-        return n.sum(message)
+        result = n.sum(message)
+    return result
 
 
 def _sums() -> torch.Tensor:
@@ -248,18 +251,21 @@ def _layer(layer: Any, _: Arguments) -> None:
 def language(call: Callable[..., Any]) -> Callable[..., Any]:
     """A function of the language, called inside of a layer; the values that it takes are an edge's."""
 
-    def run(**given: Any) -> torch.Tensor:
+    def run(*by_place: Any, **by_name: Any) -> torch.Tensor:
+        given = dict(inspect.signature(call).bind(*by_place, **by_name).arguments)
+
         def body(g: Any, x: Any) -> Any:
             for e in g.edges():
                 mine = {name: x[e.src] if value is _VALUE else value for name, value in given.items()}
-                places = mine.pop("*values", ())
+                places = mine.pop("values", ())
                 message = call(*(x[e.src] if one is _VALUE else one for one in places), **mine)
             for n in g.nodes():
-                return n.sum(message)
+                result = n.sum(message)
+            return result
 
         return relational.layer(body)(typed(), x().abs() + 1)
 
-    run.__signature__ = __import__("inspect").signature(call)  # type: ignore[attr-defined]
+    run.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
     return run
 
 
@@ -267,17 +273,20 @@ _VALUE = object()
 _ELEMENTWISE = ("elu", "exp", "gelu", "log", "relu", "sigmoid", "sqrt", "tanh")
 
 
-def _softmaxed(**given: Any) -> torch.Tensor:
+def _softmaxed(*by_place: Any, **by_name: Any) -> torch.Tensor:
+    given = dict(inspect.signature(relational.softmax).bind(*by_place, **by_name).arguments)
+
     def body(g: Any, x: Any) -> Any:
         for e in g.edges():
             score = relational.softmax(**(given | ({"score": x[e.src].sum(-1)} if given["score"] is _VALUE else {})))
         for n in g.nodes():
-            return n.sum(score)
+            result = n.sum(score)
+        return result
 
     return relational.layer(body)(typed(), x())
 
 
-_softmaxed.__signature__ = __import__("inspect").signature(relational.softmax)  # type: ignore[attr-defined]
+_softmaxed.__signature__ = inspect.signature(relational.softmax)  # type: ignore[attr-defined]
 
 
 def _rgcn(conv: Any, given: Arguments) -> None:
@@ -296,9 +305,16 @@ def _plain_conv(conv: Any, given: Arguments) -> None:
     require(conv(torch.ones(4, given["in_channels"]), typed()).shape[0] == 4, "an output per node")
 
 
+def with_inverses(num_relations: int = 2) -> relational.RelationalGraph:
+    types = torch.tensor(TYPES)
+    both = torch.cat((edge_index(), edge_index().flip(0)), dim=1)
+    return relational.RelationalGraph(both, torch.cat((types, types + num_relations)), num_edge_types=2 * num_relations)
+
+
 def _compgcn(conv: Any, given: Arguments) -> None:
-    nodes, relations = conv(torch.ones(4, given["in_channels"]), torch.ones(2, given["in_channels"]), typed())
-    require(len(nodes) == 4 and len(relations) == 2, "an output per node and relation")
+    width = given["in_channels"]
+    nodes, relations = conv(torch.ones(4, width), torch.ones(4, width), with_inverses(given["num_relations"]))
+    require(len(nodes) == len(relations) == 4, "an output per node and relation")
 
 
 METADATA = (["a", "b"], [("a", "to", "b"), ("b", "of", "a")])
@@ -324,7 +340,7 @@ def _triples(case_file: str = "../out/triples.nt") -> Path:
 
 def _ids() -> Path:
     path = Path("../out/ids.tsv").resolve()
-    path.write_text("0\t0\t1\n1\t1\t0\n")
+    path.write_text("2\n0 1 0\n1 0 1\n")
     return path
 
 
@@ -396,7 +412,7 @@ USES |= {
     ),
     "relational.CompGCNConv": Use(
         call=relational.CompGCNConv, good=lambda _: {**_CONV, "composition": "subtract"}, check=_compgcn,
-        methods={"forward": lambda _: {"x": x(), "relation": torch.ones(2, 8), "graph": typed()}},
+        methods={"forward": lambda _: {"x": x(), "relation": torch.ones(4, 8), "graph": with_inverses()}},
     ),
     "relational.RGraphSAGEConv": Use(
         call=relational.RGraphSAGEConv, good=lambda _: {**_CONV, "normalize": True}, check=_plain_conv,

@@ -135,5 +135,15 @@ def needs_arguments(kind: type, method: str) -> bool:
 
 def load() -> None:
     """Fills the tables."""
-    for name in ("engine", "graphs", "fleets", "others", "scenes"):
+    for name in (
+        "engine",
+        "tiers",
+        "graphs",
+        "fleets",
+        "others",
+        "scenes",
+        "scenes_remat",
+        "scenes_graphs",
+        "scenes_fleets",
+    ):
         importlib.import_module(f"benchmarks.misuse_{name}")

@@ -37,16 +37,16 @@ THEIRS: list[Theirs] = [
     Theirs("", "", r"RuntimeError: one of the variables needed for gradient computation has been modified",
            "PyTorch's own error, word for word, since what was saved is checked as it does"),
     Theirs(r"offload\.OffloadedModule\.forward|remat\..*(__call__|forward)", "arguments|keywords", ".*", _FORWARD),
-    Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|tiers\..*", "model|module|step|example_inputs",
-           "RuntimeError: mat1 and mat2", _FORWARD),
+    Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|integrations\..*",
+           "model|module|step|example_inputs", "RuntimeError: mat1 and mat2", _FORWARD),
     Theirs(".*", "policy|loss|function|make|stop|progress|after_round|wait", ".*", _USERS),
     Theirs(r"(tiers\.Budget\.credit)?", ".*", "InternalError: .*given back",
            "only rooms give back what they took, so that too much is a bug in one of them"),
     Theirs(r"unified\.UnifiedTensor\.__getitem__|", "index|", r"(IndexError|TypeError|ValueError|RuntimeError): "
-           r"(only integers, slices|index -?\d+ is out|too many ind|tensors used as ind|step must|The shape of the mask|"
-           r"Python int too large|Overflow when|can't convert|invalid literal)",
+           r"(only integers, slices|index -?\d+ is out|too many ind|tensors used as ind|step must|"
+           r"The shape of the mask|Python int too large|Overflow when|can't convert|invalid literal)",
            "a unified tensor is indexed as PyTorch's, and refuses as PyTorch does"),
-    Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes were asked"),
+    Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes it was"),
     Theirs("", "", r"ValueError: .* such as the user says", "a user's own generator or step raised it"),
     Theirs("", "", r"Unsupported: ", "Dynamo shows the operator, its shapes and the user's line"),
     Theirs(r"tiers\.set_generator_state", "state", "TypeError: RNG state must be", "PyTorch says what a state is"),

@@ -66,7 +66,7 @@ def _fits_class(kind: Any, parts: tuple[Any, ...], value: Any) -> bool:
     if not isinstance(kind, type):
         return True
     if getattr(kind, "_is_protocol", False):
-        return kind in (Iterable,) or not isinstance(value, int | float | str | list | dict | None)
+        return kind is Iterable or not isinstance(value, int | float | str | list | dict | None)
     if issubclass(kind, Path.__mro__[1]) or kind.__name__ == "PathLike":
         return isinstance(value, Path)
     if not isinstance(value, kind) or (isinstance(value, str | bytes) and kind is not type(value)):

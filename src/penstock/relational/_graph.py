@@ -115,7 +115,7 @@ class RelationalGraph:
         for number, ((source, relation, target), one) in enumerate(edge_index.items()):
             for end, row in zip((source, target), one, strict=True):
                 if end not in starts:
-                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; node types are {list(starts)}")
+                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; `num_nodes` has {list(starts)}")
                 _check_range(f"a node of type {end!r} in {relation!r}", row, num_nodes[end])
             parts.append(one + torch.tensor([[starts[source]], [starts[target]]], device=one.device))
             types.append(torch.full((one.shape[1],), number, dtype=torch.int64, device=one.device))

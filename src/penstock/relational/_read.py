@@ -22,7 +22,7 @@ _COUNT = re.compile(r"[0-9]{1,18}")
 _LINE = re.compile(rf"\s*({_NODE})\s+(<[^>]*>)\s+({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Triples:
     """A graph of names."""
 

@@ -8,7 +8,7 @@ from torch import nn
 from penstock.arguments import checked
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
-from penstock.relational._rgcn import check_relations, glorot
+from penstock.relational._rgcn import check_features, check_relations, glorot
 from penstock.relational._run import layer
 
 
@@ -73,6 +73,7 @@ class RGATConv(nn.Module):
         heads=1,
         dim=1,
         dropout=0,
+        edge_dim=1,
     )
     def __init__(
         self,
@@ -141,6 +142,7 @@ class RGATConv(nn.Module):
         ``edge_type`` as well. ``edge_attr``: ``[num_edges, edge_dim]``, or a row per relation. With
         ``return_attention_weights`` also ``(edge_index, shares)``, shares ``[num_edges, heads * dim]``.
         """
+        check_features(x, self.in_channels)
         if isinstance(graph, RelationalGraph):
             check_relations(graph, self.num_relations)
         else:

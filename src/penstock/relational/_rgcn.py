@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value
 from penstock.relational._run import layer
@@ -95,7 +95,10 @@ class RGCNConv(nn.Module):
         and a row of ``weight`` each; a pair for sources and targets that differ. ``graph``: a `RelationalGraph`, or
         PyG's ``edge_index``, which wants ``edge_type`` as well. ``edge_norm``: ``[num_edges]``, factors of messages.
         """
-        source, target = x if isinstance(x, tuple) else (x, x)
+        source, target = x if isinstance(x, tuple) and len(x) == 2 else (x, x)
+        for one, width in zip((source, target), self.in_channels, strict=True):
+            if one is not None:
+                check_features(one, width)
         graph = self._graph(graph, edge_type, source, target)
         if source is None:
             source = torch.arange(self.in_channels[0], device=self.weight.device)
@@ -152,8 +155,23 @@ def glorot(tensor: torch.Tensor) -> None:
     nn.init.uniform_(tensor, -bound, bound)
 
 
+def check_features(x: object, width: int) -> None:
+    """Raises unless rows of that width, or ``int64`` numbers of nodes, are in a tensor.
+
+    `checked` would break graphs of ``torch.compile``.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise must_be("x", "a torch.Tensor with a row for each node", x, "conv(x, graph)")
+    if x.dtype != torch.int64 and (x.dim() != 2 or x.shape[1] != width):
+        raise ValueError(
+            f"`x` must have a row of in_channels={width} for each node, got {tuple(x.shape)}: conv(x, graph)"
+        )
+
+
 def check_relations(graph: RelationalGraph, num_relations: int) -> None:
-    """Raises ``ValueError`` unless the graph has as many edge types as the layer."""
+    """Raises ``ValueError`` unless the graph has as many edge types as the layer, ``TypeError`` unless it is one."""
+    if not isinstance(graph, RelationalGraph):
+        raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "conv(x, RelationalGraph(edge_index))")
     if graph.num_edge_types != num_relations:
         raise ValueError(
             f"the layer has num_relations={num_relations} and {graph} another number; a graph in which some types do "
