@@ -454,12 +454,12 @@ def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]
         )
     )
     kinds = (PenstockError, ValueError, TypeError, IndexError, KeyError, ImportError, OSError, NotImplementedError)
+    if reason:
+        return "their error", f"{text} ({reason})"
     if is_ours and line.startswith("raise") and isinstance(error, kinds) and not isinstance(error, InternalError):
         return ("our error", text) if named or _HELPS.search(str(error)) else ("raw", f"names no argument: {where}")
     if isinstance(error, AssertionError) and "testing" in frame.filename and line.startswith("raise"):
         return "our error", text
-    if reason:
-        return "their error", f"{text} ({reason})"
     return "raw", where
 
 

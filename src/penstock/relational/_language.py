@@ -481,9 +481,9 @@ def relu(value: Value) -> Value:
 
 def leaky_relu(value: Value, slope: float = 0.01) -> Value:
     """Below 0 times ``slope``."""
-    if not isinstance(slope, int | float):
+    if isinstance(slope, bool) or not isinstance(slope, int | float):
         refuse(f"`slope` must be a number, got {slope!r}")
-    return _tracer(value).map("leaky_relu", value, parameter=slope)
+    return _tracer(value).map("leaky_relu", value, parameter=float(slope))
 
 
 def elu(value: Value) -> Value:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
-from penstock.relational._rgcn import check_features, check_relations, glorot
+from penstock.relational._rgcn import check_features, check_more, check_relations, glorot
 from penstock.relational._run import layer
 
 
@@ -144,9 +144,12 @@ class RGATConv(nn.Module):
         """
         check_features(x, self.in_channels)
         if isinstance(graph, RelationalGraph):
-            check_relations(graph, self.num_relations)
+            check_relations(graph, self.num_relations, edge_type)
         else:
             graph = graph_of(graph, edge_type, len(x), self.num_relations)
+        check_more(graph, edge_attr=edge_attr)
+        if return_attention_weights not in (None, True, False):
+            raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
         found, share = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),
             self.w if self.mod == "additive" else None, self.attention_per_relation,

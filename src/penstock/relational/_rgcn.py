@@ -49,6 +49,8 @@ class RGCNConv(nn.Module):
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks are two decompositions of the same weights; give one of them")
         self.in_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        if min(self.in_channels) < 1:
+            raise ValueError(f"`in_channels` must be at least 1, got {in_channels}: RGCNConv(64, 64, num_relations=10)")
         self.out_channels, self.num_relations = out_channels, num_relations
         self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
         width = self.in_channels[0]
@@ -100,6 +102,11 @@ class RGCNConv(nn.Module):
             if one is not None:
                 check_features(one, width)
         graph = self._graph(graph, edge_type, source, target)
+        check_more(graph, edge_norm=edge_norm)
+        num_sources = self.in_channels[0] if source is None else len(source)
+        if num_sources < graph.num_sources:
+            rows = f"None, which stands for in_channels={num_sources}" if source is None else f"{num_sources}"
+            raise ValueError(f"`x` must have a row for each of {graph.num_sources} nodes, got {rows}: conv(x, graph)")
         if source is None:
             source = torch.arange(self.in_channels[0], device=self.weight.device)
         if target is None:
@@ -118,7 +125,7 @@ class RGCNConv(nn.Module):
         target: torch.Tensor | None,
     ) -> RelationalGraph:
         if isinstance(graph, RelationalGraph):
-            check_relations(graph, self.num_relations)
+            check_relations(graph, self.num_relations, edge_type)
             return graph
         num_sources = self.in_channels[0] if source is None else len(source)
         num_targets = num_sources if target is None else len(target)
@@ -168,10 +175,24 @@ def check_features(x: object, width: int) -> None:
         )
 
 
-def check_relations(graph: RelationalGraph, num_relations: int) -> None:
+def check_more(graph: RelationalGraph, **values: torch.Tensor | None) -> None:
+    """Raises ``TypeError`` unless what edges carry is in tensors."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise must_be(
+                name, f"a torch.Tensor with a row for each of {graph.num_edges} edges", value, "conv(x, graph)"
+            )
+
+
+def check_relations(graph: RelationalGraph, num_relations: int, edge_type: torch.Tensor | None = None) -> None:
     """Raises ``ValueError`` unless the graph has as many edge types as the layer, ``TypeError`` unless it is one."""
     if not isinstance(graph, RelationalGraph):
         raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "conv(x, RelationalGraph(edge_index))")
+    if edge_type is not None:
+        raise ValueError(
+            "`edge_type` belongs to an edge_index, and a RelationalGraph has its own: conv(x, graph) or "
+            "conv(x, edge_index, edge_type)"
+        )
     if graph.num_edge_types != num_relations:
         raise ValueError(
             f"the layer has num_relations={num_relations} and {graph} another number; a graph in which some types do "

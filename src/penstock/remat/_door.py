@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.remat import _dynamo
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
@@ -243,6 +243,8 @@ def compile(  # noqa: A001
     ``as_eager=False`` the model may ask PyTorch whether it is compiled. Raises ``ValueError`` for unknown options.
     Calling the result raises ``BudgetError`` if a single graph cannot fit.
     """
+    if isinstance(model, type):
+        raise must_be("model", "a module or a function", model, "penstock.remat.compile(model, budget='6GiB')")
     session = Session(Settings.of_options(options))
     return CompiledModule(model, session) if isinstance(model, nn.Module) else CompiledFunction(model, session)
 
