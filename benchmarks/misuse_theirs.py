@@ -44,8 +44,11 @@ THEIRS: list[Theirs] = [
            "only rooms give back what they took, so that too much is a bug in one of them"),
     Theirs(r"unified\.UnifiedTensor\.__getitem__|", "index|", r"(IndexError|TypeError|ValueError|RuntimeError): "
            r"(only integers, slices|index -?\d+ is out|too many ind|tensors used as ind|step must|"
-           r"The shape of the mask|Python int too large|Overflow when|can't convert|invalid literal)",
+           r"The shape of the mask|Python int too large|Overflow when|can't convert|invalid literal|new\(\): invalid)",
            "a unified tensor is indexed as PyTorch's, and refuses as PyTorch does"),
+    Theirs(r"unified\.Loader", "features", r"IndexError: index \d+ is out", "PyTorch names the row that is not there"),
+    Theirs(r"relational\.Layer\..*", "args", ".*", "what is no tensor is a constant of the user's function"),
+    Theirs(r"remat\.optimize", "step", "Unsupported", _FORWARD),
     Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes it was"),
     Theirs("", "", r"ValueError: .* such as the user says", "a user's own generator or step raised it"),
     Theirs("", "", r"Unsupported: ", "Dynamo shows the operator, its shapes and the user's line"),

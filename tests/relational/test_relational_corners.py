@@ -339,7 +339,9 @@ def test_layers_name_inputs_that_they_cannot_take(conv, more):
     graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
     with pytest.raises(TypeError, match=r"`x` must be a torch.Tensor with a row for each node, got 'features' \(str\)"):
         conv("features", *more, graph)
-    with pytest.raises(ValueError, match=r"`x` must have a row of in_channels=8 for each node, got \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"`x` must have a row of in_channels=8 for each node, got torch.float32 \(2, 5\)"
+    ):
         conv(torch.ones(2, 5), *more, graph)
     with pytest.raises((TypeError, ValueError), match=r"`graph` must be a penstock.relational.Rel|conv\(x, graph\)"):
         conv(torch.ones(2, 8), *more, "graph")

@@ -146,6 +146,9 @@ class Graph:
     def __init__(self, tracer: Tracer):
         self._tracer = tracer
 
+    def __iter__(self) -> NoReturn:
+        refuse("a layer goes round `g.edges()` and `g.nodes()`, not round the graph itself: `for e in g.edges(): ...`")
+
     def edges(self) -> "Iterator[Edge]":
         """One edge, which stands for all."""
         yield Edge(self._tracer)
@@ -225,6 +228,14 @@ class _Arithmetic(abc.ABC):
     @abc.abstractmethod
     def _tracer_of(self) -> Tracer:
         """What records."""
+
+    def _compared(self, _: object) -> NoReturn:
+        refuse("values are not compared or branched on; use maximum(a, b), relu(a) or products with a mask")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304  # it raises
+        self._compared(None)
 
     def __add__(self, other: Any) -> "Value":
         return self._tracer_of().map("add", self, other)

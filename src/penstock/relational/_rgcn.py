@@ -100,7 +100,7 @@ class RGCNConv(nn.Module):
         source, target = x if isinstance(x, tuple) and len(x) == 2 else (x, x)
         for one, width in zip((source, target), self.in_channels, strict=True):
             if one is not None:
-                check_features(one, width)
+                check_features(one, width, may_be_numbers=True)
         graph = self._graph(graph, edge_type, source, target)
         check_more(graph, edge_norm=edge_norm)
         num_sources = self.in_channels[0] if source is None else len(source)
@@ -162,16 +162,18 @@ def glorot(tensor: torch.Tensor) -> None:
     nn.init.uniform_(tensor, -bound, bound)
 
 
-def check_features(x: object, width: int) -> None:
-    """Raises unless rows of that width, or ``int64`` numbers of nodes, are in a tensor.
+def check_features(x: object, width: int, *, may_be_numbers: bool = False) -> None:
+    """Raises unless rows of that width are in a tensor, or ``int64 [nodes]``, which number them.
 
     `checked` would break graphs of ``torch.compile``.
     """
     if not isinstance(x, torch.Tensor):
         raise must_be("x", "a torch.Tensor with a row for each node", x, "conv(x, graph)")
-    if x.dtype != torch.int64 and (x.dim() != 2 or x.shape[1] != width):
+    if may_be_numbers and x.dtype == torch.int64 and x.dim() == 1:
+        return
+    if x.dim() != 2 or x.shape[1] != width or (may_be_numbers and x.dtype == torch.int64):
         raise ValueError(
-            f"`x` must have a row of in_channels={width} for each node, got {tuple(x.shape)}: conv(x, graph)"
+            f"`x` must have a row of in_channels={width} for each node, got {x.dtype} {tuple(x.shape)}: conv(x, graph)"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.arguments import check_fields, checked
+from penstock.arguments import check_fields, checked, must_be
 from penstock.errors import DoubleBackwardError
 from penstock.relational import _eager, _passes
 from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
@@ -152,6 +152,8 @@ class Layer:
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, Any]]:
         """Arguments that are tensors, for sources and for targets, and the others."""
+        if not isinstance(graph, RelationalGraph):
+            raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "layer(graph, x)")
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         if len(args) > len(self._names) or given.keys() != set(self._names):
             raise TypeError(

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock import tiers
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.errors import BudgetError, CaptureError, GraphBreakWarning
 from penstock.remat import _dynamo
 from penstock.remat._door import Door
@@ -224,6 +224,9 @@ def optimize(
             f"example_inputs must be a list or tuple of the step's arguments, got a {type(example_inputs).__name__}: "
             "penstock.remat.optimize(step, [batch], budget='6GiB')"
         )
+    if isinstance(step, type):
+        example = "penstock.remat.optimize(step, [batch], budget='6GiB')"
+        raise must_be("step", "a module or a function", step, example)
     session = Session(
         Settings(
             budget=budget,
