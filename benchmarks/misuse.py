@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
+import io
 import itertools
 import json
 import os
@@ -89,9 +90,9 @@ def forked(cases: Sequence[Misuse], folder: Path) -> Iterator[tuple[Misuse, dict
         for line in lines:
             yield waiting.pop(0), json.loads(line)
         if status != 0:
-            text = log.read_text(errors="replace")[-3000:]
+            text = log.read_text(errors="replace")
             kind = "hang" if status is None or "Timeout (" in text else "crash"
-            yield waiting.pop(0), {"outcome": kind, "text": f"exit status {status}: {text}"}
+            yield waiting.pop(0), {"outcome": kind, "text": f"exit status {status}: {text[-3000:]}"}
 
 
 def _in_child(cases: Sequence[Misuse], folder: Path, log: Path, report: Path) -> NoReturn:
@@ -217,7 +218,7 @@ def _warm_up(rooms: Iterable[str]) -> None:
             import optuna  # noqa: F401
     if "report" in rooms:
         with contextlib.suppress(ImportError):
-            importlib.import_module("matplotlib.pyplot")
+            importlib.import_module("matplotlib.pyplot").figure(figsize=(1, 1)).savefig(io.BytesIO())  # opens its fonts
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

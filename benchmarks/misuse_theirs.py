@@ -51,7 +51,7 @@ THEIRS: list[Theirs] = [
     Theirs(r"remat\.optimize", "step", "Unsupported", _FORWARD),
     Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes it was"),
     Theirs("", "", r"ValueError: .* such as the user says", "a user's own generator or step raised it"),
-    Theirs("", "", r"Unsupported: ", "Dynamo shows the operator, its shapes and the user's line"),
+    Theirs("", "", r"(Unsupported|TorchRuntimeError): ", "Dynamo shows the operator, its shapes and the user's line"),
     Theirs(r"tiers\.set_generator_state", "state", "TypeError: RNG state must be", "PyTorch says what a state is"),
 ]  # fmt: skip
 

@@ -155,11 +155,13 @@ def test_values_are_not_compared_and_graphs_not_gone_round():
 
     def branching(g, x):
         for e in g.edges():
-            return x[e.src] if x[e.src] > 0 else x[e.dst]
+            result = x[e.src] if x[e.src] > 0 else x[e.dst]
+        return result
 
     def asking(g, x):
         for e in g.edges():
-            return x[e.src] or x[e.dst]
+            result = x[e.src] or x[e.dst]
+        return result
 
     for function in (branching, asking):
         with pytest.raises(ValueError, match="values are not compared or branched on; use maximum"):

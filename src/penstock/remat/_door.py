@@ -243,6 +243,11 @@ def compile(  # noqa: A001
     ``as_eager=False`` the model may ask PyTorch whether it is compiled. Raises ``ValueError`` for unknown options.
     Calling the result raises ``BudgetError`` if a single graph cannot fit.
     """
+    if isinstance(model, CompiledModule | CompiledFunction):
+        raise ValueError(
+            "`model` is what penstock.remat.compile returned already; close it, and compile the model inside: "
+            "penstock.remat.compile(model, budget='6GiB')"
+        )
     if isinstance(model, type):
         raise must_be("model", "a module or a function", model, "penstock.remat.compile(model, budget='6GiB')")
     session = Session(Settings.of_options(options))

@@ -208,4 +208,6 @@ def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: ma
 
 
 def _save(figure: Any, path: str | Path) -> None:  # any: as above
+    if not Path(path).name:
+        raise ValueError(f"`path` must name a file, got {str(path)!r}: penstock.report.curves('losses.png', losses)")
     figure.savefig(path, dpi=130)
