@@ -24,8 +24,6 @@ def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
     elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
     Raises ``ValueError`` for advice that there is not.
     """
-    if advice not in _NAMES:
-        raise ValueError(f"advice is one of {', '.join(map(repr, _NAMES))}, not {advice!r}")
     runtime = _runtime()
     if runtime is None or not tensor.nbytes:
         return False

@@ -182,7 +182,7 @@ class _Gathered(torch.autograd.Function):
         return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
 
 
-@checked("penstock.unified.wrap(tensor)")
+@checked("penstock.unified.wrap(torch.from_numpy(array))")
 def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
     """``tensor``'s own memory as a unified tensor; nothing is copied, and writes are seen through both.
 
@@ -192,9 +192,6 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     Raises ``ValueError`` for tensors that are not in the CPU's memory or that have a history of gradients,
     ``TypeError`` for what is no dense tensor.
     """
-    check_preference(prefer)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"wrap takes a tensor, not {type(tensor).__name__}; for arrays: wrap(torch.from_numpy(array))")
     if isinstance(tensor, UnifiedTensor):
         return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if tensor.layout is not torch.strided:
@@ -222,7 +219,6 @@ def empty(
 
     ``budget`` is charged for the memory while it lives; ``BudgetError`` where it would exceed it.
     """
-    check_preference(prefer)
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
     if any(isinstance(one, str | bytes) for one in shape) or any(type(one) is not int or one < 0 for one in sizes):
@@ -267,12 +263,6 @@ def gather(
 def is_unified(tensor: object) -> bool:
     """Whether ``tensor`` is a unified tensor."""
     return isinstance(tensor, UnifiedTensor)
-
-
-def check_preference(prefer: str) -> None:
-    """Raises ``ValueError`` for what is none."""
-    if prefer not in ("device", "host"):
-        raise ValueError(f"prefer is 'device' or 'host', not {prefer!r}: wrap(tensor, prefer='host')")
 
 
 def _reopen(
