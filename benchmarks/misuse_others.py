@@ -237,7 +237,14 @@ def _rest(offloader: Any, arguments: Arguments) -> None:
 def _logs(tracker: Any, _: Arguments) -> None:
     tracker.log(job(), 1, {"loss": 1.0})
     tracker.end(job(), fleet.JobState.DONE)
+    _end_tracker(tracker)
+
+
+def _end_tracker(tracker: Any) -> None:
+    """Closes, and has MLflow close what it keeps open of a database for the next client."""
     tracker.close()
+    if hasattr(tracker, "_client"):
+        tracker._client._tracking_client.store.engine.dispose()
 
 
 _TRACKING = {
@@ -322,7 +329,7 @@ _EXTRA: dict[str, tuple[str, Use]] = {
             good=lambda case: {
                 "experiment": "potatoes", "tracking_uri": f"sqlite:///{_folder(case) / 'mlflow.db'}"
             },
-            check=_logs, methods=_TRACKING,
+            check=_logs, methods=_TRACKING, close=_end_tracker,
         ),
     ),
     "integrations.OptunaStopper": (

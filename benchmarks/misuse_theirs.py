@@ -48,6 +48,7 @@ THEIRS: list[Theirs] = [
            "a unified tensor is indexed as PyTorch's, and refuses as PyTorch does"),
     Theirs(r"unified\.Loader", "features", r"IndexError: index \d+ is out", "PyTorch names the row that is not there"),
     Theirs(r"relational\.Layer\..*", "args", ".*", "what is no tensor is a constant of the user's function"),
+    Theirs(r"integrations\.MLflowTracker", ".*", "MlflowException", "MLflow says what its names and servers are like"),
     Theirs(r"remat\.optimize", "step", "Unsupported", _FORWARD),
     Theirs(".*", ".*", r"RuntimeError: .*DefaultCPUAllocator: can't allocate", "PyTorch says how many bytes it was"),
     Theirs("", "", r"ValueError: .* such as the user says", "a user's own generator or step raised it"),
