@@ -148,7 +148,7 @@ class RGATConv(nn.Module):
         else:
             graph = graph_of(graph, edge_type, len(x), self.num_relations)
         check_more(graph, edge_attr=edge_attr)
-        if return_attention_weights not in (None, True, False):
+        if not isinstance(return_attention_weights, bool | None):
             raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
         found, share = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),

@@ -104,7 +104,7 @@ class RGCNConv(nn.Module):
         graph = self._graph(graph, edge_type, source, target)
         check_more(graph, edge_norm=edge_norm)
         num_sources = self.in_channels[0] if source is None else len(source)
-        if num_sources < graph.num_sources:
+        if num_sources < graph.num_sources or (source is None and num_sources != graph.num_sources):
             rows = f"None, which stands for in_channels={num_sources}" if source is None else f"{num_sources}"
             raise ValueError(f"`x` must have a row for each of {graph.num_sources} nodes, got {rows}: conv(x, graph)")
         if source is None:
