@@ -146,11 +146,13 @@ def _with_gradients() -> nn.Module:
 
 
 def _fault(tier: Any, _: Arguments) -> None:
-    extent = tier.reserve(4096)
-    for piece in extent.pieces:
-        tier.write(piece, memoryview(bytes(piece.size_bytes)))
-    tier.release(extent)
-    tier.close()
+    try:
+        extent = tier.reserve(4096)
+        for piece in extent.pieces:
+            tier.write(piece, memoryview(bytes(piece.size_bytes)))
+        tier.release(extent)
+    finally:
+        tier.close()
 
 
 USES |= {
@@ -237,14 +239,7 @@ def _rest(offloader: Any, arguments: Arguments) -> None:
 def _logs(tracker: Any, _: Arguments) -> None:
     tracker.log(job(), 1, {"loss": 1.0})
     tracker.end(job(), fleet.JobState.DONE)
-    _end_tracker(tracker)
-
-
-def _end_tracker(tracker: Any) -> None:
-    """Closes, and has MLflow close what it keeps open of a database for the next client."""
     tracker.close()
-    if hasattr(tracker, "_client"):
-        tracker._client._tracking_client.store.engine.dispose()
 
 
 _TRACKING = {
@@ -282,7 +277,10 @@ RECORDS |= {
         num_cycles=0, parked_bytes=0, written_to_disk_bytes=0, stall_s=0.0, busy_s=0.0, peak_bytes=None, declined=""
     )
 }
-UNCALLED |= {"integrations.run_on_ray": "starts a cluster; benchmarks.soak_fleet and its own tests misuse fleets"}
+UNCALLED |= {
+    "integrations.run_on_ray": "starts a cluster for each case; its own tests misuse it",
+    "integrations.MLflowTracker": "makes a database for each case, which takes seconds; TensorBoardTracker is misused",
+}
 _EXTRA: dict[str, tuple[str, Use]] = {
     "integrations.offloading": (
         "accelerate",
@@ -320,16 +318,6 @@ _EXTRA: dict[str, tuple[str, Use]] = {
         Use(
             call=integrations.TensorBoardTracker, good=lambda case: {"folder": _folder(case)}, check=_logs,
             methods=_TRACKING,
-        ),
-    ),
-    "integrations.MLflowTracker": (
-        "mlflow",
-        Use(
-            call=integrations.MLflowTracker,
-            good=lambda case: {
-                "experiment": "potatoes", "tracking_uri": f"sqlite:///{_folder(case) / 'mlflow.db'}"
-            },
-            check=_logs, methods=_TRACKING, close=_end_tracker,
         ),
     ),
     "integrations.OptunaStopper": (

@@ -64,6 +64,11 @@ def in_rounds(
 @checked("penstock.probe.paired_ratio(times['ours'], times['theirs'])")
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """``ours`` over ``theirs``, round by round; the interval is a bootstrap over pairs (10,000 resamples)."""
+    if len(ours) != len(theirs) or not ours or min(theirs) <= 0:
+        raise ValueError(
+            f"`ours` and `theirs` must have a time above 0 for each round, got {len(ours)} and {len(theirs)} times: "
+            "penstock.probe.paired_ratio(times['ours'], times['theirs'])"
+        )
     ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
     choices = random.Random(0)  # noqa: S311
     medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(_NUM_RESAMPLES))

@@ -16,8 +16,9 @@ def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[floa
     """
     from penstock.remat import live_bytes
 
+    live = live_bytes(problem, plan)  # which names what is no problem, or no plan
     now_s, timeline = 0.0, []
-    for index, held in zip(plan.slots, live_bytes(problem, plan), strict=True):
+    for index, held in zip(plan.slots, live, strict=True):
         timeline.append((now_s, held + problem.static_bytes))
         now_s += problem.operators[index].duration_s
     return timeline

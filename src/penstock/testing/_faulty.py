@@ -42,7 +42,7 @@ class FaultyTier(Tier):
         self,
         inner: Tier,
         *,
-        seed: int = 0,
+        seed: float = 0,
         full: float = 0.0,
         write_error: float = 0.0,
         read_error: float = 0.0,
@@ -51,6 +51,10 @@ class FaultyTier(Tier):
         corrupt: float = 0.0,
         wait: Callable[[], None] | None = None,
     ):
+        given = {"full": full, "write_error": write_error, "read_error": read_error, "corrupt": corrupt}
+        for name, probability in {**given, "short_write": short_write, "short_read": short_read}.items():
+            if probability > 1:
+                raise ValueError(f"`{name}` must be a probability from 0 to 1, got {probability}")
         self.name = inner.name
         self.alignment_bytes = inner.alignment_bytes
         self.injected: Counter[str] = Counter()
