@@ -10,7 +10,7 @@ VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench docs pictures gpu gpu-relational gpu-unified soak soak-rooms soak-files soak-tiers soak-fleets
+.PHONY: demo test check bench docs pictures gpu gpu-relational gpu-unified soak soak-rooms soak-files soak-tiers soak-fleets soak-misuse
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,10 +54,11 @@ pictures: $(VENV)/ready
 	$(RUN) -m benchmarks.cli_pictures
 
 # Long campaigns, outside CI: an hour over all rooms, alone and together, under faults; damaged files of every format;
-# 10,000 put/get cycles under random faults; 100 faults against fleets. Each runs whatever the others found.
+# 10,000 put/get cycles under random faults; 100 faults against fleets; misuse of everything public. Each runs whatever
+# the others found.
 MINUTES ?= 60
 soak: $(VENV)/ready
-	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets
+	$(MAKE) -k soak-rooms soak-files soak-tiers soak-fleets soak-misuse
 
 soak-rooms: $(VENV)/ready
 	mkdir -p $(OUT)
@@ -72,6 +73,10 @@ soak-tiers: $(VENV)/ready
 
 soak-fleets: $(VENV)/ready
 	$(RUN) -m benchmarks.fleet_faults
+
+soak-misuse: $(VENV)/ready
+	mkdir -p $(OUT)
+	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.misuse --json $(OUT)/misuse.json
 
 # From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.
 GPU_OUT ?= gpu-results

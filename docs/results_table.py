@@ -1,8 +1,8 @@
-"""The table of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
+"""The tables of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
 
 python docs/results_table.py
 
-writes it between the page's two marks. A test compares, so that page and files cannot drift apart.
+writes them between the page's marks. A test compares, so that page and files cannot drift apart.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+MISUSE_MARKS = ("<!-- misuse: python docs/results_table.py -->", "<!-- end of misuse -->")
 MARKS = ("<!-- results: python docs/results_table.py -->", "<!-- end of results -->")
 
 
@@ -127,6 +128,22 @@ ENTRIES = {
             Figure(label="{} crashes", metric="findings: crash", of="value", form="d"),
             Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
             Figure(label="{} executed", metric="findings: executed", of="value", form="d"),
+        ),
+    ),
+    "cpu-misuse": Entry(
+        shows="Misuse of every public function and class: wrong arguments, order, threads, forks, copies, sharing",
+        command="misuse",
+        figures=(
+            Figure(label="{} cases", name="misuse", metric="cases", of="value", form=",d"),
+            Figure(label="{} right", name="misuse", metric="right", of="value", form=",d"),
+            Figure(label="{} errors that name the argument", name="misuse", metric="our error", of="value", form=",d"),
+            Figure(label="{} errors of PyTorch's", name="misuse", metric="their error", of="value", form=",d"),
+            Figure(label="{} raw", name="misuse", metric="raw", of="value", form=",d"),
+            Figure(label="{} silent", name="misuse", metric="silent", of="value", form=",d"),
+            Figure(label="{} wrong numbers", name="misuse", metric="wrong number", of="value", form="d"),
+            Figure(label="{} leaks", name="misuse", metric="leak", of="value", form="d"),
+            Figure(label="{} crashes", name="misuse", metric="crash", of="value", form="d"),
+            Figure(label="{} hangs", name="misuse", metric="hang", of="value", form="d"),
         ),
     ),
     "cpu-soak-tiers": Entry(
@@ -286,6 +303,20 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def misuse_table() -> str:
+    """What came of misuse in each room, from the last file of that campaign."""
+    kinds = ["cases", "right", "our error", "their error", "raw", "silent", "wrong number", "leak", "crash", "hang"]
+    file = max(RESULTS.glob("20??-??-??-cpu-misuse.json"))
+    counts: dict[str, dict[str, int]] = {}
+    for row in json.loads(file.read_text())["rows"]:
+        counts.setdefault(row["name"], {})[row["metric"]] = row["value"]
+    rows = [f"| room | {' | '.join(kinds)} |", f"|---{'|---:' * len(kinds)}|"]
+    for name, of_room in counts.items():
+        shown = " | ".join(format(of_room[kind], ",d") for kind in kinds)
+        rows.append(f"| {'all' if name == 'misuse' else name} | {shown} |")
+    return "\n".join(rows)
+
+
 def _figure(figure: Figure, rows: list[dict[str, Any]], file: Path) -> str:
     wanted = {"metric": figure.metric, "name": figure.name, "peer": figure.peer}
     found = [row for row in rows if all(re.fullmatch(pattern, row[key]) for key, pattern in wanted.items())]
@@ -307,6 +338,9 @@ def main() -> None:
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     after = rest.partition(MARKS[1])[2]
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{table()}\n\n{MARKS[1]}{after}")
+    before, _, rest = PAGE.read_text().partition(MISUSE_MARKS[0])
+    after = rest.partition(MISUSE_MARKS[1])[2]
+    PAGE.write_text(f"{before}{MISUSE_MARKS[0]}\n\n{misuse_table()}\n\n{MISUSE_MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import penstock
 
 SOURCE = Path(penstock.__file__).parent
 LAYERS = {
-    "_version": 0, "errors": 0, "units": 0,
+    "_version": 0, "errors": 0, "units": 0, "arguments": 0,
     "directio": 1, "files": 1, "native": 1,
     "probe": 2,
     "tiers": 3,

@@ -1,13 +1,29 @@
 """Small layers at the edges of what the language allows, each of which was wrong once; both emitters."""
 
 import copy
+import math
 import pickle
 
 import pytest
 import torch
 from relational_layers import random_graph, summed
 
-from penstock.relational import RelationalGraph, concat, dot, dropout, layer, tanh
+from penstock.relational import (
+    CompGCNConv,
+    Layer,
+    Options,
+    RelationalGraph,
+    RGATConv,
+    RGCNConv,
+    RGraphSAGEConv,
+    SimpleHGNConv,
+    concat,
+    dot,
+    dropout,
+    layer,
+    leaky_relu,
+    tanh,
+)
 
 
 @pytest.fixture(params=["eager", "c"])
@@ -296,3 +312,43 @@ def test_sums_into_the_same_rows_come_from_their_own_ends(emitter, name):
         *(torch.autograd.grad((y * weight).sum(), (x, one, other)) for y in (found, expected)), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("emitter", ["eager", "c"])
+def test_an_infinite_constant_is_a_number_in_every_emitter(emitter):
+    def steep(g, x):
+        for e in g.edges():
+            message = leaky_relu(x[e.src], math.inf)
+        for n in g.nodes():
+            result = n.sum(message)
+        return result
+
+    graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
+    found = Layer(steep, Options(emitter=emitter))(graph, torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+    assert torch.equal(found, torch.tensor([[3.0, 4.0], [1.0, -math.inf]]))
+
+
+@pytest.mark.parametrize(
+    ("conv", "more"),
+    [
+        (RGCNConv(8, 4, 1), ()), (RGATConv(8, 4, 1), ()), (SimpleHGNConv(8, 4, 1), ()), (RGraphSAGEConv(8, 4, 1), ()),
+        (CompGCNConv(8, 4, 1), (torch.ones(2, 8),)),
+    ],
+)  # fmt: skip
+def test_layers_name_inputs_that_they_cannot_take(conv, more):
+    graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
+    with pytest.raises(TypeError, match=r"`x` must be a torch.Tensor with a row for each node, got 'features' \(str\)"):
+        conv("features", *more, graph)
+    with pytest.raises(
+        ValueError, match=r"`x` must have a row of in_channels=8 for each node, got torch.float32 \(2, 5\)"
+    ):
+        conv(torch.ones(2, 5), *more, graph)
+    with pytest.raises((TypeError, ValueError), match=r"`graph` must be a penstock.relational.Rel|conv\(x, graph\)"):
+        conv(torch.ones(2, 8), *more, "graph")
+
+
+@pytest.mark.parametrize("conv", [RGCNConv(8, 4, 1), RGATConv(8, 4, 1)])
+def test_edge_types_beside_a_graph_are_not_ignored(conv):
+    graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
+    with pytest.raises(ValueError, match="`edge_type` belongs to an edge_index, and a RelationalGraph has its own"):
+        conv(torch.ones(2, 8), graph, torch.zeros(2, dtype=torch.int64))

@@ -136,7 +136,7 @@ def test_explain_shows_every_pass_and_step(graph):
 
 def test_a_graph_is_checked_once():
     edges = torch.tensor([[0, 1], [1, 5]])
-    with pytest.raises(ValueError, match="the target of an edge goes from 1 to 5; with 3 of them"):
+    with pytest.raises(ValueError, match="the target of an edge .below `num_nodes`. goes from 1 to 5; with 3 of them"):
         RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=3)
     with pytest.raises(ValueError, match=r"edge_index is torch.int32 of shape \[2, 2\]"):
         RelationalGraph(edges.int(), torch.tensor([0, 1]))
@@ -148,3 +148,25 @@ def test_a_graph_is_checked_once():
         RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=2**40, num_edge_types=2**30)
     empty = RelationalGraph(torch.empty(2, 0, dtype=torch.int64), num_nodes=3)
     assert (empty.num_edges, empty.num_edge_types) == (0, 1)
+
+
+def test_values_are_not_compared_and_graphs_not_gone_round():
+    graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
+
+    def branching(g, x):
+        for e in g.edges():
+            result = x[e.src] if x[e.src] > 0 else x[e.dst]
+        return result
+
+    def asking(g, x):
+        for e in g.edges():
+            result = x[e.src] or x[e.dst]
+        return result
+
+    for function in (branching, asking):
+        with pytest.raises(ValueError, match="values are not compared or branched on; use maximum"):
+            layer(function)(graph, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"a layer goes round `g.edges\(\)` and `g.nodes\(\)`"):
+        layer(lambda g, x: list(g))(graph, torch.ones(2, 3))
+    with pytest.raises(TypeError, match="`graph` must be a penstock.relational.RelationalGraph"):
+        layer(branching)(torch.ones(2, 3), torch.ones(2, 3))

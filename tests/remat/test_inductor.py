@@ -186,5 +186,5 @@ def test_what_looks_at_operators_needs_them():
 
 def test_another_compiler_is_refused():
     model, batch = make_noisy()
-    with pytest.raises(ValueError, match="compiler is 'eager' or 'inductor', not 'tensorrt'"):
+    with pytest.raises(ValueError, match="`compiler` must be 'eager' or 'inductor', got 'tensorrt'"):
         remat.optimize(model, batch, None, compiler="tensorrt")

@@ -31,7 +31,9 @@ def test_directories_come_in_several_spellings(disk, paths):
 
 @pytest.mark.parametrize("disk", [7, [7], {"/a"}, b"/a"])
 def test_other_directories_are_refused(disk):
-    with pytest.raises(TypeError, match="disk is a directory"):
+    with pytest.raises(
+        TypeError, match="`disk` must be text, a path, a list, a tuple, a dict or None|disk is a directory"
+    ):
         Budget(disk=disk)
 
 

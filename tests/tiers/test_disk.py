@@ -1,6 +1,7 @@
 """What only the disk tier does: several directories, scattered room, and a budget that others share."""
 
 import errno
+import gc
 import os
 
 import pytest
@@ -142,3 +143,30 @@ def test_a_directory_that_cannot_be_used_leaves_no_file_open(tmp_path, monkeypat
     assert len(opened) == 1
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
+
+
+def test_closing_again_gives_nothing_back_twice(tmp_path):
+    budget = Budget(disk=tmp_path)
+    tier = DiskTier(tmp_path, budget=budget)
+    tier.reserve(4096)
+    assert budget.held_bytes(str(tmp_path)) > 0
+    for _ in range(2):
+        tier.close()
+        assert budget.held_bytes(str(tmp_path)) == 0
+
+
+def test_a_tier_that_nobody_has_any_more_is_closed(tmp_path):
+    budget = Budget(disk=tmp_path)
+    tier = DiskTier(tmp_path, budget=budget)
+    tier.reserve(4096)
+    del tier
+    gc.collect()
+    assert budget.held_bytes(str(tmp_path)) == 0
+
+
+def test_a_buffer_that_is_too_small_is_refused(tmp_path):
+    tier = DiskTier(tmp_path)
+    (piece,) = tier.reserve(8192).pieces
+    with pytest.raises(ValueError, match="`view` must have the 8192 bytes of the piece, got 4096"):
+        tier.read(piece, memoryview(bytearray(4096)))
+    tier.close()

@@ -1,5 +1,6 @@
 """What only the host tier does: slabs, contiguous tensors, pinning."""
 
+import copy
 import errno
 import os
 
@@ -165,3 +166,18 @@ def test_a_refusal_to_pin_warns_once_and_works(monkeypatch, answer):
     assert tier.tensor(extents[2]).shape == (PAGE,)
     tier.close()
     assert cudart.unregistered == []
+
+
+def test_a_closed_tier_takes_nothing_more():
+    tier = HostTier("1MiB", pinned=False)
+    tier.close()
+    with pytest.raises(ValueError, match="this host tier is closed; make a new one"):
+        tier.reserve(4096)
+    tier.close()
+
+
+def test_tiers_are_not_copied():
+    tier = HostTier("1MiB", pinned=False)
+    with pytest.raises(TypeError, match="a host tier has memory or files of its own"):
+        copy.copy(tier)
+    tier.close()

@@ -756,3 +756,9 @@ def test_random_cycles_under_random_faults(tmp_path_factory, seed):
         "ledger_bytes": 0,
     }
     assert figures["num_cycles"] == 40
+
+
+def test_the_life_of_an_ssd_ends_at_once_where_all_is_written_in_no_time():
+    assert ssd_life_s(capacity_bytes=10**12, written_bytes=10**9, duration_s=0.0) == 0
+    assert ssd_life_s(capacity_bytes=10**12, written_bytes=10**9, duration_s=float("inf")) == float("inf")
+    assert ssd_life_s(capacity_bytes=10**12, written_bytes=0, duration_s=1.0) == float("inf")

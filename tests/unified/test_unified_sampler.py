@@ -170,7 +170,7 @@ def test_blocks_are_what_layers_need():
 def test_what_cannot_be_sampled():
     _, graph = random_graph()
     for fanouts in ([], [-2], [2.0], [True]):
-        with pytest.raises(ValueError, match=r"fanouts=\[10, 5\]"):
+        with pytest.raises((TypeError, ValueError), match=r"fanouts.*\[10, 5\]"):
             unified.NeighborSampler(graph, fanouts)
     with pytest.raises(IndexError, match="seeds go from 0 to 200"):
         unified.NeighborSampler(graph, [2]).sample(torch.tensor([0, 200]))

@@ -330,7 +330,7 @@ def test_what_cannot_be_wrapped():
         unified.wrap(torch.ones(3, device="meta"))
     with pytest.raises(ValueError, match="detach"):
         unified.wrap(table().requires_grad_() * 2)
-    with pytest.raises(ValueError, match="prefer is 'device' or 'host'"):
+    with pytest.raises(ValueError, match="`prefer` must be 'device' or 'host'"):
         unified.wrap(table(), prefer="cpu")
     with pytest.raises(TypeError, match="rows"):
         unified.gather(table(), torch.ones(3))
@@ -468,7 +468,7 @@ class FakeBindings:
 def test_advice_is_given_where_it_is_heard(monkeypatch):
     found = unified.wrap(table())
     assert not unified.advise(found, "read mostly") or torch.cuda.is_available()
-    with pytest.raises(ValueError, match="'read mostly', 'prefer host', 'prefer device'"):
+    with pytest.raises(ValueError, match="'read mostly', 'prefer host' or 'prefer device'"):
         unified.advise(found, "fast")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     for fake, taken in ((FakeBindings(12090), True), (FakeBindings(13000), True), (FakeBindings(12090, 0), False),

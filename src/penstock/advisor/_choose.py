@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from penstock.advisor._advice import Option
+from penstock.arguments import checked
 
 _AS_FAST = 1.03
 """Options within this factor of the fastest count as equally fast: measuring is not finer than that."""
 _SIMPLEST = ("plain", "checkpoint", "offload", "remat")
 
 
+@checked("penstock.advisor.choose(advice.options)")
 def choose(options: Sequence[Option]) -> Option | None:
     """The fastest option that is not refused; of those as fast, the simplest, then the one with the lowest peak.
 

@@ -14,6 +14,7 @@ from penstock.advisor._fleet import fleet_of_one
 from penstock.advisor._task import Batch, Loss, Task
 from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, try_all
 from penstock.advisor._ways import Limits, Way, quiet, ways_for
+from penstock.arguments import checked
 from penstock.errors import PenstockError
 from penstock.probe import can_record, peak_bytes
 from penstock.tiers import Budget, DiskSpec, Footprint, Size
@@ -24,6 +25,7 @@ _LAYERS = {"RGCNConv": "RGCNConv", "FastRGCNConv": "RGCNConv", "RGATConv": "RGAT
 """Layers of PyG's, and ours."""
 
 
+@checked("penstock.advise(model, batch, '6GiB')", rounds=1)
 def advise(
     model: nn.Module,
     batch: Batch,

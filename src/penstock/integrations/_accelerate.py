@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from penstock import offload
+from penstock.arguments import checked, must_be
 from penstock.integrations._offloading import LoopOffloader, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+@checked("with offloading(accelerator, model, disk='/nvme')")
 def offloading(
     accelerator: "Accelerator",
     model: nn.Module,
@@ -51,6 +53,9 @@ def offloading(
     Yields a `LoopOffloader`: ``figures()`` are numbers of the last micro-batch, for ``accelerator.log``, ``summary()``
     is an `OffloadSummary`. Raises what ``offload.activations`` raises, and ``TypeError`` for unknown options.
     """
+    if not hasattr(accelerator, "unwrap_model"):
+        example = "with offloading(accelerator, model, disk='/nvme')"
+        raise must_be("accelerator", "an accelerate.Accelerator", accelerator, example)
     given = {"budget": budget, "disk": disk, "host": host, **options}
     check_options(offload.activations, 1, given)
     loop = LoopOffloader(accelerator.unwrap_model(model), given)

@@ -9,10 +9,12 @@ import contextlib
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock import offload, remat
+from penstock.arguments import check_fields, checked
 from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -45,6 +47,9 @@ class PenstockArguments:
     """Bytes that may be on their way out at once; ``None``: the default of ``offload.activations``."""
     penstock_checkpoint_inputs_only: bool = field(default=False, metadata={"help": "with gradient checkpointing"})
     """Beside gradient checkpointing, park only the inputs of its regions."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "PenstockArguments(penstock_budget='6GiB', penstock_disk=['/nvme'])")
 
     def options(self) -> dict[str, Any]:  # any: keyword arguments
         """The keyword arguments of `PenstockCallback` that were given."""
@@ -79,6 +84,7 @@ class PenstockCallback:
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(_with_base(cls))  # type: ignore[arg-type]
 
+    @checked("PenstockCallback(budget='6GiB', disk='/nvme')")
     def __init__(
         self,
         arguments: PenstockArguments | None = None,
@@ -115,6 +121,12 @@ class PenstockCallback:
         if self._compiled is not None:
             self._compiled.close()
             self._compiled = None
+
+    def __reduce__(self) -> tuple[Callable[[], "PenstockCallback"], tuple[()]]:
+        """Another process, or a copy, begins anew."""
+        if not self._is_on:
+            return functools.partial(PenstockCallback, PenstockArguments()), ()
+        return functools.partial(PenstockCallback, method=self._method, **self._options), ()  # type: ignore[arg-type]
 
     # What the Trainer calls
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from penstock import offload
+from penstock.arguments import checked
 from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -41,6 +42,7 @@ class LightningOffload:
     def __new__(cls, *_: object, **__: object) -> Self:
         return super().__new__(_with_base(cls))
 
+    @checked("LightningOffload(budget='6GiB', disk='/nvme')")
     def __init__(
         self,
         *,

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from penstock.arguments import checked
 from penstock.fleet import Job, JobState
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class MLflowTracker:
     ``fleet.run(jobs, trackers=[MLflowTracker("learning rates")])``
     """
 
+    @checked("MLflowTracker('learning rates')")
     def __init__(self, experiment: str, tracking_uri: str | None = None):
         try:
             from mlflow import MlflowClient
@@ -42,6 +44,7 @@ class MLflowTracker:
         self._runs: dict[str, str] = {}
         self._waiting: dict[str, list[_Metric]] = {}
 
+    @checked("tracker.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """Notes metrics at ``step``, and sends them at times."""
         run = self._run_of(job)
@@ -50,6 +53,7 @@ class MLflowTracker:
         if len(waiting) >= _MOST_WAITING or any(key.startswith("validation/") for key in metrics):
             self._send(run)
 
+    @checked("tracker.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
         """Ends the job's run."""
         run = self._run_of(job)

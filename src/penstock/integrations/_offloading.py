@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import nn
 
 from penstock import offload
+from penstock.arguments import checked
 from penstock.tiers import Budget
 from penstock.units import format_bytes
 
@@ -70,6 +71,7 @@ class LoopOffloader:
     budget before then no longer holds, so the offloader is made anew after it.
     """
 
+    @checked("LoopOffloader(model, {'disk': '/nvme'})")
     def __init__(self, model: nn.Module, options: Mapping[str, object]):
         self._model, self._options = model, dict(options)
         budget = options.get("budget")

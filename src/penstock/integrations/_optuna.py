@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from penstock.arguments import checked
 from penstock.fleet import Device, Fleet, Job, JobState, Results
 from penstock.tiers import Budget, Size
 
@@ -21,6 +22,7 @@ Direction = Literal["minimize", "maximize"]
 """Which metric is better: the smaller, or the larger."""
 
 
+@checked("search(study, make_job, num_trials=20, at_once=4)")
 def search(
     study: "Study",
     make_job: "Callable[[Trial], Job]",
@@ -74,6 +76,7 @@ class OptunaStopper:
     A job whose validation does not have the metric fails with a ``ValueError``. Raises ``ImportError`` without Optuna.
     """
 
+    @checked("OptunaStopper(optuna.pruners.PatientPruner(None, 3))")
     def __init__(self, pruner: "BasePruner", metric: str = "loss", direction: Direction = "minimize"):
         _optuna()
         from optuna.study import create_study
@@ -84,6 +87,7 @@ class OptunaStopper:
         self._trials: dict[str, Trial] = {}
         self._values: dict[str, float] = {}
 
+    @checked("stopper(job, 10, {'loss': 0.5})")
     def __call__(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether the pruner gives the job up."""
         if self._metric not in metrics:
@@ -94,9 +98,11 @@ class OptunaStopper:
             self._values[job.name] = metrics[self._metric]
             return _prunes(self._trials[job.name], step, metrics[self._metric])
 
+    @checked("stopper.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing: validations come by the call."""
 
+    @checked("stopper.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
         """From now on others are compared with the job."""
         with self._lock:

@@ -3,9 +3,11 @@
 from torch import nn
 
 from penstock import offload
+from penstock.arguments import checked
 from penstock.tiers import Budget
 
 
+@checked("offloading_of_the_rest(module, Budget(disk='/nvme'))")
 def offloading_of_the_rest(module: nn.Module, account: Budget) -> offload.Offloader:
     """An offloader for what `penstock.remat.compile` leaves eager in ``module``, on the account of its plans.
 

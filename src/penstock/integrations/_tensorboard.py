@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.arguments import checked
 from penstock.fleet import Job, JobState
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class TensorBoardTracker:
     ``fleet.run(jobs, trackers=[TensorBoardTracker("runs")])``, then ``tensorboard --logdir runs``.
     """
 
+    @checked("TensorBoardTracker('runs')")
     def __init__(self, folder: str | Path):
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -28,12 +30,14 @@ class TensorBoardTracker:
         self._folder = Path(folder)
         self._writers: dict[str, SummaryWriter] = {}
 
+    @checked("tracker.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
         """Writes scalars at ``step``."""
         writer = self._writer_of(job, step)
         for key, value in metrics.items():
             writer.add_scalar(key, value, step)
 
+    @checked("tracker.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
         """Writes the job's state and closes its file."""
         self._writer_of(job, None).add_text("state", state.value)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError
 from penstock.offload._problem import OffloadProblem
 from penstock.units import format_bytes
@@ -104,6 +105,7 @@ class Simulation:
     """Per storage that left, the event by which it had."""
 
 
+@checked("penstock.offload.plan(problem)")
 def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak."""
     movable = _movable(problem)

@@ -48,16 +48,16 @@ class Rules:
             return "kept: small"
         if self.checkpoint_inputs_only and not tensor.is_checkpoint_input:
             return "kept: not a checkpoint's input"
-        if self.modules is not None and not any(_covers(pattern, tensor.module) for pattern in self.modules):
+        if self.modules is not None and not any(covers(pattern, tensor.module) for pattern in self.modules):
             return "kept: module not chosen"
-        if any(_covers(name, tensor.module) for name in self.keep_last):
+        if any(covers(name, tensor.module) for name in self.keep_last):
             return "kept: last modules"
         if self.policy is not None and not self.policy(tensor):
             return "kept: policy"
         return ""
 
 
-def _covers(pattern: str, module: str) -> bool:
+def covers(pattern: str, module: str) -> bool:
     """Whether ``pattern`` names ``module`` or something that it is inside of."""
     parts = module.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))

@@ -1,6 +1,9 @@
 """What the planner is told: the storages one cycle saved, when backward needed them, and what the lanes carry."""
 
+import math
 from dataclasses import dataclass
+
+from penstock.arguments import check_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +22,16 @@ class SavedStorage:
     """The first event at which nobody needs it any more; after ``need_event``, at most the number of events."""
     must_keep: str = ""
     """Why it may not be parked; empty if it may."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "SavedStorage(size_bytes=2**20, label='a', pack_event=0, need_event=2, free_event=3)",
+            size_bytes=0,
+            pack_event=0,
+            need_event=0,
+            free_event=0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +60,24 @@ class OffloadProblem:
     """Offloading is declined above this share of the step; 1 never declines for time."""
     min_saving_share: float = 0.05
     """Offloading is declined below this share of the peak; 0 never declines for bytes."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "OffloadProblem(storages=(storage,), event_times_s=(0.0, 0.1), step_s=0.1, "
+            "out_bandwidth_bytes_per_s=1e9, in_bandwidth_bytes_per_s=1e9)",
+            step_s=0, out_bandwidth_bytes_per_s=0, in_bandwidth_bytes_per_s=0, overhead_s=0, max_in_flight_bytes=0,
+            budget_bytes=0, max_stall_share=0, min_saving_share=0,
+        )  # fmt: skip
+        for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}")
+        for at, one in enumerate(self.storages):
+            if not one.pack_event < one.need_event < one.free_event <= self.num_events:
+                raise ValueError(
+                    f"`storages`[{at}] must have its events in order, within the {self.num_events} of `event_times_s`, "
+                    f"got pack_event={one.pack_event}, need_event={one.need_event}, free_event={one.free_event}"
+                )
 
     @property
     def num_events(self) -> int:

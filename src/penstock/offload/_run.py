@@ -8,17 +8,18 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._learn import Learner, Settings
-from penstock.offload._policy import Policy, Rules, SavedTensor
+from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
 from penstock.offload._scope import ModuleScope, is_compiled
 from penstock.offload._statistics import OffloadStatistics
@@ -42,6 +43,7 @@ _TINY_BYTES = 64 * 1024
 """Storages below this, unless the user wants them parked, are not even counted."""
 
 
+@checked("penstock.offload.activations(model, disk='/nvme')")
 def activations(
     model: nn.Module,
     *,
@@ -106,6 +108,7 @@ def activations(
     )
     account = _account(disk, host, budget)
     _check_budget(model, account, host)
+    _check_patterns(model, modules=modules or (), keep_last=keep_last)
     settings = Settings(
         max_in_flight_bytes=parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
@@ -159,6 +162,11 @@ class Offloader:
                 "offloading contexts do not nest. Enter one offloader around forward and backward: "
                 "`with offloader: loss = model(batch); loss.backward()`"
             )
+        if self._hooks is not None:
+            raise ValueError(
+                "this offloader is entered by another thread, and one thread at a time computes with it; make one for "
+                "each: penstock.offload.activations(model, ...)"
+            )
         self._scope.refresh()
         self._finish_cycle_if_drained()
         hooks = contextlib.ExitStack()
@@ -171,8 +179,11 @@ class Offloader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._hooks is None or getattr(_active, "offloader", None) is not self:
+            raise ValueError(
+                "this offloader cannot be left where it was not entered; use it around a step: `with offloader: ...`"
+            )
         _active.offloader = None
-        assert self._hooks is not None
         self._hooks.close()
         self._hooks = None
         if kind is None:
@@ -182,6 +193,12 @@ class Offloader:
         else:
             self._learner.abort()
             self._cycle = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an offloader has lanes and files, which cannot be copied or pickled; make another one: "
+            "penstock.offload.activations(model, ...)"
+        )
 
     def statistics(self) -> OffloadStatistics:
         """What the last finished step did; zeros before the first."""
@@ -341,12 +358,19 @@ class OffloadedModule(nn.Module):
         self.module = module
         self.offloader = offloader
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an offloaded module has lanes and files, which cannot be copied or pickled; take the module inside of it, "
+            "`offloaded.module`, or its state_dict()"
+        )
+
     def forward(self, *arguments: object, **keywords: object) -> object:
         """Calls the module with its activations offloaded; backward may come at any time, anywhere."""
         with self.offloader:
             return self.module(*arguments, **keywords)
 
 
+@checked("penstock.offload.wrap(module, disk='/nvme')")
 def wrap(module: nn.Module, **options: object) -> OffloadedModule:
     """``module`` with its forward inside ``activations(module, **options)``, for training loops that others own.
 
@@ -418,7 +442,7 @@ def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
         warnings.warn(
             "host=... is ignored for a model on the CPU, where host memory is the device itself; disk=... is used",
             PenstockWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     static_bytes = sum(_parameter_bytes(model).values())
     if account.device_bytes is not None and account.device_bytes < static_bytes:
@@ -427,6 +451,18 @@ def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
             f"{static_bytes} bytes ({format_bytes(static_bytes)}) because its parameters and gradients alone take "
             "them, and offloading moves activations only"
         )
+
+
+def _check_patterns(model: nn.Module, **patterns: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for argument, given in patterns.items():
+        for pattern in given:
+            if not any(covers(pattern, name) for name in names):
+                shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
+                raise ValueError(
+                    f"`{argument}` must name modules of the model, and {pattern!r} matches none ({shown}, ...): "
+                    f"penstock.offload.activations(model, {argument}=['blocks.*'])"
+                )
 
 
 def _parameter_bytes(model: nn.Module) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Whose forward runs, and which storages are the model's own."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class ModuleScope:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks.append(model.register_forward_pre_hook(self._note_given, with_kwargs=True))
         for name, module in eager_modules(model):
-            self._hooks.append(module.register_forward_pre_hook(self._entering(name, module)))
-            self._hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(_Hook(name, self._enter)))
+            self._hooks.append(module.register_forward_hook(_Hook(name, self._leave), always_call=True))
 
     @property
     def current(self) -> str:
@@ -89,31 +89,39 @@ class ModuleScope:
         if not torch.compiler.is_compiling() and not _is_traced_as_eager():
             self.given = tuple(_shapes_in((*given, *named.values())))
 
-    def _entering(self, name: str, module: nn.Module):  # type: ignore[no-untyped-def]  # a hook of nn.Module
-        def enter(*_: object) -> None:
-            if torch.compiler.is_compiling() or _is_traced_as_eager():
-                return
-            self._stack().append(name)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:  # FSDP puts the gathered parameters here, just before
-                    self._note_late(tensor)
-
-        return enter
+    def _enter(self, name: str, module: nn.Module) -> None:
+        self._stack().append(name)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:  # FSDP puts the gathered parameters here, just before
+                self._note_late(tensor)
 
     def _note_late(self, tensor: torch.Tensor) -> None:
         for part in plain_parts(tensor):
             if part.untyped_storage()._cdata not in self._own:
                 self._note(part)
 
-    def _leaving(self, name: str):  # type: ignore[no-untyped-def]
-        def leave(*_: object) -> None:
-            if torch.compiler.is_compiling() or _is_traced_as_eager():
-                return
-            stack = self._stack()
-            if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
-                del stack[len(stack) - 1 - stack[::-1].index(name) :]
+    def _leave(self, name: str, _: nn.Module) -> None:
+        stack = self._stack()
+        if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
+            del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
-        return leave
+
+class _Hook:
+    """A hook on one module. In a pickle of the model it is one that does nothing: the offloader stays here."""
+
+    def __init__(self, name: str, call: Callable[[str, nn.Module], None]):
+        self._name, self._call = name, call
+
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        if not torch.compiler.is_compiling() and not _is_traced_as_eager():
+            self._call(self._name, module)
+
+    def __reduce__(self) -> tuple[Callable[..., "_Hook"], tuple[object, ...]]:
+        return _Hook, ("", _nothing)
+
+
+def _nothing(_: str, __: nn.Module) -> None:
+    """Of a model that came from elsewhere."""
 
 
 def _shapes_in(things: Iterable[Any]) -> Iterator[tuple[int, ...]]:  # any: arguments of a model

@@ -8,6 +8,7 @@ debug mode (``verify=True``).
 import math
 from dataclasses import dataclass, replace
 
+from penstock.arguments import checked
 from penstock.errors import InternalError
 from penstock.offload._plan import OffloadPlan
 from penstock.offload._problem import OffloadProblem
@@ -15,6 +16,7 @@ from penstock.offload._problem import OffloadProblem
 _SLACK_S = 1e-9
 
 
+@checked("penstock.offload.verify(problem, penstock.offload.plan(problem))")
 def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
     """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
     _check_decisions(problem, plan)

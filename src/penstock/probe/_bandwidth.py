@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import DeviceFile, SpillFile
 from penstock.files import read_json
 from penstock.probe._gds import gpu_direct_storage
@@ -43,6 +44,7 @@ class LaneBandwidth:
     """When, in seconds of ``time.time()``."""
 
 
+@checked("penstock.probe.bandwidths('/nvme')")
 def bandwidths(
     directory: str | os.PathLike[str], *, refresh: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> tuple[LaneBandwidth, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import DeviceFile, SpillFile
 
 _MODULE = Path("/proc/driver/nvidia-fs/version")
@@ -29,6 +30,7 @@ class Feature:
     """Why not, or how it was found out."""
 
 
+@checked("penstock.probe.gpu_direct_storage('/nvme')")
 def gpu_direct_storage(directory: str | os.PathLike[str]) -> Feature:
     """Whether GPUDirect Storage works between the current CUDA device and ``directory``. Tried once a process."""
     return _tried(Path(directory).resolve())

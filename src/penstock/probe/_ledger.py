@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.arguments import checked
+
 
 class Ledger:
     """A running sum of bytes, with its history while somebody records it. Safe to use from any thread."""
@@ -24,6 +26,7 @@ class Ledger:
         """Bytes charged and not yet credited."""
         return self._held_bytes
 
+    @checked("penstock.probe.ledger.charge(2**20)")
     def charge(self, size_bytes: int) -> None:
         """Adds ``size_bytes``; a negative number gives bytes back."""
         with self._lock:

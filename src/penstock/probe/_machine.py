@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import SpillFile, memory_file_system
 from penstock.native import describe_compiler, find_compiler
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
@@ -41,6 +42,7 @@ class MachineReport:
     """What works, and why the rest does not."""
 
 
+@checked("penstock.probe.machine('/nvme')")
 def machine(
     directory: str | os.PathLike[str] = ".",
     *,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.arguments import checked
 from penstock.probe._ledger import ledger
 
 _SILENT = "6"
@@ -62,6 +63,7 @@ class MemoryRecording:
     """CPU: ``(unix time in ns, address, bytes)`` of whatever the allocator gave, or with negative bytes took back."""
 
 
+@checked("penstock.probe.peak_bytes(lambda: step(batch))")
 def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None = None) -> PeakReport:
     """Calls ``function()`` once and reports the peak of memory on ``device``.
 
@@ -82,6 +84,7 @@ def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None
 
 
 @contextmanager
+@checked("with penstock.probe.record_memory('cpu') as recording")
 def record_memory(
     device: torch.device | str | None = None, *, this_thread_only: bool = False
 ) -> Iterator[MemoryRecording]:
@@ -99,6 +102,7 @@ def record_memory(
         yield recording
 
 
+@checked("penstock.probe.can_record('cpu')")
 def can_record(device: torch.device | str) -> bool:
     """Whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
     if torch.device(device).type != "cpu":
@@ -140,6 +144,7 @@ _passive: list[tuple[int, Callable[[], None]]] = []
 
 
 @contextmanager
+@checked("with penstock.probe.giving_way(stop)")
 def giving_way(stop: Callable[[], None]) -> Iterator[None]:
     """Inside, a recording that this thread starts calls ``stop`` first, which is to end the one that runs."""
     entry = (threading.get_ident(), stop)

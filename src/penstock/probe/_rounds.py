@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock._version import __version__
+from penstock.arguments import checked
 
 _NUM_RESAMPLES = 10_000
 _MOST_RUNS = 4
@@ -29,6 +30,7 @@ class Ratio(NamedTuple):
     """2.5% of the resampled medians are above."""
 
 
+@checked("penstock.probe.in_rounds({'ours': step, 'theirs': other}, rounds=9)", rounds=1, least_s=0)
 def in_rounds(
     ways: Mapping[str, Callable[[], object]],
     *,
@@ -59,14 +61,21 @@ def in_rounds(
     return seconds
 
 
+@checked("penstock.probe.paired_ratio(times['ours'], times['theirs'])")
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """``ours`` over ``theirs``, round by round; the interval is a bootstrap over pairs (10,000 resamples)."""
+    if len(ours) != len(theirs) or not ours or min(theirs) <= 0:
+        raise ValueError(
+            f"`ours` and `theirs` must have a time above 0 for each round, got {len(ours)} and {len(theirs)} times: "
+            "penstock.probe.paired_ratio(times['ours'], times['theirs'])"
+        )
     ratios = [one / two for one, two in zip(ours, theirs, strict=True)]
     choices = random.Random(0)  # noqa: S311
     medians = sorted(median(choices.choices(ratios, k=len(ratios))) for _ in range(_NUM_RESAMPLES))
     return Ratio(median(ratios), medians[249], medians[9749])
 
 
+@checked("penstock.probe.provenance('cpu')")
 def provenance(device: str = "cuda") -> dict[str, Any]:  # any: text and numbers, for JSON
     """With what and where something was measured or went wrong: device, cores, memory, system, versions.
 

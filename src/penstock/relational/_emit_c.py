@@ -264,7 +264,7 @@ class _Writer:
         match one:
             case Map():
                 values = [self._value(operand, indices, one.shape) for operand in one.operands]
-                return _FUNCTIONS[one.function].format(*values, p=repr(one.parameter))
+                return _FUNCTIONS[one.function].format(*values, p=_number(one.parameter))
             case Reshape():
                 (operand,) = one.operands
                 shape = self.program[operand].shape

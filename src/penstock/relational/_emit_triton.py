@@ -208,7 +208,7 @@ class _Writer:
                 return self._new(f"tl.full(@ONES, {_number(one.value)}, tl.float32)", is_fixed=True)
             case Map():
                 values = [self._value(operand, indices, depth) for operand in one.operands]
-                text = _FUNCTIONS[one.function].format(*(value.text for value in values), p=repr(one.parameter))
+                text = _FUNCTIONS[one.function].format(*(value.text for value in values), p=_number(one.parameter))
                 return self._new(text, is_fixed=all(value.is_fixed for value in values))
             case Reshape():
                 (operand,) = one.operands

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from penstock import native
+from penstock.arguments import checked
 from penstock.relational._domain import ENDS, Domain
 from penstock.relational._registry import Guard, register
 from penstock.relational._saved import load_graph, save_graph
@@ -37,6 +38,7 @@ class RelationalGraph:
     RelationalGraph(num_nodes=3, num_edges=3, num_edge_types=2)
     """
 
+    @checked("RelationalGraph(torch.stack([sources, targets]), edge_type)", num_edge_types=1, num_node_types=1)
     def __init__(
         self,
         edge_index: torch.Tensor,
@@ -63,8 +65,12 @@ class RelationalGraph:
         self.is_block = isinstance(num_nodes, tuple)
         sizes = num_nodes if isinstance(num_nodes, tuple) else (num_nodes, num_nodes)
         self.num_sources, self.num_targets = sizes
+        if min(sizes) < 0:
+            raise ValueError(
+                f"`num_nodes` must be at least 0, got {num_nodes}: RelationalGraph(edge_index, num_nodes=10)"
+            )
         for row, size, end in zip(edge_index, sizes, ("source", "target"), strict=True):
-            _check_range(f"the {end} of an edge", row, size)
+            _check_range(f"the {end} of an edge (below `num_nodes`)", row, size)
         found = int(edge_type.max()) + 1 if self.num_edges else 0
         self.num_edge_types = max(found, 1) if num_edge_types is None else num_edge_types
         _check_range("edge_type", edge_type, self.num_edge_types)
@@ -91,6 +97,7 @@ class RelationalGraph:
         self._indexes_in_order: dict[tuple[Domain, Domain | None, Domain], torch.Tensor] = {}
 
     @classmethod
+    @checked("RelationalGraph.from_types({('a', 'to', 'b'): edge_index}, {'a': 10, 'b': 20})")
     def from_types(
         cls, edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
     ) -> "RelationalGraph":
@@ -107,7 +114,7 @@ class RelationalGraph:
         for number, ((source, relation, target), one) in enumerate(edge_index.items()):
             for end, row in zip((source, target), one, strict=True):
                 if end not in starts:
-                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; node types are {list(starts)}")
+                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; `num_nodes` has {list(starts)}")
                 _check_range(f"a node of type {end!r} in {relation!r}", row, num_nodes[end])
             parts.append(one + torch.tensor([[starts[source]], [starts[target]]], device=one.device))
             types.append(torch.full((one.shape[1],), number, dtype=torch.int64, device=one.device))
@@ -145,6 +152,7 @@ class RelationalGraph:
             return cls.from_types(edges, {name: graph.num_nodes(name) for name in graph.ntypes})
         return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=graph.num_nodes())
 
+    @checked("graph.to('cuda')")
     def to(self, device: torch.device | str) -> "RelationalGraph":
         """The graph on another device, without its indexes and on the same account; itself where it is there."""
         device = torch.empty(0, device=device).device  # "cuda" is the current one
@@ -160,11 +168,13 @@ class RelationalGraph:
         budget = self._charges.budget
         return found if budget is None else found.charge_to(budget)
 
+    @checked("graph.save('graph.pt')")
     def save(self, path: str | Path) -> None:
         """Writes the graph and the indexes built so far, as safetensors; all of the file or nothing."""
         save_graph(self, Path(path))
 
     @classmethod
+    @checked("RelationalGraph.load('graph.pt')")
     def load(cls, path: str | Path) -> "RelationalGraph":
         """What `save` wrote, on the CPU. Raises ``ValueError`` where the file is something else."""
         return load_graph(cls, Path(path))
@@ -181,6 +191,7 @@ class RelationalGraph:
             f"num_edge_types={self.num_edge_types}{types})"
         )
 
+    @checked("graph.charge_to(Budget(host='8GiB'))")
     def charge_to(self, budget: Budget) -> "RelationalGraph":
         """Charges edges, and indexes as layers come to need them, to the device of an account that rooms share.
 

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
 from penstock.relational._language import Graph, Value, dot, softmax
-from penstock.relational._rgcn import check_relations
+from penstock.relational._rgcn import check_features, check_relations
 from penstock.relational._run import layer
 
 EdgeType = tuple[str, str, str]
@@ -33,6 +34,7 @@ class HGTConv(nn.Module):
     ``metadata``: node types, and edge types as ``(source type, relation, target type)``.
     """
 
+    @checked("HGTConv(64, 64, data.metadata(), heads=4)", out_channels=1, heads=1)
     def __init__(
         self,
         in_channels: int | Mapping[str, int],
@@ -48,6 +50,11 @@ class HGTConv(nn.Module):
         self.in_channels = (
             dict.fromkeys(self.node_types, in_channels) if isinstance(in_channels, int) else dict(in_channels)
         )
+        if any(self.in_channels.get(name, 0) < 1 for name in self.node_types):
+            raise ValueError(
+                f"`in_channels` must be at least 1 for each of {', '.join(self.node_types)}, got {in_channels}: "
+                "HGTConv({'paper': 64, 'author': 32}, 64, data.metadata())"
+            )
         self.out_channels, self.heads = out_channels, heads
         self._no_edges: torch.Tensor | None = None
         width = out_channels // heads
@@ -69,6 +76,11 @@ class HGTConv(nn.Module):
         ``graph``: a `RelationalGraph` with node types, or PyG's ``edge_index_dict``. From mappings, types that no edge
         enters have no result, as in PyG.
         """
+        if not isinstance(x, Mapping):
+            check_features(x, self.in_channels[self.node_types[0]])
+        elif any(not isinstance(x.get(name), torch.Tensor) for name in self.node_types):
+            words = f"a torch.Tensor, or a dict of one for each of {', '.join(self.node_types)}"
+            raise must_be("x", words, dict(x), "conv(data.x_dict, data.edge_index_dict)")
         sizes = [len(x[name]) for name in self.node_types] if isinstance(x, Mapping) else None
         graph = self._graph(graph, sizes)
         features = self._features(x, graph)
@@ -92,6 +104,9 @@ class HGTConv(nn.Module):
         if not isinstance(graph, RelationalGraph):
             if sizes is None:
                 raise ValueError("edge_index_dict wants x as a mapping, too: conv(x_dict, edge_index_dict)")
+            if not isinstance(graph, Mapping) or any(not isinstance(one, torch.Tensor) for one in graph.values()):
+                words = "a RelationalGraph, or a dict of edge_index by type"
+                raise must_be("graph", words, graph, "conv(data.x_dict, data.edge_index_dict)")
             device = next(iter(graph.values())).device if graph else torch.device("cpu")
             if self._no_edges is None or self._no_edges.device != device:
                 self._no_edges = torch.empty(2, 0, dtype=torch.int64, device=device)
@@ -110,6 +125,8 @@ class HGTConv(nn.Module):
     def _features(self, x: torch.Tensor | Mapping[str, torch.Tensor], graph: RelationalGraph) -> list[torch.Tensor]:
         sizes = graph.node_counts()
         if isinstance(x, torch.Tensor):
+            if len(x) != sum(sizes):
+                raise ValueError(f"`x` must have a row for each of {sum(sizes)} nodes, got {len(x)}: conv(x, graph)")
             return list(x.split(sizes))
         return [x[name] for name in self.node_types]
 

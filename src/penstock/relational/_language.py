@@ -99,7 +99,7 @@ class Tracer:
             return other.whole()
         if isinstance(other, int | float):
             return self.value(Constant(domain=Domain.ONE, shape=(), value=float(other)), "all")
-        return refuse(f"{type(other).__name__} is neither a value, nor a tensor of the layer, nor a number")
+        return refuse(f"a value, a tensor of the layer or a number is expected, got {type(other).__name__}")
 
     def scope(self, values: Sequence["Value"]) -> Scope:
         """Where an operation on ``values`` takes place."""
@@ -145,6 +145,9 @@ class Graph:
 
     def __init__(self, tracer: Tracer):
         self._tracer = tracer
+
+    def __iter__(self) -> NoReturn:
+        refuse("a layer goes round `g.edges()` and `g.nodes()`, not round the graph itself: `for e in g.edges(): ...`")
 
     def edges(self) -> "Iterator[Edge]":
         """One edge, which stands for all."""
@@ -225,6 +228,14 @@ class _Arithmetic(abc.ABC):
     @abc.abstractmethod
     def _tracer_of(self) -> Tracer:
         """What records."""
+
+    def _compared(self, _: object) -> NoReturn:
+        refuse("values are not compared or branched on; use maximum(a, b), relu(a) or products with a mask")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
+
+    def __bool__(self) -> NoReturn:  # noqa: PLE0304  # it raises
+        self._compared(None)
 
     def __add__(self, other: Any) -> "Value":
         return self._tracer_of().map("add", self, other)
@@ -408,6 +419,8 @@ def concat(*values: Value) -> Value:
 def softmax(score: Value, *, per_type: bool = False) -> Value:
     """Over the edges that enter a node, of all types together or of each for itself, element by element. Stabilised."""
     tracer = _tracer(score)
+    if not isinstance(per_type, bool):
+        refuse(f"`per_type` must be True or False, got {per_type!r}")
     if score.scope != "edge":
         refuse(
             f"softmax goes over the edges that enter a node and takes a value of an edge; this is of {_a(score.scope)}"
@@ -428,8 +441,8 @@ def softmax(score: Value, *, per_type: bool = False) -> Value:
 
 def dropout(value: Value, probability: float) -> Value:
     """Zeros with this probability, the rest scaled up; the same in backward, other ones in the next call."""
-    if not 0 <= probability < 1:
-        refuse(f"a dropout probability of {probability} is not in [0, 1)")
+    if not isinstance(probability, int | float) or not 0 <= probability < 1:
+        refuse(f"`probability` of a dropout must be in [0, 1), got {probability!r}")
     if probability == 0:
         return value
     tracer = _tracer(value)
@@ -479,7 +492,9 @@ def relu(value: Value) -> Value:
 
 def leaky_relu(value: Value, slope: float = 0.01) -> Value:
     """Below 0 times ``slope``."""
-    return _tracer(value).map("leaky_relu", value, parameter=slope)
+    if isinstance(slope, bool) or not isinstance(slope, int | float):
+        refuse(f"`slope` must be a number, got {slope!r}")
+    return _tracer(value).map("leaky_relu", value, parameter=float(slope))
 
 
 def elu(value: Value) -> Value:

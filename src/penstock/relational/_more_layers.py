@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._language import Graph, Value, dot, leaky_relu, softmax
-from penstock.relational._rgcn import check_relations, glorot
+from penstock.relational._rgcn import check_features, check_relations, glorot
 from penstock.relational._run import layer
 
 
@@ -32,6 +33,7 @@ class CompGCNConv(nn.Module):
     inverses of the first; messages along edges, against them and of the node itself have a matrix each.
     """
 
+    @checked("CompGCNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, composition: str = "subtract"):
         super().__init__()
         if composition not in ("subtract", "multiply"):
@@ -52,6 +54,9 @@ class CompGCNConv(nn.Module):
         ``x``: ``[num_nodes, in]``; ``relation``: ``[2 * num_relations, in]``. Messages are weighted by one over the
         square root of both ends' degrees.
         """
+        check_features(x, self.loop_relation.shape[1])
+        if not isinstance(relation, torch.Tensor):
+            raise must_be("relation", "a torch.Tensor [2 * num_relations, in]", relation, "conv(x, relation, graph)")
         check_relations(graph, 2 * self.num_relations)
         degree = graph.in_degrees().clamp(min=1).to(x.dtype).rsqrt()
         source, target = graph.edge_index
@@ -80,6 +85,9 @@ def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_
 class SimpleHGNConv(nn.Module):
     """Attention of a plain GAT with a learnt vector per edge type, and a residual (Lv et al., 2021)."""
 
+    @checked(
+        "SimpleHGNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1, heads=1, edge_dim=1
+    )
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, heads: int = 1, edge_dim: int = 64):
         super().__init__()
         self.heads, self.num_relations = heads, num_relations
@@ -93,6 +101,7 @@ class SimpleHGNConv(nn.Module):
 
     def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
         """``[num_nodes, in]`` to ``[num_nodes, heads * out]``."""
+        check_features(x, len(self.weight))
         check_relations(graph, self.num_relations)
         edge_score = self.edge @ self.edge_to_score
         found: torch.Tensor = _simple(graph, x, self.weight, self.at_source, self.at_target, edge_score, self.heads)
@@ -114,6 +123,7 @@ class RGraphSAGEConv(nn.Module):
     ``normalize`` scales results to a length of one.
     """
 
+    @checked("RGraphSAGEConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, normalize: bool = False):
         super().__init__()
         self.num_relations, self.normalize = num_relations, normalize
@@ -125,6 +135,7 @@ class RGraphSAGEConv(nn.Module):
 
     def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
         """``[num_sources, in]`` to ``[num_targets, out]``; a block's sources begin with its targets."""
+        check_features(x, len(self.own))
         check_relations(graph, self.num_relations)
         found = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias
         return nn.functional.normalize(found, dim=-1) if self.normalize else found

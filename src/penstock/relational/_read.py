@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from penstock.arguments import checked
 from penstock.files import check_is_file
 from penstock.relational._graph import RelationalGraph
 
@@ -21,7 +22,7 @@ _COUNT = re.compile(r"[0-9]{1,18}")
 _LINE = re.compile(rf"\s*({_NODE})\s+(<[^>]*>)\s+({_NODE}|{_LITERAL})\s*\.\s*(?:#.*)?$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Triples:
     """A graph of names."""
 
@@ -41,6 +42,7 @@ class Triples:
         )
 
 
+@checked("penstock.relational.read_ntriples('graph.nt')")
 def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
     """Reads an N-Triples file, also one that ends in ``.gz``.
 
@@ -91,6 +93,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise ValueError(f"{path} is damaged, or was not compressed by gzip: {error}") from error
 
 
+@checked("penstock.relational.read_id_file('train.tsv')")
 def read_id_file(path: str | Path) -> torch.Tensor:
     """``int64 [triples, 3]`` of a file with a count in its first line and then ``head tail relation`` in each.
 

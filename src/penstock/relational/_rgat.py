@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
-from penstock.relational._rgcn import check_relations, glorot
+from penstock.relational._rgcn import check_features, check_more, check_relations, glorot
 from penstock.relational._run import layer
 
 
@@ -62,6 +63,18 @@ class RGATConv(nn.Module):
     RGAT; PyG shares them.
     """
 
+    @checked(
+        "RGATConv(64, 64, num_relations=10)",
+        in_channels=1,
+        out_channels=1,
+        num_relations=1,
+        num_bases=1,
+        num_blocks=1,
+        heads=1,
+        dim=1,
+        dropout=0,
+        edge_dim=1,
+    )
     def __init__(
         self,
         in_channels: int,
@@ -129,10 +142,14 @@ class RGATConv(nn.Module):
         ``edge_type`` as well. ``edge_attr``: ``[num_edges, edge_dim]``, or a row per relation. With
         ``return_attention_weights`` also ``(edge_index, shares)``, shares ``[num_edges, heads * dim]``.
         """
+        check_features(x, self.in_channels)
         if isinstance(graph, RelationalGraph):
-            check_relations(graph, self.num_relations)
+            check_relations(graph, self.num_relations, edge_type)
         else:
             graph = graph_of(graph, edge_type, len(x), self.num_relations)
+        check_more(graph, edge_attr=edge_attr)
+        if not isinstance(return_attention_weights, bool | None):
+            raise must_be("return_attention_weights", "True, False or None", return_attention_weights, "conv(x, graph)")
         found, share = _attention(
             graph, x, self._weight(), self.q, self.k, self._edge_score(edge_attr, graph),
             self.w if self.mod == "additive" else None, self.attention_per_relation,

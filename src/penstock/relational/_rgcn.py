@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
 from penstock.relational._language import Graph, Value
 from penstock.relational._run import layer
@@ -30,6 +31,7 @@ class RGCNConv(nn.Module):
     ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two decompositions.
     """
 
+    @checked("RGCNConv(64, 64, num_relations=10)", out_channels=1, num_relations=1, num_bases=1, num_blocks=1)
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -47,6 +49,8 @@ class RGCNConv(nn.Module):
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks are two decompositions of the same weights; give one of them")
         self.in_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        if min(self.in_channels) < 1:
+            raise ValueError(f"`in_channels` must be at least 1, got {in_channels}: RGCNConv(64, 64, num_relations=10)")
         self.out_channels, self.num_relations = out_channels, num_relations
         self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
         width = self.in_channels[0]
@@ -93,8 +97,16 @@ class RGCNConv(nn.Module):
         and a row of ``weight`` each; a pair for sources and targets that differ. ``graph``: a `RelationalGraph`, or
         PyG's ``edge_index``, which wants ``edge_type`` as well. ``edge_norm``: ``[num_edges]``, factors of messages.
         """
-        source, target = x if isinstance(x, tuple) else (x, x)
+        source, target = x if isinstance(x, tuple) and len(x) == 2 else (x, x)
+        for one, width in zip((source, target), self.in_channels, strict=True):
+            if one is not None:
+                check_features(one, width, may_be_numbers=True)
         graph = self._graph(graph, edge_type, source, target)
+        check_more(graph, edge_norm=edge_norm)
+        num_sources = self.in_channels[0] if source is None else len(source)
+        if num_sources < graph.num_sources or (source is None and num_sources != graph.num_sources):
+            rows = f"None, which stands for in_channels={num_sources}" if source is None else f"{num_sources}"
+            raise ValueError(f"`x` must have a row for each of {graph.num_sources} nodes, got {rows}: conv(x, graph)")
         if source is None:
             source = torch.arange(self.in_channels[0], device=self.weight.device)
         if target is None:
@@ -113,7 +125,7 @@ class RGCNConv(nn.Module):
         target: torch.Tensor | None,
     ) -> RelationalGraph:
         if isinstance(graph, RelationalGraph):
-            check_relations(graph, self.num_relations)
+            check_relations(graph, self.num_relations, edge_type)
             return graph
         num_sources = self.in_channels[0] if source is None else len(source)
         num_targets = num_sources if target is None else len(target)
@@ -150,8 +162,39 @@ def glorot(tensor: torch.Tensor) -> None:
     nn.init.uniform_(tensor, -bound, bound)
 
 
-def check_relations(graph: RelationalGraph, num_relations: int) -> None:
-    """Raises ``ValueError`` unless the graph has as many edge types as the layer."""
+def check_features(x: object, width: int, *, may_be_numbers: bool = False) -> None:
+    """Raises unless rows of that width are in a tensor, or ``int64 [nodes]``, which number them.
+
+    `checked` would break graphs of ``torch.compile``.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise must_be("x", "a torch.Tensor with a row for each node", x, "conv(x, graph)")
+    if may_be_numbers and x.dtype == torch.int64 and x.dim() == 1:
+        return
+    if x.dim() != 2 or x.shape[1] != width or (may_be_numbers and x.dtype == torch.int64):
+        raise ValueError(
+            f"`x` must have a row of in_channels={width} for each node, got {x.dtype} {tuple(x.shape)}: conv(x, graph)"
+        )
+
+
+def check_more(graph: RelationalGraph, **values: torch.Tensor | None) -> None:
+    """Raises ``TypeError`` unless what edges carry is in tensors."""
+    for name, value in values.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise must_be(
+                name, f"a torch.Tensor with a row for each of {graph.num_edges} edges", value, "conv(x, graph)"
+            )
+
+
+def check_relations(graph: RelationalGraph, num_relations: int, edge_type: torch.Tensor | None = None) -> None:
+    """Raises ``ValueError`` unless the graph has as many edge types as the layer, ``TypeError`` unless it is one."""
+    if not isinstance(graph, RelationalGraph):
+        raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "conv(x, RelationalGraph(edge_index))")
+    if edge_type is not None:
+        raise ValueError(
+            "`edge_type` belongs to an edge_index, and a RelationalGraph has its own: conv(x, graph) or "
+            "conv(x, edge_index, edge_type)"
+        )
     if graph.num_edge_types != num_relations:
         raise ValueError(
             f"the layer has num_relations={num_relations} and {graph} another number; a graph in which some types do "

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.arguments import check_fields, checked, must_be
 from penstock.errors import DoubleBackwardError
 from penstock.relational import _eager, _passes
 from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
@@ -51,6 +52,9 @@ class Options:
     emitter computes in, results are float32.
     """
 
+    def __post_init__(self) -> None:
+        check_fields(self, "Options(emitter='eager')")
+
 
 def layer(function: Callable[..., Any]) -> "Layer":
     """A relational layer of one's own: a function of a graph and tensors, in the language of `penstock.relational`.
@@ -75,6 +79,7 @@ class Layer:
     and other arguments that are no tensors, are part of the layer: other values compile anew.
     """
 
+    @checked("Layer(function, Options(emitter='eager'))")
     def __init__(self, function: Callable[..., Any], options: Options | None = None):
         functools.update_wrapper(self, function)
         self.options = options or Options()
@@ -147,6 +152,8 @@ class Layer:
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, Any]]:
         """Arguments that are tensors, for sources and for targets, and the others."""
+        if not isinstance(graph, RelationalGraph):
+            raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "layer(graph, x)")
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         if len(args) > len(self._names) or given.keys() != set(self._names):
             raise TypeError(

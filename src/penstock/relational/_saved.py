@@ -25,6 +25,8 @@ _FORMAT = "penstock.relational 1"
 
 def save_graph(graph: "RelationalGraph", path: Path) -> None:
     """Writes beside ``path`` first and then takes its place."""
+    if not path.name:
+        raise ValueError(f"`path` must name a file, got {str(path)!r}: graph.save('graph.pt')")
     with graph._lock:
         tensors = _tensors(graph)
     about = {

@@ -19,12 +19,12 @@ from penstock.remat._door import compile as compile  # noqa: A004
 from penstock.remat._door import compile_backend as compile_backend
 from penstock.remat._explain import Planned as Planned
 from penstock.remat._optimizer import optimizer_state_bytes as optimizer_state_bytes
-from penstock.remat._plan import Method as Method
 from penstock.remat._plan import RematPlan as RematPlan
 from penstock.remat._plan import pareto as pareto
 from penstock.remat._plan import plan as plan
 from penstock.remat._plan import smallest_budget_bytes as smallest_budget_bytes
 from penstock.remat._problem import Decision as Decision
+from penstock.remat._problem import Method as Method
 from penstock.remat._problem import Operator as Operator
 from penstock.remat._problem import RematProblem as RematProblem
 from penstock.remat._problem import Storage as Storage

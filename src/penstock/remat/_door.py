@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from penstock.arguments import checked, must_be
 from penstock.remat import _dynamo
 from penstock.remat._explain import Planned
 from penstock.remat._meter import StepMeter
@@ -159,6 +160,7 @@ class CompiledModule(nn.Module):
         """What was planned, for each kind of step that came."""
         return self._step.plans
 
+    @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
         """Every plan in words; ``most`` storages of each."""
         return self._step.explain(most)
@@ -208,6 +210,7 @@ class CompiledFunction:
         """What was planned, for each kind of step that came."""
         return self.door.session.plans()
 
+    @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
         """Every plan in words; ``most`` storages of each."""
         return self.door.session.explain(most)
@@ -217,6 +220,7 @@ class CompiledFunction:
         self.door.close()
 
 
+@checked("penstock.remat.compile(model, budget='6GiB')")
 def compile(  # noqa: A001
     model: nn.Module | Callable[..., Any], **options: Any
 ) -> CompiledModule | CompiledFunction:
@@ -239,6 +243,13 @@ def compile(  # noqa: A001
     ``as_eager=False`` the model may ask PyTorch whether it is compiled. Raises ``ValueError`` for unknown options.
     Calling the result raises ``BudgetError`` if a single graph cannot fit.
     """
+    if isinstance(model, CompiledModule | CompiledFunction):
+        raise ValueError(
+            "`model` is what penstock.remat.compile returned already; close it, and compile the model inside: "
+            "penstock.remat.compile(model, budget='6GiB')"
+        )
+    if isinstance(model, type):
+        raise must_be("model", "a module or a function", model, "penstock.remat.compile(model, budget='6GiB')")
     session = Session(Settings.of_options(options))
     return CompiledModule(model, session) if isinstance(model, nn.Module) else CompiledFunction(model, session)
 
@@ -254,6 +265,7 @@ class Backend:
         self._door: Door | None = Door(Session(Settings.of_options(options)))
         _dynamo.own_calls()
 
+    @checked("torch.compile(model, backend=penstock.remat.Backend(budget='6GiB'))")
     def __call__(self, module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         """What PyTorch calls for each graph."""
         return self._open().session.take(module)
@@ -271,6 +283,7 @@ class Backend:
         """What was planned, for each kind of step that came."""
         return self._open().session.plans()
 
+    @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
         """Every plan in words; ``most`` storages of each."""
         return self._open().session.explain(most)
@@ -306,6 +319,7 @@ class _NamedBackend:
         self._without_calls: dict[int, tuple[Any, Session]] = {}
         """Sessions by the identity of their options, where PyTorch did not ask for a context."""
 
+    @checked("torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
     def __call__(
         self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None, **_others: Any
     ) -> Callable[..., Any]:

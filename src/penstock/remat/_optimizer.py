@@ -2,7 +2,10 @@
 
 import torch
 
+from penstock.arguments import checked
 
+
+@checked("penstock.remat.optimizer_state_bytes(optimizer)")
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Device bytes of the state of ``optimizer``, as it is, or as it will be after its first step.
 

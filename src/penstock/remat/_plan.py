@@ -16,18 +16,15 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError, InternalError
-from penstock.remat._problem import Decision, RematProblem
+from penstock.remat._problem import Decision, Method, RematProblem
 from penstock.remat._simulate import Graph, Simulation, simulate
 from penstock.units import format_bytes
-
-Method = Literal["hybrid", "recompute", "swap"]
-"""What a plan may use."""
 
 _NEARLY = 1.25
 """Times the smallest peak."""
@@ -78,6 +75,7 @@ class RematPlan:
         return self.decisions[storage].recomputes and not problem.storages[storage].is_output
 
 
+@checked("penstock.remat.plan(problem, 6 * 2**30)")
 def plan(
     problem: RematProblem,
     budget_bytes: int,
@@ -142,6 +140,7 @@ def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Seq
     return planner.finished(planner.relaxed(planner.given_back(start, room_bytes, most), room_bytes))
 
 
+@checked("penstock.remat.pareto(problem, [4 * 2**30, 6 * 2**30])")
 def pareto(
     problem: RematProblem, budgets_bytes: Sequence[int], *, method: Method = "hybrid", refine: bool = True
 ) -> list[RematPlan | None]:
@@ -154,6 +153,7 @@ def pareto(
     return [found[budget] for budget in budgets_bytes]
 
 
+@checked("penstock.remat.smallest_budget_bytes(problem)")
 def smallest_budget_bytes(problem: RematProblem, *, method: Method = "hybrid") -> int:
     """The smallest peak that any plan reaches, static bytes included."""
     return _Planner(problem, method).lowest().peak_bytes + problem.static_bytes

@@ -9,10 +9,13 @@ import math
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+from penstock.arguments import check_fields, checked
 from penstock.files import read_json
 
+Method = Literal["hybrid", "recompute", "swap"]
+"""What a plan may use."""
 _FORMAT = 1
 
 
@@ -57,6 +60,14 @@ class Operator:
     module: str = ""
     """The module whose forward it belongs to, or the user's line."""
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "Operator(name='exp', target='aten.exp.default', inputs=(0,), outputs=(1,), duration_s=1e-3)",
+            duration_s=0,
+            workspace_bytes=0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -72,6 +83,9 @@ class Storage:
     """Whether the step hands it out (the loss, a gradient) or its caller keeps it: it lives to the end."""
     must_stay: bool = False
     """Whether it cannot be swapped: it is no tensor's, but what an operator that is captured whole keeps."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "Storage(name='exp', size_bytes=2**20, producer=0)", size_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +109,27 @@ class RematProblem:
     last use, at most a page and what its size is past whole pages; and it comes back into memory that is larger by a
     page, in which its place in a page is the same."""
 
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "RematProblem.load('problem.json')",
+            num_forward=0, static_bytes=0, out_bandwidth_bytes_per_s=0, in_bandwidth_bytes_per_s=0, swap_page_bytes=0,
+        )  # fmt: skip
+        if self.num_forward > len(self.operators):
+            raise ValueError(f"`num_forward` must be at most {len(self.operators)} operators, got {self.num_forward}")
+        places, num_storages = range(len(self.operators)), len(self.storages)
+        for at, one in enumerate(self.operators):
+            if not all(0 <= number < num_storages for number in (*one.inputs, *one.outputs)):
+                raise ValueError(
+                    f"`inputs` and `outputs` of operator {at} must be numbers of the {num_storages} storages, got "
+                    f"{one.inputs} and {one.outputs}"
+                )
+        for at, storage in enumerate(self.storages):
+            if storage.producer not in places:
+                raise ValueError(
+                    f"`producer` of storage {at} must be one of {len(places)} operators, got {storage.producer}"
+                )
+
     @property
     def step_s(self) -> float:
         """Seconds of all operators."""
@@ -105,6 +140,7 @@ class RematProblem:
         """Whether there is a tier to swap to."""
         return self.out_bandwidth_bytes_per_s > 0 and self.in_bandwidth_bytes_per_s > 0
 
+    @checked("problem.scaled(durations=0.5, out=2e9, back=2e9)", durations=0, out=0, back=0)
     def scaled(self, *, durations: float = 1.0, out: float | None = None, back: float | None = None) -> Self:
         """The same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
         return replace(
@@ -114,11 +150,13 @@ class RematProblem:
             in_bandwidth_bytes_per_s=self.in_bandwidth_bytes_per_s if back is None else back,
         )
 
+    @checked("problem.save('problem.json')")
     def save(self, file: str | Path) -> None:
         """Writes the problem as JSON."""
         Path(file).write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
 
     @classmethod
+    @checked("RematProblem.load('problem.json')")
     def load(cls, file: str | Path) -> Self:
         """Reads what ``save`` wrote. Raises ``ValueError`` for anything else."""
         try:

@@ -13,13 +13,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock import tiers
+from penstock.arguments import checked, must_be
 from penstock.errors import BudgetError, CaptureError, GraphBreakWarning
 from penstock.remat import _dynamo
 from penstock.remat._door import Door
 from penstock.remat._explain import Planned
 from penstock.remat._piece import RehearsalOver
-from penstock.remat._plan import Method
-from penstock.remat._problem import RematProblem
+from penstock.remat._problem import Method, RematProblem
 from penstock.remat._session import Session
 from penstock.remat._settings import Settings, Size
 from penstock.remat._warn import warn
@@ -165,6 +165,7 @@ class OptimizedStep:
             self._session.is_rehearsing = False
 
 
+@checked("penstock.remat.optimize(step, [batch], budget='6GiB')")
 def optimize(
     step: nn.Module | Callable[..., Any],
     example_inputs: Sequence[Any],
@@ -223,6 +224,9 @@ def optimize(
             f"example_inputs must be a list or tuple of the step's arguments, got a {type(example_inputs).__name__}: "
             "penstock.remat.optimize(step, [batch], budget='6GiB')"
         )
+    if isinstance(step, type):
+        example = "penstock.remat.optimize(step, [batch], budget='6GiB')"
+        raise must_be("step", "a module or a function", step, example)
     session = Session(
         Settings(
             budget=budget,
@@ -250,6 +254,7 @@ def _closed(*_: Any, **__: Any) -> Any:
     raise ValueError("this step is closed; make a new one: penstock.remat.optimize(step, example_inputs, budget)")
 
 
+@checked("penstock.remat.max_batch(lambda size: (step, [batch[:size]]), '6GiB')", start=1)
 def max_batch(
     make: Callable[[int], tuple[nn.Module | Callable[..., Any], Sequence[Any]]],
     budget: Size | tiers.Budget,

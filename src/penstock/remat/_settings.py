@@ -1,15 +1,16 @@
 """What a step is planned for, whichever door it comes through."""
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 
 from penstock import tiers
-from penstock.remat._plan import Method
-from penstock.remat._problem import RematProblem
+from penstock.arguments import check_fields
+from penstock.remat._problem import Method, RematProblem
 
 Size = int | str
+_EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +45,7 @@ class Settings:
     """Raise an error where the budget cannot be kept, instead of warning."""
 
     def __post_init__(self) -> None:
-        if self.compiler not in ("eager", "inductor"):
-            raise ValueError(f"compiler is 'eager' or 'inductor', not {self.compiler!r}")
-        if self.method not in get_args(Method):
-            raise ValueError(f"method is one of {', '.join(map(repr, get_args(Method)))}, not {self.method!r}")
+        check_fields(self, _EXAMPLE)
         if self.verify and self.compiler != "eager":
             raise ValueError("verify=True looks at one operator after the other, which needs compiler='eager'")
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:

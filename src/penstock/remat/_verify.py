@@ -4,11 +4,13 @@ The planner plays decisions; this file takes the order it arrived at as given, b
 made it last, lets each copy live until it is read for the last time, and counts. The emitted graphs behave so.
 """
 
+from penstock.arguments import checked
 from penstock.errors import InternalError
 from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem
 
 
+@checked("penstock.remat.verify(problem, plan)")
 def verify(problem: RematProblem, plan: RematPlan) -> None:
     """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
     num_forward = problem.num_forward
@@ -25,6 +27,7 @@ def verify(problem: RematProblem, plan: RematPlan) -> None:
         raise InternalError(f"predicted peak {plan.peak_bytes}, but the order of operators implies {peak}")
 
 
+@checked("penstock.remat.live_bytes(problem, plan)")
 def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
     """Bytes of the graph's storages while each slot runs, workspaces included. Raises ``InternalError``."""
     copies: list[list[int]] = []  # first slot, last slot, bytes

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.arguments import checked
 from penstock.errors import PenstockError
 from penstock.report._pictures import curves, gantt
 from penstock.tiers import Event, write_trace
@@ -27,6 +28,7 @@ class Unit(NamedTuple):
     recompute_s: float
 
 
+@checked("penstock.report.draw_fleet('runs/1')")
 def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s: float = 60.0) -> list[Path]:
     """Draws a fleet's run into ``folder`` (by default ``run_dir``) and returns the files.
 

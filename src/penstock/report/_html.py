@@ -4,10 +4,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from penstock.arguments import checked
 from penstock.tiers import Size
 from penstock.units import parse_bytes
 
 
+@checked("penstock.report.write_html('run.html', offloader)")
 def write_html(path: str | Path, *things: Any, title: str | None = None, rated_bytes: Size | None = None) -> list[Path]:
     """Writes what ``things`` did as one HTML file, and returns it with the traces beside it (``*.trace.json``).
 
@@ -44,6 +46,7 @@ def write_html(path: str | Path, *things: Any, title: str | None = None, rated_b
     return files
 
 
+@checked("penstock.report.save('run', offloader)")
 def save(folder: str | Path, *things: Any) -> Path:
     """Writes what a page of ``things`` needs into ``folder`` as JSON, and returns the file.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from penstock import remat
+from penstock.arguments import checked
 from penstock.files import read_text
 from penstock.report._model import Curves, Headline, Mark, Section, Series, Table, hue
 from penstock.report._part import Part, table
@@ -32,6 +33,7 @@ class _Asked:
     method: remat.Method = "hybrid"
 
 
+@checked("penstock.report.save_asked(folder, [6 * 2**30], 'hybrid')")
 def save_asked(folder: Path, budgets_bytes: Sequence[int], method: remat.Method) -> None:
     """Writes ``asked.json`` beside a problem, for `part_of_problem`."""
     asked = _Asked(budgets_bytes=tuple(budgets_bytes), method=method)

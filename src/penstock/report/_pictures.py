@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.arguments import checked
 from penstock.errors import PenstockError
 
 _MOST_LABELS = 20
@@ -14,6 +15,7 @@ _COLOURS = ("#6b7280", "#0f766e", "#b45309", "#4338ca", "#be123c")
 _MIB = 2**20
 
 
+@checked("penstock.report.memory_timeline('memory.png', {'planned': report.timeline})", limit_bytes=0)
 def memory_timeline(
     path: str | Path,
     timelines: Mapping[str, Sequence[tuple[float, int]]],
@@ -81,6 +83,7 @@ def _draw_marks(axes: Any, marks: Mapping[str, Sequence[float]]) -> None:  # any
     axes.tick_params(axis="x", pad=4 + 8 * len(marks))
 
 
+@checked("penstock.report.throughput_curve('curve.png', {'offload': [(1.0, 9.5, 'all')]})")
 def throughput_curve(
     path: str | Path,
     points: Mapping[str, Sequence[tuple[float, float, str]]],
@@ -112,6 +115,7 @@ def throughput_curve(
     _save(figure, path)
 
 
+@checked("penstock.report.pareto_curve('pareto.png', {'hybrid': [(2**30, 0.1)]})")
 def pareto_curve(
     path: str | Path, curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str = "Extra time over the peak"
 ) -> None:
@@ -134,6 +138,7 @@ def pareto_curve(
     _save(figure, path)
 
 
+@checked("penstock.report.gantt('units.png', {'cuda:0': [(0.0, 1.5, 'job')]})")
 def gantt(
     path: str | Path,
     rows: Mapping[str, Sequence[tuple[float, float, str]]],
@@ -164,6 +169,7 @@ def gantt(
     _save(figure, path)
 
 
+@checked("penstock.report.curves('losses.png', {'a': losses})")
 def curves(
     path: str | Path,
     series: Mapping[str, Sequence[float]],
@@ -202,6 +208,8 @@ def _axes(x_label: str, y_label: str, title: str) -> tuple[Any, Any]:  # any: ma
 
 
 def _save(figure: Any, path: str | Path) -> None:  # any: as above
+    if not Path(path).name:
+        raise ValueError(f"`path` must name a file, got {str(path)!r}: penstock.report.curves('losses.png', losses)")
     kinds = figure.canvas.get_supported_filetypes()
     if (kind := Path(path).suffix.removeprefix(".").lower() or "png") not in kinds:
         raise ValueError(f"a picture is a .png, .svg or .pdf, got {path}: {Path(path).with_suffix('.png')}")

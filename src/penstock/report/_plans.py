@@ -2,10 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from penstock.arguments import checked
+
 if TYPE_CHECKING:
     from penstock.remat import RematPlan, RematProblem
 
 
+@checked("penstock.report.plan_timeline(planned.problem, planned.plan)")
 def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[float, int]]:
     """Memory over the operators of a step: seconds since its beginning, and bytes held on the device.
 
@@ -13,13 +16,15 @@ def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[floa
     """
     from penstock.remat import live_bytes
 
+    live = live_bytes(problem, plan)  # which names what is no problem, or no plan
     now_s, timeline = 0.0, []
-    for index, held in zip(plan.slots, live_bytes(problem, plan), strict=True):
+    for index, held in zip(plan.slots, live, strict=True):
         timeline.append((now_s, held + problem.static_bytes))
         now_s += problem.operators[index].duration_s
     return timeline
 
 
+@checked("penstock.report.plan_marks(planned.problem, planned.plan)")
 def plan_marks(problem: "RematProblem", plan: "RematPlan") -> dict[str, list[float]]:
     """When operators run again, and when swapped storages leave and come back, in seconds of ``plan_timeline``."""
     times_s = [time_s for time_s, _ in plan_timeline(problem, plan)]

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.arguments import checked
 from penstock.probe import PeakReport, peak_bytes
 from penstock.units import format_bytes, parse_bytes
 
 
+@checked("assert_gradients_equal(plain_model, model)")
 def assert_gradients_equal(expected: nn.Module, actual: nn.Module) -> None:
     """Raises ``AssertionError`` unless both modules have the same gradients, bit for bit, under the same names."""
     left, right = dict(expected.named_parameters()), dict(actual.named_parameters())
@@ -33,6 +35,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
+@checked("assert_peak_below(lambda: step(batch), '6GiB')")
 def assert_peak_below(function: Callable[[], Any], limit: int | str, *, device: str | None = None) -> PeakReport:
     """Calls ``function`` and raises ``AssertionError`` if its true peak on the device exceeds ``limit``."""
     report = peak_bytes(function, device=device)

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from penstock.arguments import checked
 from penstock.errors import TierFullError
 from penstock.tiers import Extent, Piece, Tier
 
@@ -28,11 +29,20 @@ class FaultyTier(Tier):
         wait: called before each transfer, to make it slow or to hold it back.
     """
 
+    @checked(
+        "FaultyTier(DiskTier('/nvme'), write_error=0.1)",
+        full=0,
+        write_error=0,
+        read_error=0,
+        short_write=0,
+        short_read=0,
+        corrupt=0,
+    )
     def __init__(
         self,
         inner: Tier,
         *,
-        seed: int = 0,
+        seed: float = 0,
         full: float = 0.0,
         write_error: float = 0.0,
         read_error: float = 0.0,
@@ -41,6 +51,10 @@ class FaultyTier(Tier):
         corrupt: float = 0.0,
         wait: Callable[[], None] | None = None,
     ):
+        given = {"full": full, "write_error": write_error, "read_error": read_error, "corrupt": corrupt}
+        for name, probability in {**given, "short_write": short_write, "short_read": short_read}.items():
+            if probability > 1:
+                raise ValueError(f"`{name}` must be a probability from 0 to 1, got {probability}")
         self.name = inner.name
         self.alignment_bytes = inner.alignment_bytes
         self.is_disk = inner.is_disk
@@ -74,12 +88,14 @@ class FaultyTier(Tier):
         """Of the inner tier."""
         return self._inner.reserved_bytes
 
+    @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
         """Room in the inner tier, or ``TierFullError``."""
         if self._strikes("full"):
             raise TierFullError(f"no room for {size_bytes} bytes (injected)")
         return self._inner.reserve(size_bytes)
 
+    @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
         """Gives the room back to the inner tier."""
         self._inner.release(extent)
@@ -88,6 +104,7 @@ class FaultyTier(Tier):
         """Closes the inner tier."""
         self._inner.close()
 
+    @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
         """Of the inner tier."""
         return self._inner.file_name(piece)

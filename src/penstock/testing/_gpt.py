@@ -5,6 +5,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from penstock.arguments import checked
+
 
 class GPT(nn.Module):
     """A decoder of ``num_layers`` pre-norm blocks over bytes; ``forward`` returns the mean cross-entropy.
@@ -13,6 +15,14 @@ class GPT(nn.Module):
     recomputes every block in backward instead of saving its activations.
     """
 
+    @checked(
+        "GPT(num_layers=2, width=64, num_heads=4, context=128)",
+        num_layers=0,
+        width=1,
+        num_heads=1,
+        context=1,
+        vocabulary=1,
+    )
     def __init__(
         self,
         *,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from penstock.arguments import check_fields, checked
 from penstock.errors import BudgetError, InternalError
 from penstock.units import format_bytes, parse_bytes
 
@@ -72,6 +73,9 @@ class Footprint:
     runs_beside: bool = False
     """Whether its steps run at any time, rather than taking turns with those of others."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, "Footprint(held_bytes=2**20, step_bytes=2**20)", held_bytes=0, step_bytes=0)
+
     @property
     def standing_bytes(self) -> int:
         """Held between steps."""
@@ -88,6 +92,7 @@ class Budget:
     Raises ``ValueError`` or ``TypeError`` for sizes that cannot be read.
     """
 
+    @checked("Budget(device='40GiB', host='200GiB', disk='/nvme')")
     def __init__(self, device: Size | None = None, host: Size | None = None, disk: DiskSpec = None):
         self.device_bytes = None if device is None else parse_bytes(device)
         """Limit on the device; ``None`` sets none."""
@@ -105,6 +110,7 @@ class Budget:
         disk = ", ".join(f"{str(path)!r}: {shown(limit)}" for path, limit in self.disk_bytes.items())
         return f"Budget(device={shown(self.device_bytes)}, host={shown(self.host_bytes)}, disk={{{disk}}})"
 
+    @checked("budget.named('offload')")
     def named(self, holder: str) -> "Budget":
         """The same account; what is charged through it stands under the name ``holder``."""
         view = Budget.__new__(Budget)
@@ -112,6 +118,7 @@ class Budget:
         view._holder = holder
         return view
 
+    @checked("budget.charge('device', 2**20)", size_bytes=0)
     def charge(self, place: str, size_bytes: int, *, force: bool = False) -> None:
         """Takes ``size_bytes`` of ``"device"``, ``"host"`` or a directory given as text.
 
@@ -121,10 +128,12 @@ class Budget:
             self._check(place, self._books.held_bytes(place) + size_bytes, size_bytes, force)
             self._books.add(place, self._holder, size_bytes)
 
+    @checked("budget.credit('device', 2**20)", size_bytes=0)
     def credit(self, place: str, size_bytes: int) -> None:
         """Gives back ``size_bytes`` that were charged to ``place``. Finalisers may call it."""
         self._books.later(functools.partial(self._books.add, place, self._holder, -size_bytes))
 
+    @checked("budget.enter(Footprint(step_bytes=2**20))")
     def enter(self, footprint: Footprint, *, instead_of: Footprint | None = None, force: bool = False) -> None:
         """Takes what a step needs of the device, until ``leave``, and gives back what ``instead_of`` took.
 
@@ -141,10 +150,12 @@ class Budget:
                 raise
             books.note("device", self._holder)
 
+    @checked("budget.leave(footprint)")
     def leave(self, footprint: Footprint) -> None:
         """Gives back what ``enter`` took; once is enough, and it does no harm to have never entered."""
         self._books.later(functools.partial(self._books.drop, footprint))
 
+    @checked("budget.step_room_bytes(Footprint())")
     def step_room_bytes(self, own: Footprint) -> int | None:
         """The peak that a step of that footprint may have, beside what others hold; ``None`` without a limit."""
         if self.device_bytes is None:
@@ -157,16 +168,19 @@ class Budget:
         with self._books:
             return self._books.beside_bytes()
 
+    @checked("budget.room_bytes('device')")
     def room_bytes(self, place: str) -> int | None:
         """What is left of ``place``; ``None`` without a limit."""
         limit = self._limit(place)
         return None if limit is None else max(0, limit - self.held_bytes(place))
 
+    @checked("budget.held_bytes('device')")
     def held_bytes(self, place: str) -> int:
         """Bytes of ``place`` that are taken now."""
         with self._books:
             return self._books.held_bytes(place)
 
+    @checked("budget.peak_bytes('device')")
     def peak_bytes(self, place: str) -> int:
         """The most bytes of ``place`` that were ever taken at once."""
         return self._books.peaks.get((place, None), 0)
@@ -215,22 +229,26 @@ class Budget:
 class Charges:
     """What one holder has taken of an account, or of none, and gives back as a whole."""
 
+    @checked("Charges(budget, 'offload')")
     def __init__(self, budget: Budget | None, holder: str):
         self.budget = None if budget is None else budget.named(holder)
         """The account, under the holder's name."""
         self._charged: list[tuple[str, int]] = []
         self._footprint: Footprint | None = None
 
+    @checked("charges.are_of(budget)")
     def are_of(self, budget: Budget) -> bool:
         """Whether they stand in that account."""
         return self.budget is not None and self.budget._books is budget._books
 
+    @checked("charges.charge('device', 2**20)", size_bytes=0)
     def charge(self, place: str, size_bytes: int) -> None:
         """Raises ``BudgetError`` where there is no room."""
         if self.budget is not None:
             self.budget.charge(place, size_bytes)
             self._charged.append((place, size_bytes))
 
+    @checked("charges.enter(Footprint(step_bytes=2**20))")
     def enter(self, footprint: Footprint, *, force: bool = False) -> None:
         """What this holder's step takes of the device, instead of what it took before.
 

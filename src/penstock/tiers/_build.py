@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import refuse_memory
 from penstock.probe import gpu_direct_storage
 from penstock.tiers._budget import Budget
@@ -22,6 +23,7 @@ MAX_IN_FLIGHT_BYTES = 128 * 2**20
 """Bytes that may be on their way out at once, unless told otherwise: enough to keep an SSD busy for 25 to 100 ms."""
 
 
+@checked("waterfall_for('cpu', Budget(disk='/nvme'))")
 def waterfall_for(
     device: torch.device | str,
     budget: Budget,
@@ -69,6 +71,7 @@ def waterfall_for(
     return _joined(disk, mover, events)
 
 
+@checked("waterfalls_for([torch.device('cpu')], Budget(disk='/nvme'))")
 def waterfalls_for(
     devices: Sequence[torch.device],
     budget: Budget,

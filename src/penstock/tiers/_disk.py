@@ -5,10 +5,12 @@ import itertools
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.arguments import checked
 from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile, warn_of_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError, TierReadError, TierWriteError
 from penstock.probe import ledger
@@ -36,6 +38,7 @@ class DiskTier(Tier):
 
     name = "disk"
 
+    @checked("DiskTier('/nvme')")
     def __init__(self, disk: DiskSpec, *, budget: Budget | None = None, direct: bool = True):
         limits = Budget(disk=disk).disk_bytes
         if not limits:
@@ -44,6 +47,8 @@ class DiskTier(Tier):
         self._is_closed = False
         self._device_files: list[DeviceFile] = []
         self._files: list[_File] = []
+        self._closer = weakref.finalize(self, _close, self._device_files, self._files)
+        self._closer.atexit = False
         try:
             for path, limit in limits.items():
                 self._files.append(_File(SpillFile(path, direct=direct), limit, budget))
@@ -62,7 +67,7 @@ class DiskTier(Tier):
                 f"{', '.join(map(str, buffered))}: this file system refuses O_DIRECT, so transfers go through the page "
                 "cache and cost a copy. A directory on ext4, xfs or btrfs on a local SSD avoids it.",
                 TierDegradedWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
 
     @property
@@ -115,6 +120,7 @@ class DiskTier(Tier):
                 **self._where(piece, 0), reason=str(error), errno=getattr(error, "errno", None)
             ) from error
 
+    @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
         """Room for ``size_bytes``, in pieces of at most 8 MiB dealt over the directories."""
         pieces: list[Piece] = []
@@ -127,6 +133,7 @@ class DiskTier(Tier):
                 raise
         return Extent(size_bytes, tuple(pieces))
 
+    @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
         """Gives the extent's blocks back to this tier; the files stay as large as they are."""
         with self._lock:
@@ -137,11 +144,9 @@ class DiskTier(Tier):
         """Closes the files; their space is free at once."""
         with self._lock:
             self._is_closed = True
-            for file in self._device_files:
-                file.close()
-            for one in self._files:
-                one.close()
+            self._closer()
 
+    @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
         """The directory of the piece's file."""
         return self._files[piece.file].spill.name
@@ -171,6 +176,14 @@ class DiskTier(Tier):
     def _give_back(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self._files[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
+
+
+def _close(device_files: list[DeviceFile], files: "list[_File]") -> None:
+    """Gives all files and their bytes of the account back, once: at ``close``, or when nobody has the tier any more."""
+    for file in device_files:
+        file.close()
+    for one in files:
+        one.close()
 
 
 class _File:

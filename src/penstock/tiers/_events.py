@@ -5,6 +5,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from penstock.arguments import checked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -32,11 +34,13 @@ class Event:
 class EventLog:
     """The last ``capacity`` events of all lanes, and the sums of all that ever were. Safe to use from any thread."""
 
+    @checked("EventLog(capacity=100_000)", capacity=1)
     def __init__(self, capacity: int = 100_000):
         self._lock = threading.Lock()
         self._events: deque[Event] = deque(maxlen=capacity)
         self._num_recorded = 0
 
+    @checked("log.add(lane='out', kind='copy', label='a', size_bytes=4096, start_s=0.0)")
     def add(self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float) -> Event:
         """Records an event that began at ``start_s`` (``time.time()``) and ends now."""
         event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=time.time())
@@ -50,6 +54,7 @@ class EventLog:
         """Events recorded so far, forgotten ones included: a position for ``since``."""
         return self._num_recorded
 
+    @checked("log.since(0)", position=0)
     def since(self, position: int = 0) -> tuple[Event, ...]:
         """Events recorded after ``position``, as far as they are still kept."""
         with self._lock:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.arguments import checked
 from penstock.tiers._gate import gate
 
 
@@ -35,6 +36,7 @@ class _OfThread(threading.local):
 _mine = _OfThread()
 
 
+@checked("generator_state('cpu')")
 def generator_state(device: str) -> torch.Tensor:
     """The state from which the next operator of this thread on ``device`` draws."""
     if _mine.generators is not None:
@@ -42,6 +44,7 @@ def generator_state(device: str) -> torch.Tensor:
     return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
 
 
+@checked("set_generator_state(state, 'cpu')")
 def set_generator_state(state: torch.Tensor, device: str) -> None:
     """Lets the next operator of this thread on ``device`` draw from ``state``."""
     if _mine.generators is not None:
@@ -53,6 +56,7 @@ def set_generator_state(state: torch.Tensor, device: str) -> None:
 
 
 @contextmanager
+@checked("with drawing_from(generators)")
 def drawing_from(generators: Generators) -> Iterator[None]:
     """Inside, operators of this thread draw from ``generators``, whose business that is."""
     before, _mine.generators = _mine.generators, generators

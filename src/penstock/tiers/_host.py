@@ -13,6 +13,7 @@ import warnings
 import numpy as np
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
@@ -35,12 +36,14 @@ class HostTier(Tier):
     name = "host"
     alignment_bytes = 1
 
+    @checked("HostTier('8GiB', pinned=False)")
     def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None):
         self._capacity_bytes = parse_bytes(capacity)
         self._pinned = pinned
         self._budget = budget
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
+        self._is_closed = False
         self._has_warned = False
 
     @property
@@ -65,9 +68,12 @@ class HostTier(Tier):
         """Whether every slab so far could be pinned."""
         return self._pinned and all(slab.is_pinned for slab in self._slabs)
 
+    @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
         """Contiguous room for ``size_bytes`` in one slab; a new slab is mapped where no old one has it."""
         with self._lock:
+            if self._is_closed:
+                raise ValueError("this host tier is closed; make a new one: HostTier('8GiB', pinned=False)")
             for index, slab in enumerate(self._slabs):
                 offset = slab.allocator.reserve(size_bytes)
                 if offset is not None:
@@ -77,6 +83,7 @@ class HostTier(Tier):
             assert offset is not None
             return Extent(size_bytes, (Piece(len(self._slabs) - 1, offset, size_bytes),))
 
+    @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
         """Gives the extent's bytes back to its slab."""
         (piece,) = extent.pieces
@@ -84,11 +91,13 @@ class HostTier(Tier):
             if self._slabs:  # not closed meanwhile
                 self._slabs[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
 
+    @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
         """The extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until it is released."""
         (piece,) = extent.pieces
         return self._slabs[piece.file].tensor(piece.offset, piece.size_bytes)
 
+    @checked("tier.view(extent)")
     def view(self, extent: Extent) -> memoryview:
         """The extent's memory, valid until it is released."""
         (piece,) = extent.pieces
@@ -97,12 +106,14 @@ class HostTier(Tier):
     def close(self) -> None:
         """Unpins and unmaps the slabs."""
         with self._lock:
+            self._is_closed = True
             if self._budget is not None:
                 self._budget.credit("host", self._reserved_bytes())
             for slab in self._slabs:
                 slab.close()
             self._slabs = []
 
+    @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
         """The number of the piece's slab."""
         return f"slab {piece.file}"

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.arguments import must_be
+
 
 @dataclass(frozen=True, slots=True)
 class ViewLayout:
@@ -25,6 +27,8 @@ class ViewLayout:
     @staticmethod
     def of(tensor: torch.Tensor) -> "ViewLayout":
         """The layout of ``tensor``, any strided tensor."""
+        if not isinstance(tensor, torch.Tensor):
+            raise must_be("tensor", "a torch.Tensor", tensor, "ViewLayout.of(tensor)")
         return ViewLayout(
             tensor.dtype,
             tuple(tensor.shape),
@@ -36,6 +40,8 @@ class ViewLayout:
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A tensor of this layout over ``storage``, which it shares. It requires no gradient."""
+        if not isinstance(storage, torch.UntypedStorage):
+            raise must_be("storage", "a torch.UntypedStorage", storage, "layout.rebuild(tensor.untyped_storage())")
         with torch.no_grad():
             tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
             tensor.set_(storage, self.storage_offset, self.shape, self.stride)  # type: ignore[call-overload]

@@ -12,6 +12,8 @@ import mmap
 import os
 import threading
 
+from penstock.arguments import checked
+
 _M_MMAP_THRESHOLD = -3
 _MAPPED_FROM_BYTES = 2**20
 
@@ -44,6 +46,7 @@ class HeapKeeper:
     measured, while a fixed threshold (`give_back_freed_memory`) costs page faults in every step. Safe to share.
     """
 
+    @checked("HeapKeeper(2**26)", slack_bytes=0)
     def __init__(self, slack_bytes: int):
         self._slack_bytes = slack_bytes
         self._lock = threading.Lock()

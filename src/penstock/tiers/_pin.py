@@ -2,10 +2,13 @@
 
 import torch
 
+from penstock.arguments import checked
+
 PORTABLE_AND_MAPPED = 1 | 2
 """For every device of the process, and into their address space."""
 
 
+@checked("pin(tensor)")
 def pin(storage_bytes: torch.Tensor, flags: int = PORTABLE_AND_MAPPED) -> bool:
     """Registers a tensor's memory at its exact size (``cudaHostRegister``); whether the system took it.
 
@@ -14,7 +17,7 @@ def pin(storage_bytes: torch.Tensor, flags: int = PORTABLE_AND_MAPPED) -> bool:
     try:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         status = int(runtime.cudaHostRegister(storage_bytes.data_ptr(), storage_bytes.nbytes, flags))
-    except RuntimeError:
+    except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
         return False
     if status:
         _forget_error()

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from penstock.arguments import checked
+
 _TERABYTES_WRITTEN_PER_TERABYTE = 600
 """Rated endurance of common SSDs, in bytes written per byte of capacity (600 TBW for a drive of 1 TB)."""
 
@@ -36,6 +38,12 @@ class TierStatistics:
     """Bytes taken from the system, per tier (nameless files do not show in ``du``)."""
 
 
+@checked(
+    "ssd_life_s(capacity_bytes=10**12, written_bytes=10**9, duration_s=60.0)",
+    capacity_bytes=0,
+    written_bytes=0,
+    duration_s=0,
+)
 def ssd_life_s(*, capacity_bytes: int, written_bytes: int, duration_s: float) -> float:
     """Seconds until an SSD of ``capacity_bytes`` reaches its rated endurance at this rate of writing.
 
@@ -44,4 +52,4 @@ def ssd_life_s(*, capacity_bytes: int, written_bytes: int, duration_s: float) ->
     """
     if not written_bytes:
         return float("inf")
-    return capacity_bytes * _TERABYTES_WRITTEN_PER_TERABYTE / (written_bytes / duration_s)
+    return capacity_bytes * _TERABYTES_WRITTEN_PER_TERABYTE / written_bytes * duration_s

@@ -3,8 +3,9 @@
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypedDict, final
+from typing import NoReturn, TypedDict, final
 
+from penstock.arguments import checked
 from penstock.errors import TierReadError, TierWriteError
 
 _MAX_IDLE = 3
@@ -91,12 +92,19 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def _read_some(self, piece: Piece, at: int, view: memoryview) -> int: ...
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {self.name} tier has memory or files of its own, which cannot be copied or pickled; make another one"
+        )
+
     @final
+    @checked("tier.write(piece, memoryview(buffer))")
     def write(self, piece: Piece, view: memoryview) -> None:
         """Writes ``view`` (``piece.size_bytes`` long) into ``piece``. Raises ``TierWriteError``."""
         self._transfer(self._write_some, piece, view, TierWriteError)
 
     @final
+    @checked("tier.read(piece, memoryview(buffer))")
     def read(self, piece: Piece, view: memoryview) -> None:
         """Fills ``view`` (``piece.size_bytes`` long) from ``piece``. Raises ``TierReadError``."""
         self._transfer(self._read_some, piece, view, TierReadError)
@@ -109,6 +117,8 @@ class Tier(abc.ABC):
         failure: type[TierReadError] | type[TierWriteError],
     ) -> None:
         """Moves a whole piece by calls that may move less. A direct one goes on at the block it stopped in."""
+        if view.nbytes < piece.size_bytes:
+            raise ValueError(f"`view` must have the {piece.size_bytes} bytes of the piece, got {view.nbytes}")
         done = num_idle = 0
         while done < piece.size_bytes:
             try:

@@ -4,9 +4,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from penstock.arguments import checked, must_be
 from penstock.tiers._events import Event
 
 
+@checked("write_trace('run.trace.json', offloader.trace())")
 def write_trace(
     path: str | Path, events: Iterable[Event], *, memory: Sequence[tuple[float, int]] = (), name: str = "penstock"
 ) -> None:
@@ -15,6 +17,11 @@ def write_trace(
     ``memory`` is a timeline of ``(seconds of time.time(), bytes)``; times in the trace begin at the first of all.
     """
     events = list(events)
+    for event in events:
+        if not isinstance(event, Event):
+            raise must_be(
+                "events", "of penstock.tiers.Event", event, "write_trace('run.trace.json', offloader.trace())"
+            )
     starts = [event.start_s for event in events] + [time_s for time_s, _ in memory[:1]]
     zero_s = min(starts, default=0.0)
     lanes = {lane: number for number, lane in enumerate(sorted({event.lane for event in events}), start=1)}

@@ -4,12 +4,17 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.arguments import checked, must_be
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was changed in place; 0 for an inference tensor, which does not count."""
+    if not isinstance(tensor, torch.Tensor):
+        raise must_be("tensor", "a torch.Tensor", tensor, "version_of(tensor)")
     return 0 if tensor.is_inference() else tensor._version
 
 
+@checked("check_version(tensor, version_of(tensor))")
 def check_version(
     tensor: torch.Tensor, version: int, *, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
 ) -> None:

@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.arguments import checked
 from penstock.errors import ForkedProcessError, InternalError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._events import EventLog
@@ -124,6 +125,7 @@ class Waterfall:
         self._stall_s = 0.0
         _waterfalls.add(self)
 
+    @checked("waterfall.park(tensor.untyped_storage())")
     def park(self, storage: torch.UntypedStorage, label: str = "") -> Handle:
         """Begins to copy ``storage`` out and returns its handle, which keeps the storage alive until that is done.
 
@@ -158,6 +160,7 @@ class Waterfall:
         self._warn_of_troubles()
         return handle
 
+    @checked("waterfall.borrow(handle)")
     def borrow(self, original: Handle) -> Handle:
         """A handle on this device to bytes that another waterfall of the same tiers parked; nothing is copied.
 

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._tensor import UnifiedTensor
 
 Advice = Literal["read mostly", "prefer host", "prefer device"]
@@ -15,6 +16,7 @@ _NAMES = {
 }
 
 
+@checked("penstock.unified.advise(table, 'read mostly')")
 def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
     """Advises CUDA about the memory of a unified tensor (``cudaMemAdvise``); whether it was taken.
 
@@ -22,8 +24,6 @@ def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
     elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
     Raises ``ValueError`` for advice that there is not.
     """
-    if advice not in _NAMES:
-        raise ValueError(f"advice is one of {', '.join(map(repr, _NAMES))}, not {advice!r}")
     runtime = _runtime()
     if runtime is None or not tensor.nbytes:
         return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import FeatureFileError
 from penstock.files import check_is_file, parse_json
 from penstock.unified._table import Table, check_shape, refuse
@@ -92,6 +93,7 @@ def read_header(path: Path, file: Any) -> Header:
     return Header(table=table, chunk_rows=chunk_rows, checksums=sums)
 
 
+@checked("penstock.unified.check('rows.features')")
 def check(path: str | os.PathLike[str]) -> None:
     """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
     path = Path(path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked, must_be
 from penstock.unified._library import address, library
 from penstock.unified._seeds import as_seeds
 
@@ -24,6 +25,7 @@ class Graph:
     Raises ``ValueError`` for edges whose ends are not nodes.
     """
 
+    @checked("Graph(torch.stack([sources, targets]))", num_nodes=0, num_sources=0)
     def __init__(self, edge_index: torch.Tensor, num_nodes: int | None = None, num_sources: int | None = None):
         if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype is not torch.int64:
             raise ValueError(
@@ -37,8 +39,8 @@ class Graph:
         self.num_sources = self.num_nodes if num_sources is None else num_sources
         if least < 0 or most[0] > self.num_sources or most[1] > self.num_nodes:
             raise ValueError(
-                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; there are "
-                f"{self.num_sources} and {self.num_nodes} nodes: Graph(edge_index, num_nodes={max(most)})"
+                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; `num_nodes` "
+                f"is {self.num_nodes} and `num_sources` {self.num_sources}: Graph(edge_index, num_nodes={max(most)})"
             )
         self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
 
@@ -54,6 +56,7 @@ class Graph:
     """Sources; ``num_nodes`` where they are the same nodes."""
 
     @staticmethod
+    @checked("Graph.from_csc(colptr, row)")
     def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
         """From arrays as the class describes them; nothing is copied that has the right type."""
         starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
@@ -92,6 +95,7 @@ class Graph:
         return torch.bincount(self.sources, minlength=self.num_sources)
 
 
+@checked("penstock.unified.expected_accesses(graph, seeds, [10, 5], batch_size=512)", batch_size=1)
 def expected_accesses(
     graph: Graph, seeds: torch.Tensor, fanouts: Sequence[int], *, batch_size: int, replace: bool = False
 ) -> torch.Tensor:
@@ -114,6 +118,7 @@ def expected_accesses(
     return (reached + frontier).clamp_(0, 1)
 
 
+@checked("penstock.unified.count_accesses((batch.nodes for batch in loader), num_rows=len(features))", num_rows=0)
 def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torch.Tensor:
     """How often each row was read in a trial epoch, ``float64 [num_rows]``.
 
@@ -121,8 +126,16 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
     """
     counts = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
     for one in indexes:
-        rows = one if isinstance(one, torch.Tensor) else one.n_id if hasattr(one, "n_id") else one.nodes
+        rows = one if isinstance(one, torch.Tensor) else getattr(one, "n_id", getattr(one, "nodes", None))
+        if not isinstance(rows, torch.Tensor) or rows.is_floating_point():
+            example = "count_accesses((batch.nodes for batch in loader), num_rows=len(features))"
+            raise must_be("indexes", "tensors of row numbers, or batches with `n_id` or `nodes`", one, example)
         rows = rows.reshape(-1).cpu()
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
+            raise ValueError(
+                f"`num_rows` must be above every row that is read, got {num_rows}; rows from {int(rows.min())} to "
+                f"{int(rows.max())} are read: count_accesses(indexes, num_rows=len(features))"
+            )
         counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64, device="cpu"))
     return counts
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import FeatureFileError
 from penstock.tiers import Budget
 from penstock.unified._aligned import read_all
@@ -14,11 +15,12 @@ from penstock.unified._files import find_table
 from penstock.unified._memory import Memory, exact
 from penstock.unified._placement import Preference
 from penstock.unified._table import Table
-from penstock.unified._tensor import UnifiedTensor, check_preference
+from penstock.unified._tensor import UnifiedTensor
 
 _READ_BYTES = 16 * 2**20
 
 
+@checked("penstock.unified.from_file('features.npy')", offset=0)
 def from_file(
     path: str | os.PathLike[str],
     key: str | None = None,
@@ -38,7 +40,6 @@ def from_file(
 
     Raises as ``find_table`` does, and ``BudgetError``.
     """
-    check_preference(prefer)
     table = find_table(path, key, dtype=dtype, shape=shape, offset=offset)
     if table.stride_bytes != table.row_bytes and shared:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._counts import Counts
 from penstock.unified._sampler import NeighborSampler, Sample
 from penstock.unified._seeds import as_seeds
@@ -83,6 +84,7 @@ class Loader:
     nodes, and for seeds that are given twice; ``IndexError`` and ``TypeError`` for other seeds that are not nodes.
     """
 
+    @checked("Loader(sampler, features, seeds, batch_size=512)")
     def __init__(
         self,
         sampler: NeighborSampler,
@@ -223,6 +225,7 @@ def _hand_over(batch: Batch, mark: Any) -> None:
             one.record_stream(stream)  # the user's from here on: when it is let go, nobody tells us
 
 
+@checked("penstock.unified.in_advance(batches, ahead=2)", ahead=0)
 def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None, None]:
     """What an iterable yields, made by a thread of its own up to ``ahead`` items in advance.
 

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from penstock.arguments import checked
+
 Preference = Literal["device", "host"]
 """Where operators of unified operands alone run."""
 
@@ -25,6 +27,7 @@ class Operand(Enum):
     SCALAR = "a CPU scalar"
 
 
+@checked("penstock.unified.operand_of(tensor)")
 def operand_of(tensor: torch.Tensor) -> Operand:
     """The kind of a plain tensor."""
     if tensor.device.type != "cpu":
@@ -32,6 +35,7 @@ def operand_of(tensor: torch.Tensor) -> Operand:
     return Operand.HOST if tensor.dim() else Operand.SCALAR
 
 
+@checked("penstock.unified.place([Operand.HOST], ['device'])")
 def place(others: Iterable[Operand], preferences: Iterable[Preference]) -> Preference:
     """Where an operator runs; ``others`` are its operands that are not unified, ``preferences`` of those that are."""
     kinds = set(others)

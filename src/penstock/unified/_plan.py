@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._problem import TierProblem
 from penstock.units import format_bytes
 
@@ -52,6 +53,7 @@ class TierPlan:
         return "\n".join(lines)
 
 
+@checked("penstock.unified.plan_tiers(problem)")
 def plan_tiers(problem: TierProblem) -> TierPlan:
     """Deals rows out by descending score. Raises ``ValueError`` for scores that are not one number for each row."""
     num_device = min(problem.num_rows, problem.device_bytes // max(1, problem.row_bytes))

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.arguments import check_fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TierProblem:
@@ -20,3 +22,13 @@ class TierProblem:
     scores: torch.Tensor | None = None
     """Expected accesses of every row in a mini-batch, or anything proportional to them, ``float [num_rows]``; ``None``:
     all alike."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            "TierProblem(num_rows=1000, row_bytes=512, device_bytes=0, host_bytes=2**20)",
+            num_rows=0,
+            row_bytes=0,
+            device_bytes=0,
+            host_bytes=0,
+        )

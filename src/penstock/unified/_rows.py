@@ -3,6 +3,7 @@
 import ctypes
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -162,3 +163,23 @@ def _gather_by_torch(
         out.copy_(rows.view(out.shape))
     else:
         out.view(-1, *kind.shape)[positions] = rows
+
+
+_NO_ROW_NUMBERS = (list, tuple, range, slice, torch.Tensor, type(Ellipsis), type(None))
+"""What makes a list a tuple of indexes."""
+
+
+def as_rows(index: Any) -> torch.Tensor:
+    """Row numbers or a mask from lists, arrays and the like. Raises ``IndexError`` for what is neither."""
+    if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
+        raise IndexError(
+            "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "
+            "features[torch.tensor(rows)]"
+        )
+    try:
+        return torch.as_tensor(index, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise IndexError(
+            f"`index` must be a row number, a slice, a list, a mask or a tensor of row numbers, got {index!r}: "
+            "features[torch.tensor([2, 0])]"
+        ) from None

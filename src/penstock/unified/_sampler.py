@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.arguments import checked
 from penstock.unified._draw import Drawer, mixed, numbering_for
 from penstock.unified._graph import Graph
 from penstock.unified._seeds import as_seeds
@@ -73,6 +74,7 @@ class NeighborSampler:
     Raises ``ValueError`` for fanouts that are not positive or -1.
     """
 
+    @checked("NeighborSampler(graph, [10, 5])")
     def __init__(
         self, graph: Graph, fanouts: Sequence[int], *, replace: bool = False, device: torch.device | str = "cpu"
     ):
@@ -84,6 +86,7 @@ class NeighborSampler:
         self.device = torch.device(device)
         self._drawer = Drawer(graph, self.device)
 
+    @checked("sampler.sample(torch.tensor([0, 1]))")
     def sample(self, seeds: torch.Tensor, *, number: int | None = None) -> Sample:
         """The neighbourhood of ``seeds``, node numbers ``[seeds]``, or a mask of all nodes.
 
@@ -134,6 +137,7 @@ class HeteroNeighborSampler:
     ``fanouts`` is one list for all edge types, or a list for each.
     """
 
+    @checked("HeteroNeighborSampler({('paper', 'cites', 'paper'): graph}, [10, 5])")
     def __init__(
         self,
         graphs: Mapping[EdgeType, Graph],
@@ -158,6 +162,7 @@ class HeteroNeighborSampler:
                     )
         self._drawers = {one: Drawer(graph, self.device) for one, graph in self.graphs.items()}
 
+    @checked("sampler.sample({'paper': torch.tensor([0, 1])})")
     def sample(self, seeds: Mapping[str, torch.Tensor], *, number: int | None = None) -> HeteroSample:
         """The neighbourhood of ``seeds``, node numbers by type. ``number`` and errors as of ``NeighborSampler``."""
         number = _number(number)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from penstock.arguments import checked
 from penstock.tiers import Budget
 from penstock.unified._gather import gather_rows
 from penstock.unified._memory import Memory, exact
@@ -86,6 +87,7 @@ class UnifiedTensor(torch.Tensor):
         """Whether CUDA devices reach the memory. Always ``False`` on a machine without one."""
         return self._memory.is_registered
 
+    @checked("table.cpu()")
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
         """The same memory as a plain tensor, after what devices still write to it; gradients flow through."""
         self._memory.order.before_host(writes=True)  # whoever has it may write
@@ -93,6 +95,7 @@ class UnifiedTensor(torch.Tensor):
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
         return self._host.detach()
 
+    @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
         """The same memory as an array, after what devices still write; ``force``: also where gradients are kept."""
         if self.requires_grad and not force:
@@ -185,6 +188,7 @@ class _Gathered(torch.autograd.Function):
         return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
 
 
+@checked("penstock.unified.wrap(torch.from_numpy(array))")
 def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
     """``tensor``'s own memory as a unified tensor; nothing is copied, and writes are seen through both.
 
@@ -194,9 +198,6 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     Raises ``ValueError`` for tensors that are not in the CPU's memory or that have a history of gradients,
     ``TypeError`` for what is no dense tensor.
     """
-    check_preference(prefer)
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"wrap takes a tensor, not {type(tensor).__name__}; for arrays: wrap(torch.from_numpy(array))")
     if isinstance(tensor, UnifiedTensor):
         return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if tensor.layout is not torch.strided:
@@ -213,6 +214,7 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     return UnifiedTensor(tensor, Memory.of(tensor), prefer)
 
 
+@checked("penstock.unified.empty(1000, 128, dtype=torch.float32)")
 def empty(
     *shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -223,16 +225,16 @@ def empty(
 
     ``budget`` is charged for the memory while it lives; ``BudgetError`` where it would exceed it.
     """
-    check_preference(prefer)
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
-    if any(not isinstance(one, int) or one < 0 for one in sizes):
+    if any(isinstance(one, str | bytes) for one in shape) or any(type(one) is not int or one < 0 for one in sizes):
         raise ValueError(f"a shape is whole numbers that are not negative, not {sizes}: empty(1000, 64)")
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
     host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]
     return UnifiedTensor(host, Memory.of(host), prefer)
 
 
+@checked("penstock.unified.gather(table, index)")
 def gather(
     table: torch.Tensor,
     index: torch.Tensor,
@@ -267,12 +269,6 @@ def gather(
 def is_unified(tensor: object) -> bool:
     """Whether ``tensor`` is a unified tensor."""
     return isinstance(tensor, UnifiedTensor)
-
-
-def check_preference(prefer: str) -> None:
-    """Raises ``ValueError`` for what is none."""
-    if prefer not in ("device", "host"):
-        raise ValueError(f"prefer is 'device' or 'host', not {prefer!r}: wrap(tensor, prefer='host')")
 
 
 def _reopen(

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
+from penstock.arguments import checked
 from penstock.directio import warn_of_memory
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec, Size
@@ -28,7 +29,7 @@ from penstock.unified._memory import Memory, exact
 from penstock.unified._plan import TierPlan, plan_tiers
 from penstock.unified._problem import TierProblem
 from penstock.unified._readers import Readers
-from penstock.unified._rows import RowType, as_index, check_range, gather, is_plain_table, out_of_range
+from penstock.unified._rows import RowType, as_index, as_rows, check_range, gather, is_plain_table, out_of_range
 from penstock.unified._share import ROW_NUMBER_BYTES, HostShare, share_host
 from penstock.unified._table import Table
 from penstock.unified._tensor import UnifiedTensor
@@ -40,8 +41,6 @@ _FILL_BYTES = 4 * 2**20
 _CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
 _PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
 """What may follow the rows in an index."""
-_NO_ROW_NUMBERS = (list, tuple, range, slice, torch.Tensor, type(Ellipsis), type(None))
-"""What makes a list a tuple of indexes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +101,7 @@ class TieredFeatures(torch.Tensor):
     """
 
     @staticmethod
+    @checked("TieredFeatures(tensor, host_budget='8GiB', disk='/nvme')")
     def __new__(
         cls,
         source: torch.Tensor | str | os.PathLike[str],
@@ -234,6 +234,7 @@ class TieredFeatures(torch.Tensor):
         """Dimensions of the whole table."""
         return 1 + len(self.kind.shape)
 
+    @checked("features.size(0)")
     def size(self, dim: int | None = None) -> Any:
         """As of a tensor."""
         return self.shape if dim is None else self.shape[dim]
@@ -260,15 +261,12 @@ class TieredFeatures(torch.Tensor):
                 raise ValueError(f"rows are not read backwards, as slices of tensors are not: [::{step}]")
             return self._rows(torch.arange(start, max(start, stop), step, device="cpu"))
         if isinstance(index, int) and not isinstance(index, bool):
+            if not -self._num_rows <= index < self._num_rows:
+                raise out_of_range(index, 0, self._num_rows)
             return self._rows(torch.tensor([index], device="cpu"))[0]
         if index is Ellipsis or index is None:
             return self._part(index)
-        if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
-            raise IndexError(
-                "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "
-                "features[torch.tensor(rows)]"
-            )
-        chosen = torch.as_tensor(index) if isinstance(index, torch.Tensor) else torch.as_tensor(index, device="cpu")
+        chosen = index if isinstance(index, torch.Tensor) else as_rows(index)
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
                 raise IndexError(f"a mask has one entry for each of {self._num_rows} rows, not {tuple(chosen.shape)}")
@@ -290,6 +288,7 @@ class TieredFeatures(torch.Tensor):
         num_dims = found.dim() - len(self.kind.shape)
         return found[(*[slice(None)] * num_dims, *rest)]
 
+    @checked("features.index_select(0, index)")
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """As of a tensor, along dimension 0: rows are numbered from 0 on, not from the end."""
         if dim not in (0, -self.dim()):

@@ -2,11 +2,13 @@
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import InternalError
 from penstock.unified._plan import TierPlan
 from penstock.unified._problem import TierProblem
 
 
+@checked("penstock.unified.verify(problem, plan)")
 def verify(problem: TierProblem, plan: TierPlan) -> None:
     """Raises ``InternalError`` where rows are missing or doubled, budgets are exceeded, or a better row stays below."""
     seen = torch.zeros(problem.num_rows, dtype=torch.int64, device="cpu")

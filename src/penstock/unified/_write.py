@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked, must_be
 from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for, verified
 from penstock.unified._files import find_table
 from penstock.unified._table import Table
 
 
+@checked("penstock.unified.write_features('rows.features', tensor)")
 def write_features(
     path: str | os.PathLike[str],
     source: "torch.Tensor | str | os.PathLike[str] | Iterable[torch.Tensor]",
@@ -36,6 +38,8 @@ def write_features(
     Raises ``ValueError`` for sources without a row type, ``OSError`` for a disk that is full or cannot be written.
     """
     path = Path(path)
+    if not path.name:
+        raise ValueError(f"`path` must name a file, got {str(path)!r}: write_features('rows.features', tensor)")
     blocks, num_rows = _blocks(source, key)
     first = next(blocks, None)
     if first is None or not first.dim():
@@ -159,7 +163,14 @@ def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int |
         return _from_table(table), table.shape[0]
     if not isinstance(source, Iterable):
         raise TypeError(f"rows come from a tensor, a file or what yields tensors, not from {type(source).__name__}")
-    return iter(source), None
+    return map(_checked_block, source), None
+
+
+def _checked_block(block: Any) -> torch.Tensor:
+    if not isinstance(block, torch.Tensor) or not block.dim():
+        example = "write_features('rows.features', (tensor for tensor in blocks))"
+        raise must_be("source", "a tensor, a file, or what yields tensors [rows, ...]", block, example)
+    return block
 
 
 def _from_table(table: Table) -> Iterator[torch.Tensor]:

@@ -1,0 +1,334 @@
+"""Working calls of `offload` and `remat`."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
+from benchmarks.soak_case import Case
+from penstock import offload, remat
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 1))
+
+
+def batch() -> torch.Tensor:
+    return torch.linspace(-1, 1, 64 * 64).view(64, 64)
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [one.grad.clone() for one in module.parameters() if one.grad is not None]
+
+
+def plain(module: nn.Module) -> list[torch.Tensor]:
+    """Gradients of a copy of the module, by plain PyTorch."""
+    other = copy.deepcopy(module)
+    other.zero_grad()
+    other(batch()).square().mean().backward()
+    return gradients_of(other)
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str) -> None:
+    equal = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    require(equal, f"{what}: gradients differ from plain PyTorch's")
+
+
+def trains(offloader: Any, module: nn.Module, num_steps: int = 3) -> None:
+    """Steps inside of an offloader have plain PyTorch's gradients."""
+    expected = plain(module)
+    for _ in range(num_steps):
+        module.zero_grad()
+        with offloader:
+            module(batch()).square().mean().backward()
+        same(gradients_of(module), expected, "offloaded")
+
+
+def _offloaded(offloader: Any, arguments: Arguments) -> None:
+    try:
+        trains(offloader, arguments["model"])
+        require(offloader.statistics().num_steps <= 3, "steps are counted")
+    finally:
+        offloader.close()
+
+
+def _wrapped(wrapped: Any, arguments: Arguments) -> None:
+    module = arguments["module"]
+    try:
+        expected = plain(module)
+        for _ in range(3):
+            module.zero_grad()
+            wrapped(batch()).square().mean().backward()
+            same(gradients_of(module), expected, "wrapped")
+    finally:
+        wrapped.offloader.close()
+
+
+def _activations(case: Case) -> Arguments:
+    return {"model": model(), "disk": case.disk(), "min_size": 0}
+
+
+def _budgeted(case: Case) -> Arguments:
+    return {"model": model(), "budget": case.budget(device="1GiB", disk=case.disk()), "min_size": 0}
+
+
+def saved(**changes: Any) -> offload.SavedStorage:
+    given = {"size_bytes": 2**20, "label": "", "pack_event": 0, "need_event": 2, "free_event": 3}
+    return offload.SavedStorage(**(given | changes))
+
+
+def offload_problem(**changes: Any) -> offload.OffloadProblem:
+    given = {
+        "storages": (saved(),), "event_times_s": (0.0, 0.1, 0.2, 0.3), "step_s": 0.3,
+        "out_bandwidth_bytes_per_s": 1e9, "in_bandwidth_bytes_per_s": 1e9,
+    }  # fmt: skip
+    return offload.OffloadProblem(**(given | changes))
+
+
+def offload_plan() -> offload.OffloadPlan:
+    return offload.plan(offload_problem())
+
+
+def _planned_offload(problem: Any, _: Arguments) -> None:
+    offload.verify(problem, offload.plan(problem))
+
+
+USES |= {
+    "offload.activations": Use(call=offload.activations, good=_activations, check=_offloaded),
+    "offload.wrap": Use(
+        call=offload.wrap,
+        good=lambda case: {"module": model(), "disk": case.disk(), "min_size": 0},
+        check=_wrapped,
+    ),
+    "offload.Offloader": Use(
+        call=offload.activations, good=_budgeted, check=_offloaded, made_by="offload.activations",
+    ),
+    "offload.OffloadedModule": Use(
+        call=offload.wrap, good=lambda case: {"module": model(), "disk": case.disk()}, check=_wrapped,
+        made_by="offload.wrap", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "offload.plan": Use(
+        call=offload.plan, good=lambda _: {"problem": offload_problem()},
+        check=lambda plan, given: offload.verify(given["problem"], plan),
+    ),
+    "offload.verify": Use(
+        call=offload.verify, good=lambda _: {"problem": offload_problem(), "plan": offload_plan()},
+    ),
+    "offload.OffloadProblem": Use(
+        call=offload.OffloadProblem,
+        good=lambda _: {name: getattr(offload_problem(), name) for name in offload.OffloadProblem.__slots__},
+        check=_planned_offload,
+    ),
+    "offload.SavedStorage": Use(
+        call=offload.SavedStorage, good=lambda _: {name: getattr(saved(), name) for name in saved().__slots__},
+        check=lambda one, _: _planned_offload(offload_problem(storages=(one,)), {}),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "offload.OffloadPlan": offload_plan,
+    "offload.Transfer": lambda: offload_plan().transfers[0],
+    "offload.SavedTensor": lambda: offload.SavedTensor(
+        module="", shape=(1,), dtype=torch.float32, size_bytes=4, is_checkpoint_input=False
+    ),
+    "offload.OffloadStatistics": lambda: offload.OffloadStatistics(
+        num_steps=0, saved_bytes=0, parked_bytes=0, fetched_bytes=0, forwarded_bytes=0
+    ),
+}
+UNCALLED |= {"offload.Policy": "the type of a function that the user writes"}
+
+
+# remat
+
+
+def operator(**changes: Any) -> remat.Operator:
+    given = {"name": "exp", "target": "aten.exp.default", "inputs": (), "outputs": (0,), "duration_s": 0.1}
+    return remat.Operator(**(given | changes))
+
+
+def storage(**changes: Any) -> remat.Storage:
+    return remat.Storage(**({"name": "a", "size_bytes": 2**20, "producer": 0} | changes))
+
+
+def remat_problem(**changes: Any) -> remat.RematProblem:
+    given = {
+        "operators": (
+            operator(), operator(name="sin", inputs=(0,), outputs=(1,)),
+            operator(name="mul", inputs=(0, 1), outputs=(2,)),
+        ),
+        "num_forward": 2,
+        "storages": (storage(), storage(name="b", producer=1), storage(name="c", producer=2, is_output=True)),
+    }  # fmt: skip
+    return remat.RematProblem(**(given | changes))
+
+
+def remat_plan() -> remat.RematPlan:
+    return remat.plan(remat_problem(), 2**30)
+
+
+def _planned(problem: Any, _: Arguments) -> None:
+    remat.verify(problem, remat.plan(problem, 2**30))
+    remat.smallest_budget_bytes(problem)
+
+
+def loss_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: module(x).square().mean()
+
+
+def steps(step: Any, module: nn.Module, what: str) -> None:
+    """A planned step has plain PyTorch's gradients."""
+    expected = plain(module)
+    for _ in range(2):
+        module.zero_grad()
+        result = step(batch())
+        (result if result.dim() == 0 else result.square().mean()).backward()
+        same(gradients_of(module), expected, what)
+
+
+def _optimized(step: Any, arguments: Arguments) -> None:
+    try:
+        if isinstance(arguments["step"], nn.Module):
+            steps(step, arguments["step"], "planned")
+    finally:
+        step.close()
+
+
+def _compiled(compiled: Any, arguments: Arguments) -> None:
+    if not isinstance(arguments["model"], nn.Module):  # a function, which is compiled as well
+        return compiled.close()
+    try:
+        steps(compiled, arguments["model"], "compiled")
+    finally:
+        compiled.close()
+
+
+@functools.cache
+def graph() -> torch.fx.GraphModule:
+    return torch.fx.symbolic_trace(model())
+
+
+def _named_backend(call: Any, arguments: Arguments) -> None:
+    require(callable(call), "a backend returns a callable")
+
+
+def _backend(backend: Any, _: Arguments) -> None:
+    module = model()
+    steps(torch.compile(module, backend=backend), module, "torch.compile")
+    backend.close()
+
+
+def _file(case: Case, name: str, text: str) -> Path:
+    path = case.folder / name
+    path.write_text(text)
+    return path
+
+
+def _problem_file() -> Path:
+    path = Path("../out/problem.json").resolve()
+    remat_problem().save(path)
+    return path
+
+
+def _remat_options(case: Case) -> Arguments:
+    """All that `compile` takes behind its ``**options``."""
+    return {
+        "budget": case.budget(device="1GiB"), "optimizer": None, "reserve": 0, "disk": None, "host": None,
+        "accumulates": True, "adds_gradients": True, "method": "hybrid", "profile": None, "compiler": "eager",
+        "verify": False, "strict": False, "as_eager": True,
+    }  # fmt: skip
+
+
+def compiling(
+    model: Any, budget: Any, optimizer: Any, reserve: Any, disk: Any, host: Any, accumulates: Any, adds_gradients: Any,
+    method: Any, profile: Any, compiler: Any, verify: Any, strict: Any, as_eager: Any, **potatoes: Any,
+) -> Any:  # fmt: skip
+    """`remat.compile` with its options as parameters, from which misuses are derived."""
+    options = {name: value for name, value in locals().items() if name not in ("model", "potatoes")}
+    return remat.compile(model, **options, **potatoes)
+
+
+compiling.__annotations__ = {
+    **{name: one for name, one in remat.optimize.__annotations__.items() if name not in ("step", "return")},
+    "model": remat.compile.__annotations__["model"], "as_eager": bool,
+}  # fmt: skip
+
+USES |= {
+    "remat.optimize": Use(
+        call=remat.optimize,
+        good=lambda case: {"step": model(), "example_inputs": [batch()], "budget": case.budget(device="1GiB")},
+        check=_optimized,
+    ),
+    "remat.OptimizedStep": Use(
+        call=remat.optimize,
+        good=lambda case: {"step": model(), "example_inputs": [batch()], "budget": case.budget(device="1GiB")},
+        check=_optimized, made_by="remat.optimize", methods={"__call__": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.compile": Use(
+        call=compiling, good=lambda case: {"model": model(), **_remat_options(case)}, check=_compiled
+    ),
+    "remat.CompiledModule": Use(
+        call=remat.compile, good=lambda case: {"model": model(), "budget": case.budget(device="1GiB")},
+        check=_compiled, made_by="remat.compile", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.CompiledFunction": Use(
+        call=remat.compile,
+        good=lambda case: {"model": loss_of(model()), "budget": case.budget(device="1GiB")},
+        made_by="remat.compile", methods={"__call__": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "remat.compile_backend": Use(
+        call=remat.compile_backend,
+        good=lambda _: {"module": graph(), "_": [batch()], "options": {"budget": "1GiB"}}, check=_named_backend,
+    ),
+    "remat.Backend": Use(
+        call=remat.Backend, good=lambda _: {"budget": "1GiB"}, check=_backend,
+        methods={"__call__": lambda _: {"module": graph(), "_": [batch()]}, "context_of": lambda _: {"_": {}}},
+    ),
+    "remat.max_batch": Use(
+        call=remat.max_batch,
+        good=lambda _: {"make": lambda size: (model(), [torch.ones(size, 64)]), "budget": "1MiB", "start": 64},
+        check=lambda size, given: require(isinstance(size, int) and (not size or size >= given["start"]), "a batch"),
+    ),
+    "remat.optimizer_state_bytes": Use(
+        call=remat.optimizer_state_bytes, good=lambda _: {"optimizer": torch.optim.Adam(model().parameters())},
+        check=lambda size, _: require(size >= 2 * 4 * (64 * 128 + 128 + 129), "Adam has two numbers per parameter"),
+    ),
+    "remat.pareto": Use(
+        call=remat.pareto, good=lambda _: {"problem": remat_problem(), "budgets_bytes": [2**22, 2**30]},
+        check=lambda plans, given: require(len(plans) == len(given["budgets_bytes"]), "a plan per budget"),
+    ),
+    "remat.plan": Use(
+        call=remat.plan, good=lambda _: {"problem": remat_problem(), "budget_bytes": 2**30},
+        check=lambda plan, given: remat.verify(given["problem"], plan),
+    ),
+    "remat.smallest_budget_bytes": Use(
+        call=remat.smallest_budget_bytes, good=lambda _: {"problem": remat_problem()},
+        check=lambda size, _: require(0 < size <= 3 * 2**20, "no more than all storages"),
+    ),
+    "remat.verify": Use(call=remat.verify, good=lambda _: {"problem": remat_problem(), "plan": remat_plan()}),
+    "remat.live_bytes": Use(call=remat.live_bytes, good=lambda _: {"problem": remat_problem(), "plan": remat_plan()}),
+    "remat.RematProblem": Use(
+        call=remat.RematProblem,
+        good=lambda _: {name: getattr(remat_problem(), name) for name in remat.RematProblem.__slots__},
+        check=_planned,
+        methods={"save": lambda _: {"file": "../out/problem.json"}, "load": lambda _: {"file": _problem_file()}},
+    ),
+    "remat.Operator": Use(
+        call=remat.Operator, good=lambda _: {name: getattr(operator(), name) for name in operator().__slots__},
+        check=lambda one, _: _planned(remat_problem(operators=(one, *remat_problem().operators[1:])), {}),
+    ),
+    "remat.Storage": Use(
+        call=remat.Storage, good=lambda _: {name: getattr(storage(), name) for name in storage().__slots__},
+        check=lambda one, _: _planned(remat_problem(storages=(one, *remat_problem().storages[1:])), {}),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "remat.Planned": lambda: remat.Planned(problem=remat_problem(), plan=remat_plan(), budget_bytes=2**30),
+    "remat.RematPlan": remat_plan,
+    "remat.Decision": lambda: remat.Decision.KEEP,
+}
+UNCALLED |= {"remat.Method": "the names of the ways to plan"}

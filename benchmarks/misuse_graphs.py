@@ -1,0 +1,437 @@
+"""Working calls of `unified` and `relational`."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
+from benchmarks.soak_case import Case
+from penstock import relational, unified
+
+ROWS, WIDTH = 40, 16
+EDGES = [[0, 1, 2, 3, 3, 1], [1, 2, 3, 0, 1, 0]]
+TYPES = [0, 1, 0, 1, 1, 0]
+
+
+def rows() -> torch.Tensor:
+    return torch.arange(ROWS * WIDTH, dtype=torch.float32).view(ROWS, WIDTH)
+
+
+def chosen() -> torch.Tensor:
+    return torch.tensor([3, 0, ROWS - 1, 3])
+
+
+def edge_index() -> torch.Tensor:
+    return torch.tensor(EDGES)
+
+
+def graph() -> unified.Graph:
+    return unified.Graph(edge_index(), 4)
+
+
+def typed() -> relational.RelationalGraph:
+    return relational.RelationalGraph(edge_index(), torch.tensor(TYPES))
+
+
+def equal_rows(table: Any, expected: torch.Tensor) -> None:
+    """Rows that a table gives are the source's."""
+    index = torch.tensor([0, len(expected) - 1, 0] if len(expected) else [], dtype=torch.int64)
+    require(torch.equal(torch.as_tensor(table[index]), expected[index]), "rows differ from the source's")
+
+
+def _tiered(table: Any, arguments: Arguments) -> None:
+    try:
+        require(table.shape[0] == len(table), "as many rows as its shape says")
+        source = arguments["source"]
+        if isinstance(source, torch.Tensor) and arguments.get("dtype") is None and arguments.get("scale") is None:
+            equal_rows(table, source)
+    finally:
+        table.close()
+
+
+def _features(case: Case) -> Arguments:
+    budget = case.budget(host="1MiB", disk=case.disk())
+    return {"source": rows(), "host_budget": 20 * 1024, "in_flight": 4096, "disk": case.disk(), "budget": budget}
+
+
+def _feature_file(case: Case) -> Path:
+    path = case.folder / "features.npy"
+    np.save(path, rows().numpy())
+    return path
+
+
+def _loader(case: Case) -> Arguments:
+    sampler = unified.NeighborSampler(graph(), [2])
+    return {
+        "sampler": sampler, "features": rows()[:4], "seeds": torch.arange(4), "batch_size": 2, "labels": torch.ones(4)
+    }  # fmt: skip
+
+
+def _loads(loader: Any, _: Arguments) -> None:
+    batches = list(loader)
+    require(len(batches) == len(loader), "as many batches as it says")
+    for one in batches:
+        x = loader.features if isinstance(loader.features, dict) else loader.features[one.nodes]
+        require(torch.equal(one.x, x) if isinstance(x, torch.Tensor) else one.x == x, "features of the nodes")
+
+
+def _samples(sampler: Any, _: Arguments) -> None:
+    sample = sampler.sample(torch.tensor([0, 2]))
+    require(sample.nodes[:2].tolist() == [0, 2], "seeds first")
+
+
+def _hetero(sampler: Any, _: Arguments) -> None:
+    sample = sampler.sample({"a": torch.tensor([0, 2])})
+    require(sample.nodes["a"][:2].tolist() == [0, 2], "seeds first")
+
+
+def _tier_problem(**changes: Any) -> unified.TierProblem:
+    given = {
+        "num_rows": 10, "row_bytes": 64, "device_bytes": 64, "host_bytes": 128, "scores": torch.arange(10.0)
+    }  # fmt: skip
+    return unified.TierProblem(**(given | changes))
+
+
+def _tier_plan() -> unified.TierPlan:
+    return unified.plan_tiers(_tier_problem())
+
+
+def _sample() -> unified.Sample:
+    return unified.NeighborSampler(graph(), [2]).sample(torch.tensor([0]), number=0)
+
+
+def _written(path: Any, given: Arguments) -> None:
+    unified.check(path)
+    with unified.TieredFeatures(path) as table:
+        if isinstance(given["source"], torch.Tensor):
+            equal_rows(table, given["source"])
+
+
+def _aligned(case: Case) -> Path:
+    return unified.write_features(case.folder / "rows.features", rows(), progress=False)
+
+
+_TENSOR: dict[str, Callable[[Any], Arguments]] = {"__getitem__": lambda _: {"index": chosen()}}
+
+USES |= {
+    "unified.wrap": Use(
+        call=unified.wrap, good=lambda _: {"tensor": rows()}, check=lambda one, given: equal_rows(one, given["tensor"])
+    ),
+    "unified.empty": Use(
+        call=unified.empty, good=lambda case: {"*shape": (4, 3), "budget": case.budget(host="1MiB")},
+        check=lambda one, _: require(one.dim() >= 0, "a tensor"),
+    ),
+    "unified.from_file": Use(
+        call=unified.from_file,
+        good=lambda case: {"path": _feature_file(case), "budget": case.budget(host="1MiB")},
+        check=lambda one, _: equal_rows(one, rows()),
+    ),
+    "unified.is_unified": Use(
+        call=unified.is_unified, good=lambda _: {"tensor": unified.wrap(rows())},
+        check=lambda is_one, given: require(is_one == isinstance(given["tensor"], unified.UnifiedTensor), "it tells"),
+    ),
+    "unified.gather": Use(
+        call=unified.gather, good=lambda _: {"table": unified.wrap(rows()), "index": chosen()},
+        check=lambda one, given: require(len(one) == len(given["index"]), "a row per index"),
+    ),
+    "unified.advise": Use(
+        call=unified.advise, good=lambda _: {"tensor": unified.wrap(rows()), "advice": "read mostly"}
+    ),
+    "unified.UnifiedTensor": Use(
+        call=unified.wrap, good=lambda _: {"tensor": rows()}, made_by="unified.wrap", methods=_TENSOR,
+        check=lambda one, given: equal_rows(one, given["tensor"]),
+    ),
+    "unified.place": Use(
+        call=unified.place, good=lambda _: {"others": [unified.Operand.HOST], "preferences": ["device"]},
+        check=lambda where, _: require(where in ("device", "host"), "a place"),
+    ),
+    "unified.operand_of": Use(call=unified.operand_of, good=lambda _: {"tensor": torch.ones(3)}),
+    "unified.TieredFeatures": Use(
+        call=unified.TieredFeatures, good=_features, check=_tiered,
+        methods={
+            "__getitem__": lambda _: {"index": chosen()},
+            "index_select": lambda _: {"dim": 0, "index": chosen()},
+            "size": lambda _: {"dim": 0},
+        },
+    ),
+    "unified.plan_tiers": Use(
+        call=unified.plan_tiers, good=lambda _: {"problem": _tier_problem()},
+        check=lambda plan, given: unified.verify(given["problem"], plan),
+    ),
+    "unified.TierProblem": Use(
+        call=unified.TierProblem,
+        good=lambda _: {name: getattr(_tier_problem(), name) for name in _tier_problem().__slots__},
+        check=lambda problem, _: unified.verify(problem, unified.plan_tiers(problem)),
+    ),
+    "unified.verify": Use(call=unified.verify, good=lambda _: {"problem": _tier_problem(), "plan": _tier_plan()}),
+    "unified.expected_accesses": Use(
+        call=unified.expected_accesses,
+        good=lambda _: {"graph": graph(), "seeds": torch.arange(4), "fanouts": [2, 2], "batch_size": 2},
+        check=lambda chances, _: require(bool(((chances >= 0) & (chances <= 1)).all()), "chances"),
+    ),
+    "unified.count_accesses": Use(
+        call=unified.count_accesses,
+        good=lambda _: {"indexes": [torch.tensor([0, 1]), torch.tensor([1])], "num_rows": 3},
+        check=lambda counts, given: require(
+            not isinstance(given["indexes"], list) or given["indexes"] == [] or counts[:2].tolist() == [1, 2], "counts"
+        ),
+    ),
+    "unified.write_features": Use(
+        call=unified.write_features,
+        good=lambda case: {"path": case.folder / "rows.features", "source": rows(), "progress": False}, check=_written,
+    ),
+    "unified.check": Use(call=unified.check, good=lambda case: {"path": _aligned(case)}),
+    "unified.Graph": Use(
+        call=unified.Graph, good=lambda _: {"edge_index": edge_index(), "num_nodes": 4, "num_sources": None},
+        check=lambda one, given: require(
+            int(one.degrees().sum()) == given["edge_index"].shape[1], "each edge enters a node"
+        ),
+        methods={"from_csc": lambda one: {"starts": one.starts, "sources": one.sources, "positions": None}},
+    ),
+    "unified.NeighborSampler": Use(
+        call=unified.NeighborSampler, good=lambda _: {"graph": graph(), "fanouts": [2, 2]}, check=_samples,
+        methods={"sample": lambda _: {"seeds": torch.tensor([0, 2]), "number": 0}},
+    ),
+    "unified.HeteroNeighborSampler": Use(
+        call=unified.HeteroNeighborSampler,
+        good=lambda _: {"graphs": {("a", "to", "a"): graph()}, "fanouts": [2, 2]}, check=_hetero,
+        methods={"sample": lambda _: {"seeds": {"a": torch.tensor([0, 2])}, "number": 0}},
+    ),
+    "unified.Loader": Use(call=unified.Loader, good=_loader, check=_loads),
+    "unified.in_advance": Use(
+        call=unified.in_advance, good=lambda _: {"batches": [1, 2, 3], "ahead": 2},
+        check=lambda found, given: require(
+            len(list(found)) == len(given["batches"]) if hasattr(given["batches"], "__len__") else list(found), "all"
+        ),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "unified.TierPlan": _tier_plan,
+    "unified.FeatureStatistics": unified.FeatureStatistics,
+    "unified.LoaderStatistics": unified.LoaderStatistics,
+    "unified.Operand": lambda: unified.Operand.HOST,
+    "unified.Sample": _sample,
+    "unified.Block": lambda: _sample().block(0),
+    "unified.HeteroSample": lambda: unified.HeteroNeighborSampler({("a", "to", "a"): graph()}, [2]).sample(
+        {"a": torch.tensor([0])}, number=0
+    ),
+    "unified.Batch": lambda: unified.Batch(sample=_sample(), seeds=torch.tensor([0]), x=None, y=None),
+}
+UNCALLED |= {"unified.Advice": "texts that advise takes", "unified.Preference": "texts that wrap takes"}
+
+
+# relational
+
+
+def x() -> torch.Tensor:
+    return torch.linspace(-1, 1, 4 * 8).view(4, 8)
+
+
+def copied_sums(g: Any, x: Any) -> Any:
+    """A layer of a user's."""
+    for e in g.edges():
+        message = x[e.src]
+    for n in g.nodes():
+        result = n.sum(message)
+    return result
+
+
+def _sums() -> torch.Tensor:
+    return torch.zeros(4, 8).index_add_(0, edge_index()[1], x()[edge_index()[0]])
+
+
+def _layer(layer: Any, _: Arguments) -> None:
+    require(torch.equal(layer(typed(), x()), _sums()), "sums over edges")
+
+
+def language(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the language, called inside of a layer; the values that it takes are an edge's."""
+
+    def run(*by_place: Any, **by_name: Any) -> torch.Tensor:
+        given = dict(inspect.signature(call).bind(*by_place, **by_name).arguments)
+
+        def body(g: Any, x: Any) -> Any:
+            for e in g.edges():
+                mine = {name: x[e.src] if value is _VALUE else value for name, value in given.items()}
+                places = mine.pop("values", ())
+                message = call(*(x[e.src] if one is _VALUE else one for one in places), **mine)
+            for n in g.nodes():
+                result = n.sum(message)
+            return result
+
+        return relational.layer(body)(typed(), x().abs() + 1)
+
+    run.__signature__ = inspect.signature(call)  # type: ignore[attr-defined]
+    return run
+
+
+_VALUE = object()
+_ELEMENTWISE = ("elu", "exp", "gelu", "log", "relu", "sigmoid", "sqrt", "tanh")
+
+
+def _softmaxed(*by_place: Any, **by_name: Any) -> torch.Tensor:
+    given = dict(inspect.signature(relational.softmax).bind(*by_place, **by_name).arguments)
+
+    def body(g: Any, x: Any) -> Any:
+        for e in g.edges():
+            score = relational.softmax(**(given | ({"score": x[e.src].sum(-1)} if given["score"] is _VALUE else {})))
+        for n in g.nodes():
+            result = n.sum(score)
+        return result
+
+    return relational.layer(body)(typed(), x())
+
+
+_softmaxed.__signature__ = inspect.signature(relational.softmax)  # type: ignore[attr-defined]
+
+
+def _rgcn(conv: Any, given: Arguments) -> None:
+    out = conv(torch.ones(4, given["in_channels"]), typed())
+    require(out.shape == (4, given["out_channels"]), "an output per node")
+    out.sum().backward()
+
+
+def _rgat(conv: Any, given: Arguments) -> None:
+    out = conv(torch.ones(4, given["in_channels"]), typed())
+    require(len(out) == 4, "an output per node")
+    out.sum().backward()
+
+
+def _plain_conv(conv: Any, given: Arguments) -> None:
+    require(conv(torch.ones(4, given["in_channels"]), typed()).shape[0] == 4, "an output per node")
+
+
+def with_inverses(num_relations: int = 2) -> relational.RelationalGraph:
+    types = torch.tensor(TYPES)
+    both = torch.cat((edge_index(), edge_index().flip(0)), dim=1)
+    return relational.RelationalGraph(both, torch.cat((types, types + num_relations)), num_edge_types=2 * num_relations)
+
+
+def _compgcn(conv: Any, given: Arguments) -> None:
+    width = given["in_channels"]
+    nodes, relations = conv(torch.ones(4, width), torch.ones(4, width), with_inverses(given["num_relations"]))
+    require(len(nodes) == len(relations) == 4, "an output per node and relation")
+
+
+METADATA = (["a", "b"], [("a", "to", "b"), ("b", "of", "a")])
+
+
+def _hgt_graph() -> relational.RelationalGraph:
+    return relational.RelationalGraph.from_types(
+        {METADATA[1][0]: torch.tensor([[0, 1], [1, 0]]), METADATA[1][1]: torch.tensor([[0, 1], [1, 1]])},
+        {"a": 2, "b": 2},
+    )
+
+
+def _hgt(conv: Any, given: Arguments) -> None:
+    out = conv({name: torch.ones(2, given["in_channels"]) for name in METADATA[0]}, _hgt_graph())
+    require(set(out) == set(METADATA[0]), "an output per node type")
+
+
+def _triples(case_file: str = "../out/triples.nt") -> Path:
+    path = Path(case_file).resolve()
+    path.write_text("<a> <likes> <b> .\n<b> <likes> <a> .\n")
+    return path
+
+
+def _ids() -> Path:
+    path = Path("../out/ids.tsv").resolve()
+    path.write_text("2\n0 1 0\n1 0 1\n")
+    return path
+
+
+def _saved_graph(one: relational.RelationalGraph) -> Path:
+    path = Path("../out/graph.pt").resolve()
+    one.save(path)
+    return path
+
+
+_CONV = {"in_channels": 8, "out_channels": 6, "num_relations": 2}
+_FORWARD: dict[str, Callable[[Any], Arguments]] = {"forward": lambda _: {"x": x(), "graph": typed()}}
+
+USES |= {
+    "relational.RelationalGraph": Use(
+        call=relational.RelationalGraph,
+        good=lambda _: {
+            "edge_index": edge_index(), "edge_type": torch.tensor(TYPES), "num_nodes": 4, "num_edge_types": 2,
+            "node_type": torch.tensor([0, 0, 1, 1]), "num_node_types": 2,
+        },
+        check=lambda one, _: require(torch.equal(relational.layer(copied_sums)(one, x()), _sums()), "sums over edges"),
+        methods={
+            "from_types": lambda _: {"edge_index": {("a", "to", "a"): edge_index()}, "num_nodes": {"a": 4}},
+            "load": lambda one: {"path": _saved_graph(one)},
+            "save": lambda _: {"path": "../out/graph.pt"},
+            "to": lambda _: {"device": "cpu"},
+            "charge_to": lambda _: {"budget": __import__("penstock").tiers.Budget(host="1MiB")},
+        },
+        skips=frozenset(
+            {"from_pyg", "from_dgl", "count", "index", "index_in_order", "order", "segments", "remember"}
+        ),
+    ),
+    "relational.layer": Use(call=relational.layer, good=lambda _: {"function": copied_sums}, check=_layer),
+    "relational.Layer": Use(
+        call=relational.Layer, good=lambda _: {"function": copied_sums, "options": None}, check=_layer,
+        methods={
+            name: lambda _: {"graph": typed(), "*args": (x(),)} for name in ("__call__", "explain", "source")
+        },
+    ),
+    "relational.Options": Use(
+        call=relational.Options,
+        good=lambda _: {"compact": True, "reorder": True, "sum_first": True, "emitter": "eager"},
+        check=lambda options, _: _layer(relational.Layer(copied_sums, options), {}),
+    ),
+    **{
+        f"relational.{name}": Use(call=language(getattr(relational, name)), good=lambda _: {"value": _VALUE})
+        for name in _ELEMENTWISE
+    },
+    "relational.leaky_relu": Use(
+        call=language(relational.leaky_relu), good=lambda _: {"value": _VALUE, "slope": 0.1}
+    ),
+    "relational.dropout": Use(
+        call=language(relational.dropout), good=lambda _: {"value": _VALUE, "probability": 0.1}
+    ),
+    "relational.dot": Use(call=language(relational.dot), good=lambda _: {"left": _VALUE, "right": _VALUE}),
+    "relational.maximum": Use(call=language(relational.maximum), good=lambda _: {"left": _VALUE, "right": 0.5}),
+    "relational.concat": Use(call=language(relational.concat), good=lambda _: {"*values": (_VALUE, _VALUE)}),
+    "relational.softmax": Use(call=_softmaxed, good=lambda _: {"score": _VALUE, "per_type": False}),
+    "relational.RGCNConv": Use(
+        call=relational.RGCNConv, good=lambda _: {**_CONV, "num_bases": None, "aggr": "mean"}, check=_rgcn,
+        methods=_FORWARD,
+    ),
+    "relational.RGATConv": Use(
+        call=relational.RGATConv, good=lambda _: {**_CONV, "heads": 2}, check=_rgat, methods=_FORWARD
+    ),
+    "relational.HGTConv": Use(
+        call=relational.HGTConv,
+        good=lambda _: {"in_channels": 8, "out_channels": 6, "metadata": METADATA, "heads": 2}, check=_hgt,
+        methods={"forward": lambda _: {"x": {name: torch.ones(2, 8) for name in METADATA[0]}, "graph": _hgt_graph()}},
+    ),
+    "relational.CompGCNConv": Use(
+        call=relational.CompGCNConv, good=lambda _: {**_CONV, "composition": "subtract"}, check=_compgcn,
+        methods={"forward": lambda _: {"x": x(), "relation": torch.ones(4, 8), "graph": with_inverses()}},
+    ),
+    "relational.RGraphSAGEConv": Use(
+        call=relational.RGraphSAGEConv, good=lambda _: {**_CONV, "normalize": True}, check=_plain_conv,
+        methods=_FORWARD,
+    ),
+    "relational.SimpleHGNConv": Use(
+        call=relational.SimpleHGNConv, good=lambda _: {**_CONV, "heads": 2, "edge_dim": 4}, check=_plain_conv,
+        methods=_FORWARD,
+    ),
+    "relational.read_id_file": Use(
+        call=relational.read_id_file, good=lambda _: {"path": _ids()},
+    ),
+    "relational.read_ntriples": Use(
+        call=relational.read_ntriples, good=lambda _: {"path": _triples(), "inverses": True},
+        check=lambda triples, _: require(len(triples.nodes) == 2 and triples.graph().num_nodes == 2, "two nodes"),
+    ),
+}  # fmt: skip
+RECORDS |= {
+    "relational.Triples": lambda: relational.Triples(
+        edge_index=edge_index(), edge_type=torch.tensor(TYPES), nodes={}, relations={}
+    )
+}

@@ -1,0 +1,149 @@
+"""How to make a working call of every public name, from which the campaign derives its misuses.
+
+A public name is one that a room's ``__init__.py`` maps. Each is in exactly one of three tables: `USES` (how it is
+called, and what proves that it worked), `RECORDS` (what Penstock returns and nobody makes by hand) or `UNCALLED` (names
+that are no calls, each with a reason). `missing` lists what is in none.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.soak_case import Case
+
+ROOMS = (
+    "offload", "remat", "fleet", "unified", "relational", "tiers", "probe", "advisor", "report", "testing",
+    "integrations",
+)  # fmt: skip
+Arguments = dict[str, Any]
+
+
+class Wrong(Exception):
+    """Numbers differ from plain PyTorch's, or what a call promises does not hold."""
+
+
+class Told(Exception):
+    """An error that was not raised but told, as a fleet tells why a job failed; its text alone is judged."""
+
+
+def require(holds: object, what: str) -> None:
+    """Raises `Wrong` unless it holds."""
+    if not holds:
+        raise Wrong(what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A working call."""
+
+    call: Callable[..., Any]
+    """What is called: the public name itself, or for methods' sake a function that makes the object."""
+    good: Callable[[Case], Arguments]
+    """Arguments that work, by parameter, made anew for each case; those after ``*`` under ``"*name"``."""
+    check: Callable[[Any, Arguments], object] = lambda _result, _arguments: None
+    """Uses what came back, compares it with plain PyTorch and closes it. Raises `Wrong`."""
+    methods: Mapping[str, Callable[[Any], Arguments]] = field(default_factory=dict)
+    """Working arguments of methods that need any, from the object."""
+    close: Callable[[Any], object] = lambda made: made.close() if callable(getattr(made, "close", None)) else None
+    """Ends what was made."""
+    made_by: str = ""
+    """Who makes it, for classes that users do not call; then its own parameters are nobody's to misuse."""
+    skips: frozenset[str] = frozenset()
+    """Methods that a machine without CUDA cannot call, or that belong to a subclass's author."""
+
+
+USES: dict[str, Use] = {}
+RECORDS: dict[str, Callable[[], Any]] = {}
+UNCALLED: dict[str, str] = {}
+SCENES: dict[str, Callable[[Case], object]] = {}
+"""Misuses that no signature shows, by room and what is done."""
+
+
+def scene(name: str) -> Callable[[Callable[[Case], object]], Callable[[Case], object]]:
+    """Puts a function into `SCENES`."""
+
+    def put(function: Callable[[Case], object]) -> Callable[[Case], object]:
+        SCENES[name] = function
+        return function
+
+    return put
+
+
+def public_names(room: str) -> dict[str, Any]:
+    """Names that a room maps, with what they stand for."""
+    module = importlib.import_module(f"penstock.{room}")
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", "penstock.").startswith("penstock.")
+    }
+
+
+def public_methods(kind: type) -> list[str]:
+    """Methods, and operators such as ``[...]``, that a class of ours offers."""
+    own = [one for one in kind.__mro__ if one.__module__.startswith("penstock.")]
+    return sorted({name for one in own for name in vars(one) if _is_method(kind, name)})
+
+
+def public_properties(kind: type) -> list[str]:
+    own = [one for one in kind.__mro__ if one.__module__.startswith("penstock.")]
+    names = {name for one in own for name in vars(one) if not name.startswith("_")}
+    return sorted(name for name in names if isinstance(inspect.getattr_static(kind, name), property))
+
+
+_OPERATORS = ("__getitem__", "__call__", "__len__", "__iter__")
+
+
+def _is_method(kind: type, name: str) -> bool:
+    value = inspect.getattr_static(kind, name)
+    if isinstance(value, classmethod | staticmethod):
+        return not name.startswith("_")
+    return inspect.isfunction(value) and (not name.startswith("_") or name in _OPERATORS)
+
+
+def missing() -> list[str]:
+    """Public names and methods for which no table says how they are called."""
+    load()
+    found = []
+    for room in ROOMS:
+        for name, value in public_names(room).items():
+            full = f"{room}.{name}"
+            if sum(full in table for table in (USES, RECORDS, UNCALLED)) != 1:
+                found.append(full)
+            elif full in USES and inspect.isclass(value):
+                found += [f"{full}.{method}" for method in _unknown_methods(USES[full], value)]
+    return found
+
+
+def _unknown_methods(use: Use, kind: type) -> Iterator[str]:
+    for method in public_methods(kind):
+        if method not in use.methods and method not in use.skips and needs_arguments(kind, method):
+            yield method
+
+
+def needs_arguments(kind: type, method: str) -> bool:
+    """Whether a method cannot be called without any."""
+    bound = isinstance(inspect.getattr_static(kind, method), classmethod | staticmethod)
+    parameters = list(inspect.signature(getattr(kind, method)).parameters.values())[0 if bound else 1 :]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(one.default is one.empty and one.kind not in optional for one in parameters)
+
+
+def load() -> None:
+    """Fills the tables."""
+    for name in (
+        "engine",
+        "tiers",
+        "graphs",
+        "fleets",
+        "others",
+        "scenes",
+        "scenes_remat",
+        "scenes_graphs",
+        "scenes_fleets",
+    ):
+        importlib.import_module(f"benchmarks.misuse_{name}")

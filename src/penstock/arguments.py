@@ -1,0 +1,273 @@
+"""Arguments of public calls against their annotations, so that a wrong one is named where it was given.
+
+An annotation says what a parameter takes; `checked` holds every call to it, and `check_fields` a dataclass's values.
+Whatever is of the very types that an annotation lists costs a look into a set (60 ns); all else is looked at in turn.
+Types that are imported for type checkers alone admit everything, as do ``Any`` and type variables.
+"""
+
+import collections.abc
+import functools
+import inspect
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+__all__ = ["check_fields", "checked", "must_be"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_MOST_ELEMENTS = 1000
+"""Looked at of a long list."""
+_LARGEST = 2**63 - 1
+_ANYTHING = ("anything",)
+_MOST_SHOWN = 60
+"""Characters of a value in a message."""
+
+
+class Kind(NamedTuple):
+    """What an annotation admits."""
+
+    exact: frozenset[type]
+    """Types whose values need no further look."""
+    admits: Callable[[Any], bool]  # any: whatever was given
+    """Whether it takes a value."""
+    words: tuple[str, ...]
+    """As a message has them: an int, text."""
+
+
+def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
+    """Checks arguments of a function, of a method or of ``__init__`` whenever it is called.
+
+    ``example`` is a call that works, for the message; ``least`` says from which number on some parameters begin.
+    The function raises ``TypeError`` for a value of another type than annotated, and ``ValueError`` for a word that is
+    not among those of a ``Literal``, for NaN, for an ``int`` of more than 63 bits, and for a number below its least.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        parameters = list(inspect.signature(function).parameters.values())
+        names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        kinds: dict[str, Kind] = {}  # filled by the first call: until then names may stand for what is not there yet
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
+            if not kinds:
+                kinds.update(_kinds_of(function))
+            for name, value in chain(zip(names, arguments, strict=False), keywords.items()):
+                kind = kinds.get(name)
+                if kind is not None and (name in least or type(value) is int or type(value) not in kind.exact):
+                    _check(name, value, kind, least.get(name), example)
+            return function(*arguments, **keywords)
+
+        return typing.cast("_Function", call)
+
+    return decorated
+
+
+def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a dataclass
+    """Checks the fields of a dataclass, from its ``__post_init__``. Raises as a function that is `checked` does."""
+    kinds = _FIELDS.get(type(thing))
+    if kinds is None:
+        names, hints = [one.name for one in fields(thing)], _kinds_of(type(thing))
+        kinds = _FIELDS[type(thing)] = {name: hints[name] for name in names}
+    for name, kind in kinds.items():
+        value = getattr(thing, name)
+        if name in least or type(value) is int or type(value) not in kind.exact:
+            _check(name, value, kind, least.get(name), example)
+
+
+def must_be(name: str, words: str, value: object, example: str) -> TypeError:
+    """The error for an argument of a wrong type."""
+    return TypeError(f"`{name}` must be {words}, got {_shown(value)}: {example}")
+
+
+def _check(name: str, value: Any, kind: Kind, least: float | None, example: str) -> None:
+    if type(value) not in kind.exact and not kind.admits(value):
+        if isinstance(value, float) and math.isnan(value) and kind.admits(0.0):
+            raise ValueError(f"`{name}` must be a number, got nan: {example}")
+        words = _joined(kind.words)
+        if isinstance(value, str) and "'" in words:
+            raise ValueError(f"`{name}` must be {words}, got {value!r}: {example}")
+        raise must_be(name, words, value, example)
+    if isinstance(value, int) and abs(value) > _LARGEST and kind.words != _ANYTHING:
+        raise ValueError(f"`{name}` must be a number of at most 63 bits, got {value}: {example}")
+    if least is not None and isinstance(value, int | float) and value < least:
+        raise ValueError(f"`{name}` must be at least {least:g}, got {value!r}: {example}")
+
+
+def _shown(value: object) -> str:
+    kind = type(value)
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, types.FunctionType):
+        return f"the function {value.__name__}"
+    if type(value).__module__ != "builtins":
+        return f"an object of {kind.__module__}.{kind.__qualname__}"
+    text = repr(value)
+    return f"{text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}...'} ({kind.__name__})"
+
+
+_FIELDS: dict[type, Mapping[str, Kind]] = {}
+"""Of dataclasses whose values were checked."""
+
+
+def _kinds_of(function: Callable[..., Any]) -> Mapping[str, Kind]:
+    """By parameter, or by field."""
+    try:
+        hints = typing.get_type_hints(function)
+    except NameError:  # of a library that is imported for type checkers alone
+        hints = _resolvable(function)
+    return {name: _kind(hint) for name, hint in hints.items() if name != "return"}
+
+
+def _resolvable(function: Callable[..., Any]) -> dict[str, Any]:
+    names = vars(inspect.getmodule(function))
+    found = {}
+    for name, hint in function.__annotations__.items():
+        try:
+            found[name] = eval(hint, dict(names)) if isinstance(hint, str) else hint  # noqa: S307  # our own source
+        except NameError:
+            found[name] = Any
+    return found
+
+
+def _kind(hint: Any) -> Kind:  # any: an annotation
+    """What one annotation admits."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint in (Any, object) or isinstance(hint, TypeVar | str):
+        return Kind(frozenset(), lambda _: True, _ANYTHING)
+    if origin in (Union, types.UnionType):
+        return _any_of([_kind(part) for part in _joined_mappings(parts)])
+    if origin is Literal:
+        words = tuple(map(repr, parts))
+        return Kind(frozenset(), lambda value: any(type(value) is type(one) and value == one for one in parts), words)
+    if hint in _PLAIN:
+        return _PLAIN[hint]
+    kind = origin or hint
+    if kind is Callable:
+        return Kind(frozenset((types.FunctionType,)), callable, ("a function",))
+    if kind is type:
+        return Kind(frozenset(), lambda value: isinstance(value, type), ("a class",))
+    if kind is os.PathLike:
+        return Kind(frozenset(), lambda value: isinstance(value, os.PathLike), ("a path",))
+    if getattr(kind, "_is_protocol", False) and not issubclass(kind, Iterable):
+        return _protocol(kind)
+    return _container(kind, parts) if issubclass(kind, Iterable) and parts else _instance(kind)
+
+
+def _joined_mappings(parts: tuple[Any, ...]) -> list[Any]:  # any: annotations
+    """Mappings of several types of keys as one, which may have all of them."""
+    mappings = [get_args(part) for part in parts if get_origin(part) is collections.abc.Mapping]
+    if len(mappings) < 2:
+        return list(parts)
+    union: Any = Union  # any: types that are made here
+    keys, values = (union[tuple(one[place] for one in mappings)] for place in (0, 1))
+    joined: Any = Mapping
+    return [*(part for part in parts if get_origin(part) is not collections.abc.Mapping), joined[keys, values]]
+
+
+def _any_of(kinds: Sequence[Kind]) -> Kind:
+    exact = frozenset[type]().union(*(one.exact for one in kinds))
+    words = tuple(dict.fromkeys(word for one in kinds for word in one.words))
+    return Kind(exact, lambda value: any(one.admits(value) for one in kinds), words)
+
+
+def _joined(words: Sequence[str]) -> str:
+    words = sorted(words, key=lambda word: word == "None")
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or type(value).__name__ == "bool" or (type(value) is int and value in (0, 1))
+
+
+_PLAIN: dict[Any, Kind] = {  # any: an annotation
+    type(None): Kind(frozenset((type(None),)), lambda value: value is None, ("None",)),
+    None: Kind(frozenset((type(None),)), lambda value: value is None, ("None",)),
+    bool: Kind(frozenset((bool,)), _is_flag, ("True or False",)),
+    int: Kind(frozenset((int,)), _is_int, ("an int",)),
+    float: Kind(frozenset((int,)), _is_number, ("a number",)),
+    str: Kind(frozenset((str,)), lambda value: isinstance(value, str), ("text",)),
+}
+
+
+def _instance(kind: type) -> Kind:
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{_public_module(kind)}.{kind.__qualname__}"
+    article = "an" if name[0] in "aeiou" else "a"
+    return Kind(frozenset((kind,)), lambda value: isinstance(value, kind), (f"{article} {name}",))
+
+
+def _public_module(kind: type) -> str:
+    """Where users find it: ``penstock.tiers`` and not ``penstock.tiers._budget``."""
+    parts = kind.__module__.split(".")
+    private = next((place for place, part in enumerate(parts) if part.startswith("_")), len(parts))
+    return ".".join(parts[:private]).removesuffix(".modules.module")
+
+
+def _protocol(kind: type) -> Kind:
+    names = [name for one in kind.__mro__ for name in vars(one) if not name.startswith("_")]
+    words = f"an object with {_joined([f'{name}()' for name in names])}".replace(" or ", " and ")
+
+    def admits(value: Any) -> bool:
+        return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+
+    return Kind(frozenset(), admits, (words,))
+
+
+def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
+    if issubclass(kind, Mapping):
+        key, inner = _kind(parts[0]), _kind(parts[1])
+        words = "a dict" if len(inner.words) > 1 or inner.words == _ANYTHING else f"a dict of {_many(inner.words[0])}"
+        return Kind(
+            frozenset(),
+            lambda value: isinstance(value, kind) and _all(key, value) and _all(inner, value.values()),
+            (words,),
+        )
+    if kind is tuple and parts[-1] is not Ellipsis:
+        kinds = [_kind(part) for part in parts]
+        words = f"a tuple ({', '.join(_joined(one.words) for one in kinds)})"
+        return Kind(frozenset(), lambda value: _is_record(value, kinds), (words,))
+    inner = _kind(parts[0])
+    name = "a tuple" if kind is tuple else "a list"
+    words = name if len(inner.words) > 1 or inner.words == _ANYTHING else f"{name} of {_many(inner.words[0])}"
+
+    def admits(value: Any) -> bool:
+        if isinstance(value, str | bytes) or not isinstance(value, kind):
+            return False
+        return _all(inner, value) if isinstance(value, Collection) and not isinstance(value, range) else True
+
+    return Kind(frozenset(), admits, (words,))
+
+
+def _many(words: str) -> str:
+    """The same of several: ``ints`` for ``an int``."""
+    return words if words == "text" else f"{words.removeprefix('an ').removeprefix('a ')}s"
+
+
+def _is_record(value: Any, kinds: Sequence[Kind]) -> bool:
+    return isinstance(value, tuple) and len(value) == len(kinds) and all(map(_one, kinds, value))
+
+
+def _one(kind: Kind, value: Any) -> bool:
+    return type(value) in kind.exact or kind.admits(value)
+
+
+def _all(kind: Kind, values: Collection[Any]) -> bool:
+    try:
+        return all(_one(kind, value) for value in islice(values, _MOST_ELEMENTS))
+    except TypeError:  # such as a tensor without dimensions
+        return False
