@@ -1,8 +1,10 @@
 """What no schedule can beat, and what others reach, from the same unit times."""
 
+from penstock.arguments import checked
 from penstock.fleet._problem import FleetProblem
 
 
+@checked("penstock.fleet.lower_bound_s(problem)")
 def lower_bound_s(problem: FleetProblem) -> float:
     """No schedule of these units ends earlier: all work over all devices, or the longest job on the fastest one."""
     speeds = [device.speed for device in problem.devices]
@@ -10,6 +12,7 @@ def lower_bound_s(problem: FleetProblem) -> float:
     return max([work_s, *(job.arrival_s + job.work_s / max(speeds) for job in problem.jobs)])
 
 
+@checked("penstock.fleet.model_parallel_s(problem)")
 def model_parallel_s(problem: FleetProblem) -> float:
     """One job after the other, each spread over all devices whole: one of them computes at a time, none recomputes."""
     mean_speed = sum(device.speed for device in problem.devices) / len(problem.devices)
@@ -19,6 +22,7 @@ def model_parallel_s(problem: FleetProblem) -> float:
     return end_s
 
 
+@checked("penstock.fleet.pipeline_s(problem, num_micro_batches=8)", num_micro_batches=1)
 def pipeline_s(problem: FleetProblem, num_micro_batches: int) -> float:
     """One job after the other over all devices, each mini-batch cut into so many, as GPipe does; none recomputes.
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.arguments import check_fields, must_be
 from penstock.tiers import Size
 from penstock.units import parse_bytes
 
@@ -77,6 +78,8 @@ class Job:
     """Whatever should be shown beside the results: hyperparameters, mostly."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise must_be("name", "text", self.name, "Job(name='lr=3e-4', ...)")
         if not self.name or not set(self.name) <= _ALLOWED or self.name.strip(" .") != self.name:
             raise ValueError(f"job name {self.name!r}: letters, digits, blanks and ._-=+, make a name, as in 'lr=3e-4'")
         for key in ("model", "data", "loss", "optimizer"):
@@ -95,6 +98,7 @@ class Job:
             raise ValueError(f"job {self.name!r}: clip_norm is above 0, not {self.clip_norm!r}")
         if self.precision not in ("float32", *AUTOCAST_DTYPES):
             raise ValueError(f"job {self.name!r}: precision is 'float32', 'bfloat16' or 'float16'")
+        check_fields(self, "Job(name='lr=3e-4', model=..., data=..., loss=..., optimizer=..., epochs=3)")
         if self.validation is None and (self.evaluate_every or self.metric):
             raise ValueError(f"job {self.name!r}: nothing to evaluate on; give validation=lambda: batches")
 
@@ -144,7 +148,11 @@ class Device:
     """Intra-op threads of a CPU device; ``None``: an equal share of PyTorch's."""
 
     def __post_init__(self) -> None:
-        kind = torch.device(self.name).type
+        check_fields(self, "Device(name='cuda:0', budget='40GiB')")
+        try:
+            kind = torch.device(self.name).type
+        except RuntimeError as error:
+            raise ValueError(f"`name` must be a device, got {self.name!r}: Device(name='cuda:0')") from error
         if kind not in ("cpu", "cuda"):
             raise ValueError(f"a fleet runs on 'cpu' and 'cuda' devices, not on {self.name!r}")
         if self.threads is not None and (kind != "cpu" or self.threads < 1):

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import PenstockError
 from penstock.fleet._job import Device, Job
 from penstock.fleet._problem import JobCost
@@ -11,6 +12,7 @@ from penstock.fleet._run import Fleet
 from penstock.tiers import Budget, DiskSpec, Size
 
 
+@checked("penstock.fleet.measure(jobs, 'cuda:0', budget='40GiB')")
 def measure(
     jobs: Iterable[Job],
     device: str | torch.device | Device = "cpu",

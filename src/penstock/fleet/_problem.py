@@ -4,12 +4,17 @@ A problem holds no tensor and no model: it is what pilot runs measured, or what 
 that he does not have.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from penstock.arguments import check_fields
 from penstock.errors import BudgetError
+
+_MOST_MINI_BATCHES = 2**20
+"""Of a step: its units are listed."""
 
 
 class UnitKind(Enum):
@@ -54,6 +59,12 @@ class ShardCost:
     recomputes: bool = False
     """Whether backward runs forward again instead of fetching what forward saved."""
 
+    def __post_init__(self) -> None:
+        sizes = {name: 0 for name in self.__slots__ if name != "recomputes"}
+        check_fields(self, "ShardCost(forward_s=0.1, backward_s=0.2)", **sizes)
+        if not math.isfinite(self.forward_s + self.backward_s + self.step_s):
+            raise ValueError("`forward_s`, `backward_s` and `step_s` must be finite: ShardCost(forward_s=0.1, ...)")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -93,6 +104,12 @@ class JobCost:
     """When the job may begin."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "JobCost(name='a', shards=(shard,) * 8, num_steps=50)", arrival_s=0)
+        if self.accumulate > _MOST_MINI_BATCHES or not math.isfinite(self.arrival_s):
+            raise ValueError(
+                f"job {self.name!r}: `accumulate` must be at most {_MOST_MINI_BATCHES} and `arrival_s` finite, got "
+                f"{self.accumulate} and {self.arrival_s}"
+            )
         if not self.shards or self.num_steps < 1 or self.accumulate < 1:
             raise ValueError(
                 f"job {self.name!r} has {len(self.shards)} shards, {self.num_steps} steps and accumulates over "
@@ -202,6 +219,9 @@ class DeviceCost:
     """What its lane to host memory carries."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "DeviceCost(name='cuda:0', in_bandwidth_bytes_per_s=8e9)", budget_bytes=0)
+        if not math.isfinite(self.speed):
+            raise ValueError(f"device {self.name!r}: `speed` must be finite, got {self.speed}")
         if min(self.speed, self.in_bandwidth_bytes_per_s, self.out_bandwidth_bytes_per_s) <= 0:
             raise ValueError(f"device {self.name!r}: speed and bandwidths are above 0")
 
@@ -216,6 +236,7 @@ class FleetProblem:
     """At least one."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")
         if not self.devices:
             raise ValueError("a fleet needs a device: FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")
         for job in self.jobs:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from penstock.arguments import checked
 from penstock.fleet._checkpoint import latest, load_model, read_state
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
@@ -114,6 +115,7 @@ class Results(Mapping[str, JobResult]):
     def __len__(self) -> int:
         return len(self._results)
 
+    @checked("results.best('loss', mode='min')")
     def best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> JobResult:
         """The job with the smallest or largest last ``metric``. Raises ``ValueError`` where none has it."""
         known = [(value, one) for one in self._results.values() if (value := one.value(metric)) is not None]
@@ -154,6 +156,7 @@ class Results(Mapping[str, JobResult]):
         return "\n".join(lines)
 
 
+@checked("penstock.fleet.stored_result(job, folder, JobState.DONE, None, 0.0)")
 def stored_result(job: Job, folder: Path, state: JobState, error: str | None, seconds_per_step: float) -> JobResult:
     """Of a job that is over, or was when the process ended, from the last checkpoint in its folder."""
     path = latest(folder)

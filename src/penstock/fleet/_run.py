@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 
+from penstock.arguments import checked
 from penstock.errors import CheckpointError, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._devices import account_of, devices_of
@@ -68,6 +69,7 @@ class Ablation:
     """Whether backward runs forward again; ``None``: where it is cheaper."""
 
 
+@checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
 def run(
     jobs: Iterable[Job],
     devices: Sequence[str | torch.device | Device] | None = None,
@@ -115,6 +117,7 @@ class Fleet:
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
 
+    @checked("fleet.Fleet(['cuda:0'], '40GiB')", checkpoint_every=1, keep=1)
     def __init__(
         self,
         devices: Sequence[str | torch.device | Device] | None = None,

@@ -9,11 +9,13 @@ there, and a shard that goes on at once is not copied at all. Cost: O(log jobs) 
 import heapq
 from dataclasses import dataclass, field
 
+from penstock.arguments import checked
 from penstock.fleet._problem import FleetProblem, Unit
 from penstock.fleet._schedule import DeviceUse, Schedule, ScheduledUnit
 from penstock.fleet._schedulers import Progress, Scheduler, SchedulerName, scheduler_of
 
 
+@checked("penstock.fleet.simulate(problem)")
 def simulate(
     problem: FleetProblem,
     scheduler: SchedulerName | Scheduler = "sharded-lrtf",

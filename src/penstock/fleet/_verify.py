@@ -3,6 +3,7 @@
 import itertools
 from collections import defaultdict
 
+from penstock.arguments import checked
 from penstock.errors import InternalError
 from penstock.fleet._problem import FleetProblem
 from penstock.fleet._schedule import Schedule, ScheduledUnit
@@ -10,6 +11,7 @@ from penstock.fleet._schedule import Schedule, ScheduledUnit
 _ROUNDING_S = 1e-9
 
 
+@checked("penstock.fleet.verify(problem, penstock.fleet.simulate(problem))")
 def verify(problem: FleetProblem, schedule: Schedule) -> None:
     """Raises ``InternalError`` naming the first rule that ``schedule`` breaks."""
     of_job: dict[int, list[ScheduledUnit]] = defaultdict(list)
