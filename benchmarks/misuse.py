@@ -165,12 +165,17 @@ class Campaign:
         rows.append(Row(name="misuse", metric="cases", value=sum(total.values()), unit=""))
         rows += [Row(name="misuse", metric=kind, value=total[kind], unit="") for kind in kinds]
         faults = [line for line in self.found.values() if line["outcome"] in FAULTS]
-        findings = [{**line, "text": line["text"][-_MOST_SAID:]} for line in faults]
+        findings = [{**line, "text": _shown(line["text"])} for line in faults]
         theirs = sorted({f"{one.reason}: {one.public}, {one.parameter}" for one in misuse_case.THEIRS})
         write(self.given.json, {"quick": self.given.quick, "findings": findings, "their errors": theirs}, rows)
         if self.file is not None:
             self.file.unlink(missing_ok=True)
         return rows
+
+
+def _shown(text: str) -> str:
+    """Of what a fault said, the beginning, without folders of this machine."""
+    return re.sub(r"(/[\w.@+-]+)+/", "", text.strip())[:_MOST_SAID]
 
 
 def table(rows: Iterable[Row]) -> None:
