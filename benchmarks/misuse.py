@@ -17,7 +17,6 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import io
 import itertools
 import json
 import os
@@ -42,6 +41,8 @@ from benchmarks.misuse_table import ROOMS
 from benchmarks.soak_case import Case, watched
 
 LIMIT_S = 20.0
+_MOST_SAID = 200
+"""Characters of what a fault said, in the JSON."""
 _RANK = {kind: rank for rank, kind in enumerate(("wrong number", "leak", "outside"))}
 
 
@@ -163,12 +164,18 @@ class Campaign:
         total = Counter(line["outcome"] for line in self.found.values())
         rows.append(Row(name="misuse", metric="cases", value=sum(total.values()), unit=""))
         rows += [Row(name="misuse", metric=kind, value=total[kind], unit="") for kind in kinds]
-        findings = [line for line in self.found.values() if line["outcome"] in FAULTS]
+        faults = [line for line in self.found.values() if line["outcome"] in FAULTS]
+        findings = [{**line, "text": _shown(line["text"])} for line in faults]
         theirs = sorted({f"{one.reason}: {one.public}, {one.parameter}" for one in misuse_case.THEIRS})
         write(self.given.json, {"quick": self.given.quick, "findings": findings, "their errors": theirs}, rows)
         if self.file is not None:
             self.file.unlink(missing_ok=True)
         return rows
+
+
+def _shown(text: str) -> str:
+    """Of what a fault said, the beginning, without folders of this machine."""
+    return re.sub(r"(/[\w.@+-]+)+/", "", text.strip())[:_MOST_SAID]
 
 
 def table(rows: Iterable[Row]) -> None:
@@ -218,9 +225,7 @@ def _warm_up(rooms: Iterable[str]) -> None:
             import optuna  # noqa: F401
     if "report" in rooms:
         with contextlib.suppress(ImportError):
-            figure = importlib.import_module("matplotlib.pyplot").figure(figsize=(1, 1))
-            figure.suptitle("so that it opens its fonts")
-            figure.savefig(io.BytesIO())
+            importlib.import_module("matplotlib.pyplot")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

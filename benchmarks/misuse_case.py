@@ -227,7 +227,10 @@ def _of_order(room: str, full: str, use: Use, method: str, good: Callable[[Any],
     def closed(case: Case) -> object:
         owner, _ = made(case)
         use.close(owner)
-        return ask(owner)
+        try:
+            return ask(owner)
+        finally:
+            use.close(owner)
 
     def elsewhere(case: Case) -> object:
         owner, _ = made(case)

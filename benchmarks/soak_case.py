@@ -148,7 +148,7 @@ def _files() -> set[tuple[int, str]]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if not target.startswith("/proc/"):
+        if not target.startswith("/proc/") and "/mpl-data/" not in target:  # fonts, which Matplotlib keeps open
             found.add((int(name), target))
     return found
 

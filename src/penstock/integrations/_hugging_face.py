@@ -69,7 +69,7 @@ class PenstockCallback:
     Args:
         arguments: a `PenstockArguments` from the command line, instead of all others.
         budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
-            and ``host`` too; ``None``: the lowest peak that costs no stall.
+            and ``host`` too; ``None``: the lowest peak that costs no stall. With ``"remat"`` a ``float`` is a share.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
         method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
@@ -89,7 +89,7 @@ class PenstockCallback:
         self,
         arguments: PenstockArguments | None = None,
         *,
-        budget: Size | Budget | None = None,
+        budget: Size | float | Budget | None = None,
         disk: DiskSpec = None,
         host: Size | None = None,
         method: Method = "offload",

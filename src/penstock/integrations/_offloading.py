@@ -97,6 +97,7 @@ class LoopOffloader:
         if kind is None:
             self.note()
 
+    @checked("loop.abort(error)")
     def abort(self, error: BaseException) -> None:
         """Gives up a cycle that broke outside of the context."""
         self.offloader.__enter__()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.fleet import Device, Fleet, Job, JobState, Results
 from penstock.tiers import Budget, Size
 
@@ -51,6 +51,11 @@ def search(
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, ``ValueError`` if jobs do not have the metric,
     ``ImportError`` without Optuna, and what ``make_job`` and `Fleet.wait` raise.
     """
+    example = "search(study, make_job, num_trials=20, at_once=4)"
+    if not hasattr(study, "directions"):
+        raise must_be("study", "an optuna.Study", study, example)
+    if not callable(make_job):
+        raise must_be("make_job", "a function of a trial", make_job, example)
     _refuse(study, num_trials, at_once, options)
     made = _Search(study, make_job, num_trials, at_once, metric)
     options.setdefault("scheduler", "fifo")
@@ -79,6 +84,10 @@ class OptunaStopper:
     @checked("OptunaStopper(optuna.pruners.PatientPruner(None, 3))")
     def __init__(self, pruner: "BasePruner", metric: str = "loss", direction: Direction = "minimize"):
         _optuna()
+        if not hasattr(pruner, "prune"):
+            raise must_be(
+                "pruner", "one of optuna.pruners", pruner, "OptunaStopper(optuna.pruners.PatientPruner(None, 3))"
+            )
         from optuna.study import create_study
 
         self._study = create_study(pruner=pruner, direction=direction)

@@ -108,7 +108,7 @@ def activations(
     )
     account = _account(disk, host, budget)
     _check_budget(model, account, host)
-    _check_patterns(model, modules=modules or (), keep_last=keep_last)
+    _check_patterns(model, modules)
     settings = Settings(
         max_in_flight_bytes=parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
@@ -453,16 +453,15 @@ def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
         )
 
 
-def _check_patterns(model: nn.Module, **patterns: Sequence[str]) -> None:
+def _check_patterns(model: nn.Module, modules: Sequence[str] | None) -> None:
+    """Where nothing is chosen, nothing would be offloaded, without a word. What to keep may be missing."""
     names = [name for name, _ in model.named_modules()]
-    for argument, given in patterns.items():
-        for pattern in given:
-            if not any(covers(pattern, name) for name in names):
-                shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
-                raise ValueError(
-                    f"`{argument}` must name modules of the model, and {pattern!r} matches none ({shown}, ...): "
-                    f"penstock.offload.activations(model, {argument}=['blocks.*'])"
-                )
+    if modules is not None and not any(covers(pattern, name) for pattern in modules for name in names):
+        shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
+        raise ValueError(
+            f"`modules` must name modules of the model, and {list(modules)} matches none ({shown}, ...): "
+            "penstock.offload.activations(model, modules=['blocks.*'])"
+        )
 
 
 def _parameter_bytes(model: nn.Module) -> dict[int, int]:
