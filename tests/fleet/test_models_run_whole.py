@@ -32,9 +32,11 @@ class Branching(nn.Module):
         self.head.weight = self.embed.weight
         self.dropout = nn.Dropout(0.2)
         self.num_calls = 0
+        self.lengths = []
 
     def forward(self, tokens):
         self.num_calls += 1
+        self.lengths.append(tokens.shape[1])
         self.seen += 1
         x = self.embed(tokens) + self.position[: tokens.shape[1]].data + self.position[: tokens.shape[1]]
         x = torch.relu(self.frozen(x))
@@ -45,6 +47,8 @@ class Branching(nn.Module):
         chosen = int(x.detach().float().abs().sum() * 1000) % 2  # the third expert has nothing to do
         x = x + checkpoint(self._expert, chosen, x, use_reentrant=False)
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        if len(self.lengths) + self.num_calls > 12:  # a schedule that the model keeps itself
+            x = x * 0.5
         x = self.norm(x.transpose(1, 2)).transpose(1, 2) - self.mean
         if torch.isnan(x).any():
             raise ValueError("no number")
@@ -199,6 +203,60 @@ def test_derivatives_of_the_models_own_are_kept(kind):
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     one = job(
         model=lambda: Derived(kind), data=lambda: x.split(8), loss=lambda model, x: model(x).square().mean(), epochs=3
+    )
+    assert_as_plain(one, train([one], num_devices=1)["whole"])
+
+
+class Teacher(nn.Module):
+    """A moving average that is a parameter."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.writes = writes
+
+    def forward(self, x):
+        if x.sum() > 1e9:
+            return x
+        with torch.no_grad():
+            if self.writes == "in place":
+                self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+            elif self.writes == "data in place":
+                self.teacher.weight.data.mul_(0.9)
+            else:
+                self.teacher.weight.data = self.teacher.weight.data * 0.9
+        return self.student(x) - self.teacher(x)
+
+
+@pytest.mark.parametrize("writes", ["in place", "data in place", "other data"])
+def test_writes_to_parameters_are_refused_by_name(writes):
+    one = job(
+        model=lambda: Teacher(writes),
+        data=lambda: torch.ones(8, 8).split(4),
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    result = train([one], num_devices=1)["whole"]
+    assert "forward writes to the parameter teacher" in str(result.error)
+
+
+class Penalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        y = self.frozen(self.layer(x).tanh()).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return y.square() / 100 + slope.square().mean()
+
+
+def test_gradients_inside_of_forward_and_parameters_that_nobody_steps():
+    one = job(
+        model=Penalized,
+        data=lambda: torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).split(4),
+        loss=lambda model, x: model(x.clone()),
+        optimizer=lambda named_parameters: torch.optim.SGD([p for name, p in named_parameters if "layer" in name], 0.1),
     )
     assert_as_plain(one, train([one], num_devices=1)["whole"])
 

@@ -5,7 +5,7 @@ strides over a storage without bytes. Modules announce their own tensors when th
 another way, such as a weight that a module's parent reads, is seen here, one operator at a time, before it runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
+from penstock.errors import CaptureError
+
 
 class Watch(TorchDispatchMode):
     """Asks for tensors that an operator uses and that are hollow.
 
     ``names`` gives hollow storages, by identity, the names of their tensors, which ``tensors`` has. ``bring(names)`` is
     called for those that an operator uses; it may send others away, so ``keep(names)`` then brings back what of the
-    operator's arguments has left, and sends nothing away.
+    operator's arguments has left, and sends nothing away. ``writes(tensors)`` is told of what one is about to write to.
     """
 
     def __init__(
@@ -28,10 +30,11 @@ class Watch(TorchDispatchMode):
         tensors: Mapping[str, torch.Tensor],
         bring: Callable[[list[str]], None],
         keep: Callable[[list[str]], None],
+        writes: Callable[[list[torch.Tensor]], None],
     ):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._tensors = names, tensors
-        self._bring, self._keep = bring, keep
+        self._bring, self._keep, self._writes = bring, keep, writes
         self.made: Made | None = None
         """Notes what operators make; ``None`` notes nothing."""
 
@@ -45,6 +48,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.need([*args, *kwargs.values()]):
             args, kwargs = tree_map_only(torch.Tensor, self.filled, (args, kwargs))
+        if func._schema.is_mutable:
+            self._writes(list(_written_by(func, args, kwargs)))
         result = func(*args, **kwargs)
         if self.made is not None:
             self.made.note(result)
@@ -96,11 +101,14 @@ class Made:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes in which order operators use a model's tensors, and the bytes that they make in between."""
+    """Notes in which order operators use a model's tensors, and the bytes that they make in between.
 
-    def __init__(self, names: Mapping[int, Sequence[str]]):
+    Raises ``CaptureError`` where one is about to write to ``parameters``.
+    """
+
+    def __init__(self, names: Mapping[int, Sequence[str]], parameters: Collection[str]):
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
+        self._names, self._parameters = names, parameters
         self.uses: list[tuple[Sequence[str], int]] = []
         """Names of the tensors that an operator used, and bytes that were made until the next such operator."""
         self._known: set[int] = set()
@@ -114,6 +122,10 @@ class Recorder(TorchDispatchMode):
         ]
         if used:
             self.uses.append((used, 0))
+            for tensor in _written_by(func, args, kwargs or {}):
+                for name in self._names.get(tensor.untyped_storage()._cdata, ()):
+                    if name in self._parameters:
+                        raise writes_to(name)
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
@@ -122,6 +134,23 @@ class Recorder(TorchDispatchMode):
                 names, size_bytes = self.uses[-1]
                 self.uses[-1] = names, size_bytes + storage.nbytes()
         return result
+
+
+def writes_to(name: str) -> CaptureError:
+    """The error for a model whose forward writes to a parameter."""
+    return CaptureError(
+        f"forward writes to the parameter {name}, or to one beside it, which would be lost or happen twice, since its "
+        "bytes have copies elsewhere. Register what forward changes as a buffer, or change it in the optimizer"
+    )
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # any: PyTorch's
+    """What an operator writes to in place."""
+    if not func._schema.is_mutable:
+        return
+    writes = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
+    given = zip((one.name for one in func._schema.arguments), args, strict=False)
+    yield from tensors_in([value for name, value in (*given, *kwargs.items()) if name in writes])
 
 
 def tensors_in(things: Iterable[Any]) -> Iterator[torch.Tensor]:  # any: arguments or results of operators

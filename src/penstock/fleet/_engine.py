@@ -119,6 +119,7 @@ class Engine:
         """The job is over; its bytes are given back."""
         self.hooks.ended(run, state)
         with self.condition:
+            self._read_once = [one for one in self._read_once if one[1] != run.job.name]
             run.state, run.ended_s = state, time.time()
         for item in run.training.items():
             worker.memory.discard(item)

@@ -20,6 +20,7 @@ from penstock.fleet._meter import Meter
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import BATCH, Program
 from penstock.fleet._training import Packed, Training
+from penstock.fleet._tree import unchanged
 from penstock.fleet._units import Behaviour, MiniBatch
 from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.probe import record_memory
@@ -230,7 +231,11 @@ class _Pilot:
         assert isinstance(mini, WholeBatch)
         mini.meter, units = Meter(self._memory), _Units(self, mini)
         try:
-            with _out_of_memory_said(self._memory.device), gate.computing():
+            with (
+                _out_of_memory_said(self._memory.device),
+                gate.computing(),
+                unchanged(self._training.model, numbers=False),
+            ):
                 mini.run_all(units)
         finally:
             mini.abandon()

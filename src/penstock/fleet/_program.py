@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import logging
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -378,13 +379,19 @@ def _own_derivatives_refused() -> Iterator[None]:
 
     That is ``torch.autograd.Function``, as which hooks on a module's backward work too, and hooks on tensors.
     """
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise CaptureError("its forward uses torch.autograd.Function or hooks on gradients, which a trace would lose")
-
+    tracer = threading.get_ident()
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment, method-assign]
-    torch.Tensor.register_hook = refuse  # type: ignore[method-assign]
+
+    def refused(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if threading.get_ident() == tracer:
+                raise CaptureError("its forward has derivatives or hooks of its own, which a trace would lose")
+            return original(*arguments, **keywords)
+
+        return call
+
+    torch.autograd.Function.apply = classmethod(refused(apply.__func__))  # type: ignore[assignment, method-assign]
+    torch.Tensor.register_hook = refused(hook)  # type: ignore[method-assign]
     try:
         yield
     finally:

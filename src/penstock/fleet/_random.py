@@ -55,9 +55,11 @@ class Randomness:
     def undisturbed(self) -> Iterator[None]:
         """The process's generators and the job's are afterwards as before."""
         now = self.cpu, self.python, self.numpy
-        with self.swapped_in():
-            yield
-        self.cpu, self.python, self.numpy = now
+        try:
+            with self.swapped_in():
+                yield
+        finally:
+            self.cpu, self.python, self.numpy = now
 
     @contextmanager
     def drawing(self, device: torch.device, *, is_random: bool = True) -> Iterator[None]:

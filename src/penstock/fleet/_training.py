@@ -24,7 +24,7 @@ from penstock.fleet._problem import Task
 from penstock.fleet._program import Captured, Program, first_line
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
-from penstock.fleet._tree import Tree
+from penstock.fleet._tree import Tree, unchanged
 from penstock.tiers import ViewLayout, gate
 
 Cuttable = Captured | Staged | Tree
@@ -297,7 +297,8 @@ class Training:
     ) -> Captured | Tree:
         """A graph, or, where the model's code depends on numbers, the model run whole."""
         try:
-            return Captured(self.model, function, leaves, structure, self.names, len(self._programs), trains=trains)
+            with unchanged(self.model):
+                return Captured(self.model, function, leaves, structure, self.names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
                 raise

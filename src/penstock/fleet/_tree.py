@@ -9,9 +9,11 @@ The first run computes on the CPU, where the factories made the model, lets auto
 and random numbers as they were.
 """
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
-from penstock.fleet._accesses import Recorder
+from penstock.fleet._accesses import Recorder, writes_to
 from penstock.fleet._autograd import dropping
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._program import Atom, Program, Shard, Whole, span
@@ -74,9 +76,22 @@ class Tree:
         by_storage: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
-        recorder = Recorder(by_storage)
-        with _unchanged_buffers(model), dropping(), recorder:  # with gradients, which forward may look at
-            result = self.whole.function(model, structure.rebuild([leaf.clone() for leaf in leaves]))
+        parameters = {id(one) for one in model.parameters()}
+        own = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) in parameters}
+        for without_saving in (True, False):  # code that differentiates inside of forward needs what is saved
+            recorder = Recorder(by_storage, own)
+            try:
+                with unchanged(model), dropping() if without_saving else nullcontext(), recorder:
+                    result = self.whole.function(model, structure.rebuild([leaf.clone() for leaf in leaves]))
+                    for name, key in own.items():
+                        if tensors[name].untyped_storage()._cdata != key:
+                            raise writes_to(name)
+                break
+            except CaptureError:
+                raise
+            except Exception:
+                if not without_saving:
+                    raise
         if not recorder.uses:
             raise CaptureError(
                 "the loss never uses the model; for instance loss=lambda model, batch: model(**batch).loss"
@@ -129,18 +144,32 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers are afterwards the same tensors with the same numbers."""
-    before = [
-        (module, key, tensor, tensor.detach().clone())
+def unchanged(model: nn.Module, *, numbers: bool = True) -> Iterator[None]:
+    """What a run that does not count changes in the model is afterwards as before: buffers, and modules' attributes.
+
+    Buffers are the same tensors, with the same ``numbers`` where they have any; attributes are the same objects, and
+    lists, dicts and sets among them hold the same things.
+    """
+    buffers = [
+        (tensor, tensor.detach().clone())
         for module in model.modules()
-        for key, tensor in module._buffers.items()
-        if tensor is not None
+        for tensor in module._buffers.values()
+        if tensor is not None and numbers
     ]
+    attributes = [(module, dict(vars(module)), _copies(vars(module).values())) for module in model.modules()]
     try:
         yield
     finally:
+        for module, before, copies in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+            for container, content in copies:
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(content)
         with torch.no_grad():
-            for module, key, tensor, numbers in before:
-                module._buffers[key] = tensor
-                tensor.copy_(numbers)
+            for tensor, before_it in buffers:
+                tensor.copy_(before_it)
+
+
+def _copies(values: Iterable[Any]) -> list[tuple[Any, Any]]:  # any: attributes of modules
+    return [(value, copy.copy(value)) for value in values if type(value) in (dict, list, set, OrderedDict)]

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import CaptureError
-from penstock.fleet._accesses import Watch
+from penstock.fleet._accesses import Watch, writes_to
 from penstock.fleet._autograd import Saved
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._groups import Group
@@ -86,11 +86,13 @@ class WholeBatch(MiniBatch):
         self._visits: list[_Visit] = []
         self._known: dict[int, tuple[StorageWeakRef, int, _Visit, int]] = {}
         """What units that have ended saved, by storage: its version, the unit, and where in its item."""
-        self._bound: dict[Group, None] = {}
+        self._bound: dict[Group, int] = {}
+        """Groups whose tensors stand for bytes on the device, and the identity of the storage."""
         self._open: dict[Group, set[str]] = {}
         """Groups whose gradients arrive, and of which parameters they have."""
         self._collected: set[Group] = set()
         self._saved_bytes: Counter[int] = Counter()
+        self._has_ended = False
         self._own_bytes = 0
         """What the unit at hand takes beside items."""
         self._hollow: dict[int, str] = {}
@@ -162,13 +164,21 @@ class WholeBatch(MiniBatch):
     def abandon(self) -> None:
         """Gives back whatever is under way."""
         super().abandon()
+        self._discard_saved()
+
+    def _discard_saved(self) -> None:
+        self._has_ended = True
         for visit in self._visits:
             if visit.saved.item is not None:
-                self.memory.discard(visit.saved.item)
-                visit.saved.item = None
+                self._forget(visit)
 
     def unpack(self, visit: _Visit, packed: Any) -> torch.Tensor:  # any: as Saved has it
         """A saved tensor, for autograd: backward is in the unit that saved it."""
+        if self._has_ended:
+            raise RuntimeError(
+                f"job {self.training.job.name!r}: something kept a part of the graph of a mini-batch that is over, and "
+                "runs its backward; detach what forward keeps: self.last = x.detach()"
+            )
         if self._kind is UnitKind.BACKWARD and not (self._visit is visit and visit.task.kind is self._kind):
             self._enter(visit.task.shard, visit)
         visit.saved.fetched = self._on_device
@@ -197,7 +207,7 @@ class WholeBatch(MiniBatch):
         """The model's tensors are hollow, on this device, and whoever uses one is seen."""
         training = self.training
         self._hollow = training.hollow_on(self.memory.device)
-        self._watch = Watch(self._hollow, training.tensors, self._bring, self._fill)
+        self._watch = Watch(self._hollow, training.tensors, self._bring, self._fill, self._refuse_writes)
         with ExitStack() as stack:
             for module in training.model.modules():
                 own = [
@@ -209,6 +219,7 @@ class WholeBatch(MiniBatch):
                 self._watch.made = self.meter.made
                 stack.enter_context(self.meter.recording())
             stack.callback(self._unbind)
+            stack.callback(self._discard_saved)  # code may keep parts of the graph that backward did not come by
             yield
 
     def _announces(self, own: list[torch.Tensor]) -> Callable[..., None]:
@@ -224,9 +235,11 @@ class WholeBatch(MiniBatch):
                 stack.enter_context(training.randomness.undisturbed())
             stack.enter_context(training.randomness.drawing_anyhow(device))
             for name, parameter in training.parameters.items():
-                if parameter.requires_grad:
+                if name in training.optimizer.trained:
                     stack.callback(parameter.register_hook(self._lays_out(name)).remove)
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._notes(name)).remove)
+                elif parameter.requires_grad:  # nobody steps it
+                    stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
             stack.callback(self._drop_gradients)
             loss = self._loss()
             self._kind = UnitKind.BACKWARD
@@ -290,8 +303,10 @@ class WholeBatch(MiniBatch):
         self._leave()
         task = Task(self._kind, shard)
         self._index += 1
-        if self.tasks[self._index : self._index + 1] != [task]:
-            self.tasks[self._index :] = [task]  # the batch goes another way than the one before
+        expected = self.tasks[self._index :]
+        if expected[:1] != [task]:  # the batch goes another way than the one before, and meets it again where it may
+            later = expected[expected.index(task) + 1 :] if task in expected else expected
+            self.tasks[self._index :] = [task, *later]
         if visit is None:
             visit = _Visit(task)
             self._visits.append(visit)
@@ -339,13 +354,18 @@ class WholeBatch(MiniBatch):
         elif self.behaviour.is_pilot:
             views = {name: view.clone() for name, view in views.items()}
         self.training.bind(views)
-        self._bound[one] = None
+        self._bound[one] = storage._cdata
         self.used[self._index][one.item] = None
 
     def _unbind(self) -> None:
-        for one in self._bound:
-            if one.kind == "buffer" and one.item is not None and not self.behaviour.is_pilot:
-                self.memory.changed(one.item)
+        for one, key in self._bound.items():
+            if one.kind == "buffer":
+                if one.item is not None and not self.behaviour.is_pilot:
+                    self.memory.changed(one.item)
+                continue
+            for name in one.layouts:
+                if self.training.tensors[name].untyped_storage()._cdata != key:
+                    raise writes_to(name)
         self.training.bind_hollow(name for one in self._bound for name in one.layouts)
         self._bound = {}
 
@@ -356,6 +376,15 @@ class WholeBatch(MiniBatch):
         if self._visit.task.shard not in owners:
             self._enter(max(owners))
         self._fill(names)
+
+    def _refuse_writes(self, tensors: list[torch.Tensor]) -> None:
+        """Raises ``CaptureError`` if an operator is to write to parameters."""
+        if self._kind is not UnitKind.FORWARD:
+            return
+        written = {tensor.untyped_storage()._cdata for tensor in tensors}
+        for one, key in self._bound.items():
+            if one.kind != "buffer" and key in written:
+                raise writes_to(next(iter(one.layouts)))
 
     def _fill(self, names: list[str]) -> None:
         """Those of ``names`` that are hollow come to the unit at hand."""
@@ -391,10 +420,10 @@ class WholeBatch(MiniBatch):
     # What forward saves
 
     def _pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or a ticket
+        if self._watch.need([tensor]):  # which may begin another unit
+            tensor = self._watch.filled(tensor)
         visit = self._visit
         assert visit is not None
-        if self._watch.need([tensor]):
-            tensor = self._watch.filled(tensor)
         key = tensor.untyped_storage()._cdata
         owner: _Visit | None = visit
         known = self._known.get(key)
@@ -472,6 +501,10 @@ class WholeBatch(MiniBatch):
             if one not in self._collected:
                 self._stepper.measure(packed.views(self._on_device(packed.item)))
                 self.memory.changed(packed.item)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 def mini_batch(
