@@ -68,7 +68,7 @@ def test_what_an_annotation_takes_passes(annotation, values):
         (Sequence[str], ["text", [1], {"a"}, None], "a list of text"),
         (Sequence[float], [["a"], [None], "12"], "a list of numbers"),
         (tuple[str, int], [("a",), ("a", "b"), ["a", 1]], r"a tuple \(text, an int\)"),
-        (Mapping[str, int], [{1: 1}, {"a": "b"}, [("a", 1)]], "a dict"),
+        (Mapping[str, int], [{1: 1}, {"a": "b"}, [("a", 1)]], "a dict of ints"),
         (nn.Module, [lambda x: x, nn.Linear, torch.ones(1)], "a torch.nn.Module"),
         (tiers.Budget, ["6GiB", tiers.Budget], "a penstock.tiers.Budget"),
         (fleet.Tracker, [object(), None], r"an object with log\(\), end\(\) and close\(\)"),

@@ -187,7 +187,7 @@ def test_a_job_runs_only_where_it_fits():
         (lambda: fleet_of([job()], 0), "a fleet needs a device"),
         (lambda: job(num_shards=0), "has 0 shards"),
         (lambda: DeviceCost(name="d", speed=0.0), "above 0"),
-        (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "no scheduler is called 'longest'"),
+        (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "`scheduler` must be 'sharded-lrtf'"),
     ],
 )
 def test_bad_input_is_named(make, message):

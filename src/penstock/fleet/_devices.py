@@ -18,20 +18,13 @@ def devices_of(given: Sequence[str | torch.device | Device] | None) -> list[Devi
         given = [f"cuda:{at}" for at in range(torch.cuda.device_count())] or ["cpu"]
     if not given:
         raise ValueError("a fleet needs a device: devices=['cuda:0'] or devices=['cpu', 'cpu']")
-    devices = [one if isinstance(one, Device) else _named(str(one)) for one in given]
+    devices = [one if isinstance(one, Device) else Device(name=str(one)) for one in given]
     for device in devices:
         _check_is_here(device)
     share = max(1, torch.get_num_threads() // len(devices))
     return [
         one if torch.device(one.name).type != "cpu" or one.threads else replace(one, threads=share) for one in devices
     ]
-
-
-def _named(name: str) -> Device:
-    try:
-        return Device(name=name)
-    except RuntimeError:  # PyTorch's, which lists devices of all kinds of machines
-        raise ValueError(f"`devices` must name 'cpu' or CUDA devices, got {name!r}; {_here()}") from None
 
 
 def _check_is_here(device: Device) -> None:

@@ -152,7 +152,9 @@ class Device:
         try:
             kind = torch.device(self.name).type
         except RuntimeError as error:
-            raise ValueError(f"`name` must be a device, got {self.name!r}: Device(name='cuda:0')") from error
+            raise ValueError(
+                f"`devices` must name 'cpu' or CUDA devices, got {self.name!r}: fleet.Device(name='cuda:0')"
+            ) from error
         if kind not in ("cpu", "cuda"):
             raise ValueError(f"a fleet runs on 'cpu' and 'cuda' devices, not on {self.name!r}")
         if self.threads is not None and (kind != "cpu" or self.threads < 1):

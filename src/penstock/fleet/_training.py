@@ -297,7 +297,7 @@ class Training:
     ) -> Captured | Tree:
         """A graph, or, where the model's code depends on numbers, the model run whole."""
         try:
-            with unchanged(self.model):
+            with unchanged(self.model, numbers=False):  # a trace computes none
                 return Captured(self.model, function, leaves, structure, self.names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
