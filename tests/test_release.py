@@ -25,7 +25,7 @@ import penstock
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"dev", "docs", "fleet", "gnn", "hf", "lightning", "mlflow", "ray", "report"}
+EXTRAS = {"dev", "docs", "fleet", "gnn", "hf", "lightning", "mlflow", "ray", "report", "zoo"}
 TINY_STEP = """
 import tempfile
 import torch

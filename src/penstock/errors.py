@@ -28,6 +28,7 @@ __all__ = [
     "TierFullError",
     "TierReadError",
     "TierWriteError",
+    "SharedModelWarning",
     "TrackerWarning",
 ]
 

@@ -196,7 +196,7 @@ def test_without_direct_io_it_warns_and_works(tmp_path, expected, monkeypatch):
         ({"disk": ".", "budget": "6 bananas"}, "6GiB"),
         ({"disk": ".", "max_stall": 3}, "share between 0 and 1"),
         ({"disk": ".", "budget": Budget(disk=".")}, "not both"),
-        ({"disk": 7}, "disk is a directory"),
+        ({"disk": 7}, "`disk` must be text, a path"),
         ({"disk": ".", "max_in_flight": -1}, "cannot be negative"),
     ],
 )
@@ -205,7 +205,7 @@ def test_bad_settings_show_the_call_that_works(settings, message):
         offload.activations(make_model(), **settings)
 
 
-@pytest.mark.parametrize("given, words", [(lambda x: x, "function '<lambda>'"), (3, "int"), (None, "NoneType")])
+@pytest.mark.parametrize("given, words", [(lambda x: x, "the function <lambda>"), (3, "3 .int."), (None, "None")])
 def test_what_is_no_module_is_named(given, words):
     with pytest.raises(TypeError, match=rf"`model` must be a torch.nn.Module, got {words}.*activations\(model, disk="):
         offload.activations(given, disk=".")

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.export._trace
 from torch import fx, nn
 
 from penstock.errors import CaptureError
@@ -407,6 +406,8 @@ def span(first: str, last: str) -> str:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """PyTorch prints the graph so far where code looks at a number; that is no news, since the model is run whole."""
+    import torch.export._trace  # loads Dynamo
+
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

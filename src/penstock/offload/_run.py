@@ -98,7 +98,6 @@ def activations(
     ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used, and, after the first step,
     ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al., arXiv 2408.10013).
     """
-    _check_is_module(model)
     rules = Rules(
         min_bytes=parse_bytes(min_size),
         modules=modules,
@@ -406,16 +405,6 @@ def _is_checkpoint_input() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def _check_is_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        name = getattr(model, "__name__", None)
-        given = type(model).__name__ + (f" {name!r}" if name else "")
-        raise TypeError(
-            f"`model` must be a torch.nn.Module, got {given}. Give the module whose activations are to move, "
-            "activations(model, disk='/nvme'), and call whatever uses it inside of `with offloader:`"
-        )
 
 
 def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) -> Budget:

@@ -29,7 +29,7 @@ class ModuleScope:
         self.given: Shapes = ()
         """Shapes of the tensors that the model was last called with."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooks.append(model.register_forward_pre_hook(self._note_given, with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(_GivenHook(self), with_kwargs=True))
         for name, module in eager_modules(model):
             self._hooks.append(module.register_forward_pre_hook(_Hook(name, self._enter)))
             self._hooks.append(module.register_forward_hook(_Hook(name, self._leave), always_call=True))
@@ -85,10 +85,6 @@ class ModuleScope:
             if part.is_floating_point() and part.dim() >= 2:
                 self._weights.setdefault(tuple(part.shape), []).append(part.detach())
 
-    def _note_given(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:  # any: arguments
-        if not torch.compiler.is_compiling() and not _is_traced_as_eager():
-            self.given = tuple(_shapes_in((*given, *named.values())))
-
     def _enter(self, name: str, module: nn.Module) -> None:
         self._stack().append(name)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -118,6 +114,20 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Callable[..., "_Hook"], tuple[object, ...]]:
         return _Hook, ("", _nothing)
+
+
+class _GivenHook:
+    """Notes the shapes of what the model is called with. In a pickle of the model it does nothing."""
+
+    def __init__(self, scope: ModuleScope | None):
+        self._scope = scope
+
+    def __call__(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:  # any: arguments
+        if self._scope is not None and not torch.compiler.is_compiling() and not _is_traced_as_eager():
+            self._scope.given = tuple(_shapes_in((*given, *named.values())))
+
+    def __reduce__(self) -> tuple[type["_GivenHook"], tuple[None]]:
+        return _GivenHook, (None,)
 
 
 def _nothing(_: str, __: nn.Module) -> None:

@@ -239,7 +239,11 @@ def problem_of(
         if isinstance(node, fx.Node) and node in captured.storage_of
     }
     # ``loss.backward()`` keeps the gradient that it begins with until it is over
-    outputs |= {captured.storage_of[node] for node in captured.tangents if node.meta["val"].dim() == 0}
+    outputs |= {
+        captured.storage_of[node]
+        for node in captured.tangents
+        if node in captured.storage_of and node.meta["val"].dim() == 0
+    }
     operators = tuple(
         Operator(
             name=call.name,

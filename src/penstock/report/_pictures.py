@@ -18,7 +18,7 @@ _MIB = 2**20
 @checked("penstock.report.memory_timeline('memory.png', {'planned': report.timeline})", limit_bytes=0)
 def memory_timeline(
     path: str | Path,
-    timelines: Mapping[str, Sequence[tuple[float, int]]],
+    timelines: Mapping[str, Sequence[Sequence[float]]],
     *,
     limit_bytes: int | None = None,
     limit_label: str = "limit",

@@ -120,7 +120,7 @@ class UnifiedTensor(torch.Tensor):
         """Itself, where its memory is shared already: another memory would not be registered with the device."""
         if self._host.is_shared():
             return self
-        raise RuntimeError("a unified tensor keeps its memory; share it first: wrap(tensor.share_memory_())")
+        raise ValueError("a unified tensor keeps its memory; share it first: wrap(tensor.share_memory_())")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self._memory.order.before_host(writes=False)
