@@ -127,10 +127,10 @@ learn.plan = lambda problem: plans.append(plan(problem)) or plans[-1]
 
 
 @pytest.mark.parametrize("page", SHOWN)
-def test_first_blocks_move_bytes_however_slow_the_disk_is(page, tmp_path):
+def test_first_blocks_move_bytes_however_slow_the_disk_is(page, run_alone):
     number, did = SHOWN[page]
     told = f"print(min(plan.parked_bytes for plan in plans), {did}.parked_bytes, bool({did}.declined))"
-    last = run_alone([f"{SLOWLY}{BLOCKS[ROOT / page][number]}\n{told}\n"], tmp_path).splitlines()[-1]
+    last = run_alone([f"{SLOWLY}{BLOCKS[ROOT / page][number]}\n{told}\n"]).splitlines()[-1]
     planned, parked, is_declined = last.split()
     assert int(planned) > 0 and int(parked) > 0 and is_declined == "False"
 
