@@ -219,11 +219,6 @@ def optimize(
     trace a part, warns (``GraphBreakWarning``) and runs as with ``compile``: it is planned when it has run once.
     Method: Libra (Wang, NTHU 2024).
     """
-    if not isinstance(example_inputs, Sequence):
-        raise TypeError(
-            f"example_inputs must be a list or tuple of the step's arguments, got a {type(example_inputs).__name__}: "
-            "penstock.remat.optimize(step, [batch], budget='6GiB')"
-        )
     if isinstance(step, type):
         example = "penstock.remat.optimize(step, [batch], budget='6GiB')"
         raise must_be("step", "a module or a function", step, example)
