@@ -213,7 +213,8 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
         epochs=1,
     )
-    torch.manual_seed(job.seed)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(job.seed)
     model, result = architecture.make().train(), Training()
     optimizer = job.make_optimizer(list(model.named_parameters()))
     for batch in data():
