@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.errors import CaptureError
 from penstock.fleet._accesses import Watch, writes_to
 from penstock.fleet._autograd import Saved
-from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._batch import flatten
 from penstock.fleet._groups import Group
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
@@ -30,7 +30,7 @@ from penstock.fleet._meter import Meter
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import Program
 from penstock.fleet._training import Training
-from penstock.fleet._units import ACTIVATIONS, Behaviour, Between, MiniBatch
+from penstock.fleet._units import ACTIVATIONS, Between, MiniBatch
 
 
 class _Visit:
@@ -508,15 +508,8 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def mini_batch(
-    training: Training,
-    memory: DeviceMemory,
-    program: Program,
-    leaves: Sequence[torch.Tensor],
-    structure: Structure,
-    saves: Sequence[bool],
-    behaviour: Behaviour | None = None,
-    is_random: Sequence[bool] = (),
-) -> MiniBatch:
+    training: Training, memory: DeviceMemory, program: Program, *given: Any, **options: Any
+) -> MiniBatch:  # any: those of MiniBatch
     """A mini-batch of a model that was cut, or of one that is run whole."""
     kind = MiniBatch if program.whole is None else WholeBatch
-    return kind(training, memory, program, leaves, structure, saves, behaviour, is_random)
+    return kind(training, memory, program, *given, **options)
