@@ -71,8 +71,26 @@ def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule
     return [*steps, (sizes[0], True)]
 
 
-def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Path, steps: Schedule) -> Training:
-    """Train an architecture through a door, and measure what it takes."""
+class EnoughSeen(Exception):
+    """A training was left early, since it would be begun again with the budget that was named."""
+
+
+def _never() -> bool:
+    return False
+
+
+def train(
+    architecture: Architecture,
+    door: Door,
+    budget_bytes: int,
+    folder: Path,
+    steps: Schedule,
+    is_enough: Callable[[], bool] = _never,
+) -> Training:
+    """Train an architecture through a door, and measure what it takes.
+
+    Raises: EnoughSeen, after a step for which ``is_enough`` says so.
+    """
     torch.manual_seed(0)
     model = architecture.make().train()
     result = Training()
@@ -98,6 +116,8 @@ def train(architecture: Architecture, door: Door, budget_bytes: int, folder: Pat
             result.first_s, result.step_s = result.first_s or taken_s, min(result.step_s, taken_s)
             result.losses.append(_array(loss))
             result.gradients.append([_array(one.grad) for one in model.parameters() if one.grad is not None])
+            if is_enough():
+                raise EnoughSeen
     result.state = _state(model)
     return result
 
@@ -279,12 +299,13 @@ def case(
     expected, again = (train(architecture, plainly, 0, folder, steps) for _ in range(2))
     control = difference(expected, again)
     budget_bytes = expected.standing_bytes + int(share * (expected.peak_bytes - expected.standing_bytes))
-    run: Callable[[int], Training]
+    run: Run
     if door == "fleet":
         job, expected_of_job = plain_job(architecture, steps)
-        run, compared = (lambda budget: in_fleet(job, budget)), expected_of_job
+        run, compared = (lambda budget, _: in_fleet(job, budget)), expected_of_job
     else:
-        run, compared = (lambda budget: train(architecture, DOORS[door], budget, folder, steps)), expected
+        run = lambda budget, is_enough: train(architecture, DOORS[door], budget, folder, steps, is_enough)  # noqa: E731
+        compared = expected
     row: dict[str, Any] = {
         "name": architecture.name,
         "library": architecture.library,
@@ -298,27 +319,34 @@ def case(
     return row | _through(run, compared, control, budget_bytes)
 
 
-def _through(
-    run: Callable[[int], Training], expected: Training, control: float | None, budget_bytes: int
-) -> dict[str, Any]:
+Run = Callable[[int, Callable[[], bool]], Training]
+"""Trains within a budget, until it is enough."""
+
+
+def _through(run: Run, expected: Training, control: float | None, budget_bytes: int) -> dict[str, Any]:
     """Run within a budget, and then within the one that was named, until nothing is named any more."""
     row: dict[str, Any] = {}
     tried: list[dict[str, Any]] = []
-    for _ in range(MOST_ATTEMPTS):
+    for attempt in range(1, MOST_ATTEMPTS + 1):
         row = {"budget_bytes": budget_bytes, "is_named": bool(tried)}
         torch._dynamo.reset()
         gc.collect()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+
+            def is_enough(caught: list[warnings.WarningMessage] = caught) -> bool:
+                return attempt < MOST_ATTEMPTS and (named_bytes(_said(caught)) or 0) > budget_bytes  # noqa: B023
+
             try:
-                result = run(budget_bytes)
+                result = run(budget_bytes, is_enough)
+            except EnoughSeen:
+                pass
             except Exception as error:
                 row |= failed(error)
             else:
                 row |= _compared(expected, result, control)
                 row["is_held"] = result.peak_bytes <= budget_bytes
-        said = [str(one.message) for one in caught if issubclass(one.category, BudgetNotKeptWarning)]
-        row["said"] = " | ".join(said)
+        row["said"] = _said(caught)
         text = row.pop("text", "") or row["said"]
         tried.append({"budget_bytes": budget_bytes, "text": text[:500]})
         named = named_bytes(text)
@@ -326,6 +354,10 @@ def _through(
             break
         budget_bytes = named
     return row | {"tried": tried}
+
+
+def _said(caught: Sequence[warnings.WarningMessage]) -> str:
+    return " | ".join(str(one.message) for one in caught if issubclass(one.category, BudgetNotKeptWarning))
 
 
 def _compared(expected: Training, result: Training, control: float | None) -> dict[str, Any]:

@@ -357,12 +357,12 @@ def test_the_budget_that_a_refusal_names_has_room():
     device = fleet.Device(name="cpu", threads=1)
     refused = fleet.run([job()], [device], 100, host_budget="64MB", progress=None)["job"]
     assert refused.state is JobState.FAILED
-    size = int(re.search(r"a budget of (\d+) has room", refused.error)[1])
+    size = int(re.search(r"`budget` must be at least (\d+)", refused.error)[1])
     for _ in range(3):  # a pilot run may find more than parameters take
         found = fleet.run([job()], [device], size, host_budget="64MB", progress=None)["job"]
         if found.state is JobState.DONE:
             return
-        size = int(re.search(r"a budget of (\d+) has room", found.error)[1])
+        size = int(re.search(r"`budget` must be at least (\d+)", found.error)[1])
     pytest.fail(found.error)
 
 
