@@ -118,7 +118,7 @@ def cluster(ray_module):
 
 
 class Watcher:
-    """A tracker that does something once, when a condition is met; it looks until then, also while nothing is logged."""
+    """A tracker that does something once, when a condition is met; it looks for that also while nothing is logged."""
 
     def __init__(self, condition, action):
         self.condition, self.action, self.done = condition, action, None

@@ -746,6 +746,20 @@ def test_a_step_above_its_budget_takes_as_little_as_it_can():
     assert seen[-1][2] <= 1.01 * lowest
 
 
+def test_the_first_step_of_a_smaller_batch_keeps_what_larger_ones_keep():
+    sizes = [32, 24, 16, 32]  # the last in graphs with symbols for sizes, anew
+    model = make("print", num_blocks=6)
+    with pytest.warns(BudgetNotKeptWarning) as caught:
+        train(remat.compile(model, budget=4_800_000), model, [batch(32)] * 2)
+    budget = int(str(caught[-1].message).split("Give budget=")[1].split()[0])
+    model = make("print", num_blocks=6)
+    with pytest.warns(BudgetNotKeptWarning, match="first step"):
+        seen = train(remat.compile(model, budget=budget), model, [batch(size) for size in sizes])
+    peaks = [peak for *_, peak in seen]
+    assert peaks[0] > 1.02 * budget, "the first step of all keeps it, so what follows shows nothing"
+    assert max(peaks[1:]) <= budget
+
+
 @DOORS
 def test_a_loss_outside_of_the_model_counts(door):
     x, labels = torch.randn(512, 64), torch.randint(0, 1000, (512,))

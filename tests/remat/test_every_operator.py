@@ -4,6 +4,7 @@ One sample of each here; all of them with ``PENSTOCK_SAMPLES=1000 pytest tests/r
 """
 
 import functools
+import itertools
 import os
 import warnings
 
@@ -16,6 +17,8 @@ from penstock.errors import GraphBreakWarning
 
 NUM_SAMPLES = int(os.environ.get("PENSTOCK_SAMPLES", "1"))
 NUM_PARTS = 8
+NUM_TOGETHER = 8
+"""Operators of a step: most of what a capture takes is the same for one and for many."""
 
 NOT_STRIDED = {"sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"}
 """Not for tensors with strides."""
@@ -66,36 +69,74 @@ def run(step, leaves):
     return [*(one.detach() for one in results), *(one.grad for one in leaves if isinstance(one, torch.Tensor))]
 
 
-def check(operator, sample):
-    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+class Call:
+    """An operator and a sample of what it takes."""
+
+    def __init__(self, name, operator, sample):
+        self.name, self.operator, self.sample = name, operator, sample
+        self.leaves, self.spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+
+    def __call__(self, leaves):
+        given, arguments, keywords = pytree.tree_unflatten(list(leaves), self.spec)
+        result = self.operator.op(given, *arguments, **keywords)
+        return self.sample.output_process_fn_grad(result) if self.sample.output_process_fn_grad else result
+
+    def repeats_itself(self):
+        step = lambda *leaves: self(leaves)  # noqa: E731
+        return all(map(same, run(step, fresh(self.leaves)), run(step, fresh(self.leaves))))
+
+
+def check(calls):
+    """A step of ``calls``, captured, gives what it gives eagerly."""
+    leaves = [leaf for call in calls for leaf in call.leaves]
 
     def step(*leaves):
-        given, arguments, keywords = pytree.tree_unflatten(list(leaves), spec)
-        result = operator.op(given, *arguments, **keywords)
-        return sample.output_process_fn_grad(result) if sample.output_process_fn_grad else result
+        results, start = [], 0
+        for call in calls:
+            results.append(call(leaves[start : start + len(call.leaves)]))
+            start += len(call.leaves)
+        return results
 
-    expected, again = run(step, fresh(leaves)), run(step, fresh(leaves))
-    if not all(map(same, expected, again)):
-        return  # eager PyTorch does not repeat itself
+    expected = run(step, fresh(leaves))
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GraphBreakWarning)
+        # behind a break others might go by unseen: each alone is tried
+        warnings.simplefilter("ignore" if len(calls) == 1 else "error", GraphBreakWarning)
         ours = run(remat.optimize(step, fresh(leaves), None), fresh(leaves))
     assert all(map(same, expected, ours))
+
+
+def text_of(error):
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+
+
+def differing(calls):
+    """What each operator that fails raises; those of a step that fails are tried alone."""
+    try:
+        check(calls)
+    except Exception as error:  # whatever an operator may raise
+        if len(calls) == 1:
+            return {calls[0].name: text_of(error)}
+        alone = {name: text for call in calls for name, text in differing([call]).items()}
+        if not alone and not isinstance(error, GraphBreakWarning):
+            return {" beside ".join(call.name for call in calls): text_of(error)}
+        return alone
+    return {}
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 @pytest.mark.filterwarnings("ignore")
 def test_captured_operators_give_eager_pytorchs_bits(part):
-    failed = {}
+    failed, calls = {}, []
     for name, operator in list(operators().items())[part::NUM_PARTS]:
         if name in NOT_STRIDED | NOT_EQUAL | replaced_elsewhere():
             continue
-        for number, sample in enumerate(operator.sample_inputs("cpu", torch.float32, requires_grad=True)):
-            if number >= NUM_SAMPLES:
-                break
+        for sample in itertools.islice(operator.sample_inputs("cpu", torch.float32, requires_grad=True), NUM_SAMPLES):
+            call = Call(name, operator, sample)
             try:
-                check(operator, sample)
+                calls += [call] if call.repeats_itself() else []
             except Exception as error:  # whatever an operator may raise
-                failed[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+                failed[name] = text_of(error)
+    for start in range(0, len(calls), NUM_TOGETHER):
+        failed |= differing(calls[start : start + NUM_TOGETHER])
     assert not failed

@@ -68,6 +68,12 @@ class Captured:
         return sum(torch.get_rng_state().nbytes if device == "cpu" else 16 for device in devices)
 
     @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        tensors = [tensor for node in self.primals for tensor in tensors_of(node)]
+        return max((one.device for one in tensors), key=lambda one: one.type == "cuda", default=torch.device("cpu"))
+
+    @property
     def takes_any_layout(self) -> bool:
         """Whether backward is right for gradients of other strides than those that it was traced with."""
         return not any(is_backward(node) and node.target in _DEPEND_ON_STRIDES for node in self.graph.nodes)

@@ -25,6 +25,16 @@ class NotKept:
             "as little as it can. From the next one on they are planned together, and may fit",
         )
 
+    def perhaps_first(self, peak_bytes: int, budget_bytes: int) -> None:
+        """Such a step may have taken too much: counted from above, once it had run. No error even of the strict."""
+        if not self._strict:
+            self._say(
+                "first",
+                f"the first step of its kind may have taken up to {_exactly(peak_bytes)}, above the budget of "
+                f"{_exactly(budget_bytes)}: what belongs to it was not known before. From now on its graphs are "
+                "planned together",
+            )
+
     def lowest(self, peak_bytes: int, budget_bytes: int) -> None:
         """A step whose graphs are known does."""
         self._say(

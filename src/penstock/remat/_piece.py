@@ -177,6 +177,13 @@ class Variant:
     leanest: RematPlan | None = None
     """The plan that leaves the least for backward, once it was asked for."""
 
+    def is_within(self, other: "Variant") -> bool:
+        """Whether it is the graph of another variant for arguments that are no larger."""
+        if self is other:
+            return True
+        mine, others = self.problem, other.problem
+        return mine is not None and others is not None and mine.is_within(others)
+
     def emitted(self, plan: RematPlan) -> Halves:
         """Both halves as ``plan`` says."""
         made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)

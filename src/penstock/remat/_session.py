@@ -1,10 +1,10 @@
 """One budget over all graphs of a step: which plan each of their calls follows.
 
 A step begins when a graph is called while nothing of an earlier call waits for backward. What it calls until then, in
-order, is its sequence. In a sequence that was never seen every graph saves as little for backward as it can; once the
-step has ended, its graphs are planned together (`_together.py`), and the next such step follows that plan. A step that
-leaves its sequence saves as little as it can from there on, and is learned in turn. Where a single graph is known to be
-the whole step, it is planned before it first runs.
+order, is its sequence. In a sequence that was never seen every graph saves as little for backward as it can, or what
+it saves in a known sequence of larger ones. Once the step has ended, its graphs are planned together (`_together.py`),
+and the next such step follows that plan. A step that leaves its sequence is learned in turn. Where a single graph is
+known to be the whole step, it is planned before it first runs.
 
 What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `BudgetError` itself with ``strict=True``.
 """
@@ -12,7 +12,7 @@ What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `Bu
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._profile import Costs
+from penstock.remat._sequences import Known, Sequences, joined
 from penstock.remat._settings import Settings
 from penstock.remat._together import merged, plans_of
 from penstock.remat._trial import Trial
@@ -41,8 +42,6 @@ from penstock.remat._warn import warn
 from penstock.tiers import Charges, Footprint
 from penstock.units import parse_bytes
 
-_MAX_SEQUENCES = 64
-"""Of graphs; the one that was not followed for longest is forgotten."""
 _MAX_MEASURED = 4
 """Steps of a sequence are measured until one keeps the budget, and no more often than that."""
 _TOLERANCE = 200
@@ -53,16 +52,6 @@ _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_PLANNED = 256
 _MAX_CALLS = 1024
 """Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """Graphs that a step calls in turn, and the plan of each."""
-
-    variants: tuple[Variant, ...]
-    plans: tuple[RematPlan, ...]
-    planned: Planned | None
-    """``None`` where they do not fit the budget, and take as little as they can."""
 
 
 class _Halves:
@@ -80,7 +69,7 @@ class _OfThread(threading.local):
         """Calls whose backward is to come."""
         self.step: list[Done] = []
         """Calls of the step, in order."""
-        self.following: _Sequence | None = None
+        self.following: Known | None = None
         """The sequence that the step follows."""
         self.is_new = False
         """Whether the step has left every sequence that is known."""
@@ -126,7 +115,7 @@ class Session:
         self._mine = _OfThread()
         self._waiting: dict[int, dict[int, Call]] = {}
         """For each call whose backward is to come, those of its thread."""
-        self._sequences: dict[tuple[int, ...], _Sequence] = {}
+        self._sequences = Sequences()
         self._whole_steps: set[tuple[int, ...]] = set()
         """What the graphs did that steps were made of, whatever their sizes."""
         self.not_kept = NotKept(strict=settings.strict)
@@ -168,7 +157,7 @@ class Session:
     def close(self) -> None:
         """Gives back what was taken of the account, and ends the lanes of swaps."""
         self.pieces = []
-        self._sequences = {}
+        self._sequences.forget()
         self._mine.step, self._mine.following = [], None
         if self.charges is not None:
             self.charges.give_back()
@@ -188,7 +177,7 @@ class Session:
         static_bytes = captured.static_inputs_bytes + self._in_every_call(captured) + self._standing_bytes()
         if settings.accumulates:
             static_bytes += captured.gradient_bytes
-        device = _device_of(captured)
+        device = captured.device
         out, back = lane_rates(device, settings.account())
         return _capture.problem_of(
             captured,
@@ -205,7 +194,7 @@ class Session:
         captured, joint, problem = variant.captured, variant.joint, variant.problem
         assert captured is not None and joint is not None and problem is not None
         if made.gone_slots and self.tiers is None:
-            self.tiers = _swap.Tiers(_device_of(captured), self.settings.account(), verify=self.settings.verify)
+            self.tiers = _swap.Tiers(captured.device, self.settings.account(), verify=self.settings.verify)
         forward, backward = emit(captured, problem, made, joint, self.tiers.number if self.tiers else None)
         if self.settings.verify:
             runners = [checked(one, one.meta[SLOTS], problem, made) for one in (forward, backward)]
@@ -266,7 +255,7 @@ class Session:
             if size_bytes <= self.rest_bytes:
                 return
             self.rest_bytes = size_bytes
-            self._sequences.clear()
+            self._sequences.forget()
             self._mine.is_new = bool(self._mine.step)
             if not self.pieces and self._has_bytes:
                 self._ran_eagerly(self._standing_before([]) + size_bytes)
@@ -281,7 +270,7 @@ class Session:
         with self._lock:
             if size_bytes > self.buckets_bytes:
                 self.buckets_bytes = size_bytes
-                self._sequences.clear()
+                self._sequences.forget()
 
     @property
     def device(self) -> torch.device:
@@ -327,7 +316,7 @@ class Session:
                     self._tries_left = 0
             elif self._num_measured[key] < _MAX_MEASURED:
                 self.outside_bytes += peak_bytes - planned.peak_bytes + excess_bytes // 8
-                self._sequences.clear()
+                self._sequences.forget()
                 self._mine.is_new = True
             elif excess_bytes > planned.budget_bytes // 100:
                 self.not_kept.measured(peak_bytes, planned.budget_bytes)
@@ -374,7 +363,7 @@ class Session:
                 problem = planned.problem.scaled(durations=factor)
                 self.planned[at] = replace(planned, problem=problem, plan=replace(made, **times))
         if made.gone_slots:  # what a lane can hide is another question now
-            self._sequences = {key: one for key, one in self._sequences.items() if variant not in one.variants}
+            self._sequences.forget(variant)
             self._mine.is_new = True
 
     def _plan_for(self, variant: Variant, statics: Statics) -> RematPlan:
@@ -390,7 +379,7 @@ class Session:
                     raise
         if following is None:
             self._mine.is_new = True
-            return self._leanest(variant, statics)
+            return self._as_larger(variant, statics) or self._leanest(variant, statics)
         if following.planned is None:
             self._must_fit(variant, following.plans[at], statics)
         return following.plans[at]
@@ -400,16 +389,25 @@ class Session:
         does = variant.piece.does
         return self.is_one_graph or {one for one in self._whole_steps if one[0] == does} == {(does,)}
 
-    def _known(self, variant: Variant) -> _Sequence | None:
+    def _known(self, variant: Variant) -> Known | None:
         """The longest sequence that begins as this step did, with the same plans."""
-        so_far = [*(id(one.variant) for one in self._mine.step), id(variant)]
-        used = [one.plan for one in self._mine.step]
-        fitting = [
-            one
-            for key, one in self._sequences.items()
-            if list(key[: len(so_far)]) == so_far and list(one.plans[: len(used)]) == used
-        ]
-        return max(fitting, key=lambda one: len(one.variants), default=None)
+        return self._sequences.longest(*self._so_far(variant))
+
+    def _so_far(self, variant: Variant) -> tuple[list[Variant], list[RematPlan]]:
+        """What the step has called, ``variant`` the last, and the plans that it followed before."""
+        return [*(one.variant for one in self._mine.step), variant], [one.plan for one in self._mine.step]
+
+    def _as_larger(self, variant: Variant, statics: Statics) -> RematPlan | None:
+        """The plan that the graph has in a sequence of larger ones, if the step may become such a one."""
+        problem = variant.problem
+        assert problem is not None
+        budget_bytes = self._budget_of(problem, statics.parameters)
+        for known in self._sequences.of_larger(*self._so_far(variant)):
+            if known.planned is None or known.planned.budget_bytes <= budget_bytes:
+                made = plan_of(problem, known.plans[len(self._mine.step)].decisions)
+                self._take(problem, made, statics.parameters)
+                return made
+        return None
 
     def _leanest(self, variant: Variant, statics: Statics) -> RematPlan:
         """The plan that leaves the least behind. Raises ``BudgetError`` where the graph does not fit even alone."""
@@ -455,7 +453,7 @@ class Session:
         if not step:
             return
         self._whole_steps.add(tuple(one.variant.piece.does for one in step))
-        if is_new and tuple(id(one.variant) for one in step) not in self._sequences:
+        if is_new and not self._sequences.has([one.variant for one in step]):
             try:
                 self._planned_together(step)
             except BudgetError as error:
@@ -472,7 +470,7 @@ class Session:
         """Every plan in words; ``most`` storages of each."""
         return "\n\n".join(one.explain(most) for one in self.plans()) or NOTHING_PLANNED
 
-    def _planned_alone(self, variant: Variant, statics: Statics) -> _Sequence:
+    def _planned_alone(self, variant: Variant, statics: Statics) -> Known:
         """The plan of a graph that is a step."""
         problem = variant.problem
         assert problem is not None
@@ -483,7 +481,7 @@ class Session:
         made = self._planned(problem, statics.parameters, [variant])
         return self._remember([variant], (made.plan,), made)
 
-    def _planned_together(self, step: Sequence[Done]) -> _Sequence:
+    def _planned_together(self, step: Sequence[Done]) -> Known:
         """The plans of the graphs of a step that was run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
@@ -492,7 +490,15 @@ class Session:
         parameters = {key: size for one in step for key, size in one.statics.parameters.items()}
         variants = [one.variant for one in step]
         made = self._planned(problem, parameters, variants)
+        self._say_if_above(problem, made.budget_bytes, step)
         return self._remember(variants, plans_of(problems, made.plan), made)
+
+    def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
+        """What the graphs of a step that was run took together is known only now."""
+        if not isinstance(self.settings.budget, float) and all(one.call and one.call.had_backward for one in step):
+            peak_bytes = plan_of(problem, joined([one.plan for one in step])).peak_bytes
+            if peak_bytes > budget_bytes:
+                self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
     def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
         """Steps like one that was run, and does not fit, take as little as they can."""
@@ -503,7 +509,9 @@ class Session:
 
     def _planned(self, problem: RematProblem, parameters: dict[int, int], variants: Sequence[Variant]) -> Planned:
         budget_bytes = self._budget_of(problem, parameters)
-        like = next((one.planned.plan.decisions for one in self._alike(variants) if one.planned is not None), None)
+        like = next(
+            (one.planned.plan.decisions for one in self._sequences.alike(variants) if one.planned is not None), None
+        )
         made = plan(problem, budget_bytes, method=self.settings.method, like=like)
         verify(problem, made)
         self._take(problem, made, parameters)
@@ -513,21 +521,12 @@ class Session:
         self.planned.append(Planned(problem=problem, plan=made, budget_bytes=budget_bytes, shapes=shapes))
         return self.planned[-1]
 
-    def _alike(self, variants: Sequence[Variant]) -> list[_Sequence]:
-        """Sequences of the same graphs for other arguments, the latest first."""
-        does = [one.piece.does for one in variants]
-        return [one for one in reversed(self._sequences.values()) if [two.piece.does for two in one.variants] == does]
-
-    def _remember(
-        self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None
-    ) -> _Sequence:
+    def _remember(self, variants: Sequence[Variant], plans: tuple[RematPlan, ...], planned: Planned | None) -> Known:
         if planned is not None:
             self._tries_left = min(_MAX_TRIED, self._tries_left + _MAX_MEASURED)
-        made = _Sequence(tuple(variants), plans, planned)
-        self._sequences[tuple(map(id, variants))] = made
-        for oldest in list(self._sequences)[:-_MAX_SEQUENCES]:
-            del self._sequences[oldest]
-            self._num_measured.pop(oldest, None)
+        made = Known(tuple(variants), plans, planned)
+        for forgotten in self._sequences.remember(made):
+            self._num_measured.pop(forgotten, None)
         return made
 
     def _static_bytes(self, step: Sequence[Done]) -> int:
@@ -592,8 +591,3 @@ class Session:
             self.charges.enter(own, force=True)
         room_bytes = self.settings.account().step_room_bytes(own)
         return 2**62 if room_bytes is None else max(0, room_bytes)
-
-
-def _device_of(captured: _capture.Captured) -> torch.device:
-    tensors = [tensor for node in captured.primals for tensor in _capture.tensors_of(node)]
-    return max((tensor.device for tensor in tensors), key=lambda one: one.type == "cuda", default=torch.device("cpu"))

@@ -1,0 +1,92 @@
+"""The sequences of graphs that steps were seen to call, with the plan of each graph."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from penstock.remat._explain import Planned
+from penstock.remat._piece import Variant
+from penstock.remat._plan import RematPlan
+from penstock.remat._problem import Decision
+
+_MAX_SEQUENCES = 64
+"""The one that was remembered longest ago is forgotten."""
+
+Key = tuple[int, ...]
+"""Identities of a sequence's variants."""
+
+
+@dataclass(slots=True)
+class Known:
+    """Graphs that a step calls in turn, and the plan of each."""
+
+    variants: tuple[Variant, ...]
+    plans: tuple[RematPlan, ...]
+    planned: Planned | None
+    """``None`` where they do not fit the budget, and take as little as they can."""
+
+
+class Sequences:
+    """What is known, the latest last."""
+
+    def __init__(self) -> None:
+        self._known: dict[Key, Known] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._known)
+
+    def has(self, variants: Sequence[Variant]) -> bool:
+        """Whether just these graphs are a sequence."""
+        return tuple(map(id, variants)) in self._known
+
+    def remember(self, made: Known) -> list[Key]:
+        """Adds one. Returns what is forgotten for it."""
+        self._known[tuple(map(id, made.variants))] = made
+        forgotten = list(self._known)[:-_MAX_SEQUENCES]
+        for oldest in forgotten:
+            del self._known[oldest]
+        return forgotten
+
+    def forget(self, variant: Variant | None = None) -> None:
+        """Forgets those with a graph, or all."""
+        kept = {key: one for key, one in self._known.items() if variant is not None and variant not in one.variants}
+        self._known = kept
+
+    def longest(self, variants: Sequence[Variant], used: Sequence[RematPlan]) -> Known | None:
+        """The longest that begins with ``variants``, of which all but the last were called as in ``used``."""
+        so_far = list(map(id, variants))
+        fitting = [
+            one
+            for key, one in self._known.items()
+            if list(key[: len(so_far)]) == so_far and list(one.plans[: len(used)]) == used
+        ]
+        return max(fitting, key=lambda one: len(one.variants), default=None)
+
+    def alike(self, variants: Sequence[Variant]) -> list[Known]:
+        """Those of the same graphs for other arguments, the latest first."""
+        does = [one.piece.does for one in variants]
+        return [one for one in reversed(self._known.values()) if [two.piece.does for two in one.variants] == does]
+
+    def of_larger(self, variants: Sequence[Variant], used: Sequence[RematPlan]) -> list[Known]:
+        """Sequences that begin with such graphs as ``variants``, none of them smaller, called as in ``used``.
+
+        A short last batch is the first step of its kind, and so is one of a size that Dynamo has made a symbol
+        meanwhile. If the step goes on as such a sequence does, it takes no more.
+        """
+        so_far = [one.decisions for one in used]
+        return [
+            known
+            for known in reversed(self._known.values())
+            if len(known.variants) >= len(variants)
+            and [one.decisions for one in known.plans[: len(used)]] == so_far
+            and all(one.is_within(other) for one, other in zip(variants, known.variants, strict=False))
+            and not any(one.gone_slots for one in known.plans)
+        ]
+
+
+def joined(plans: Sequence[RematPlan]) -> list[Decision]:
+    """The decisions of the whole, from those of its graphs."""
+    return list(itertools.chain.from_iterable(one.decisions for one in plans))
