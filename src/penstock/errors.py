@@ -130,7 +130,7 @@ class SharedModelWarning(PenstockWarning):
 
 
 class BudgetNotKeptWarning(PenstockWarning):
-    """A compiled step takes more than its budget. The message says how much; with ``strict=True`` it is an error."""
+    """A step takes more than its budget. The message says how much; with ``strict=True`` it is an error."""
 
 
 class CompilerDeclinedWarning(PenstockWarning):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock import fleet
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, BudgetNotKeptWarning
 from penstock.fleet._tree import Tree
 
 
@@ -158,12 +158,13 @@ def test_a_validation_sees_the_model_in_evaluation():
     assert all(0 <= row["right"] <= 1 for row in results["whole"].validations)
 
 
-def test_the_smallest_budget_that_a_refusal_names_holds():
+def test_the_smallest_budget_that_a_refusal_names_holds_for_batches_that_go_the_same_way():
     one = job(clip_norm=1.0)
     refused = train([one], budget="64KiB", num_devices=1)["whole"]
     assert BudgetError.__name__ in refused.error
     named = int(refused.error.split("must be at least ")[1].split()[0])
-    assert_as_plain(one, train([one], budget=named, num_devices=1)["whole"])
+    with pytest.warns(BudgetNotKeptWarning, match="other ways through the model"):
+        assert_as_plain(one, train([one], budget=named, num_devices=1)["whole"])
     below = train([one], budget=int(named * 0.9), num_devices=1)["whole"]
     assert below.state is fleet.JobState.FAILED
 
@@ -306,3 +307,37 @@ def test_atoms_follow_first_uses_and_hold_every_tensor_once():
     assert sorted(found) == sorted(names.values())
     assert found.index("embed.weight") < found.index("position") < found.index("norm.weight")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Dropping(nn.Module):
+    """Half of it is left out where the numbers say so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers[: 4 if x.sum() < 0 else 8]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_mini_batches_that_take_more_than_the_first_are_said():
+    one = fleet.Job(
+        name="dropping",
+        model=Dropping,
+        data=lambda: [torch.full((64, 32), sign) for sign in (-1.0, -0.5, 1.0, -1.0, 0.5)],
+        loss=lambda model, x: model(x).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        epochs=1,
+    )
+    refused = train([one], budget=1000, num_devices=1)["dropping"]
+    named = int(refused.error.split("must be at least ")[1].split()[0])
+    with pytest.warns(BudgetNotKeptWarning, match=r"step 3 took \d+ bytes") as caught:
+        train([one], budget=named, num_devices=1)
+    assert len(caught) == 1
+    taken = int(str(caught[0].message).split(" took ")[1].split()[0])
+    assert taken > 1.1 * named
+    results = train([one], budget=2 * taken, num_devices=1, verify=True)
+    assert_as_plain(one, results["dropping"])
+    assert results.devices[0].measured_peak_bytes <= 2 * taken

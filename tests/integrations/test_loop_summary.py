@@ -13,7 +13,10 @@ def summary_of(tmp_path, **options):
     loop = LoopOffloader(model, {"disk": tmp_path, "min_size": "4KiB", "min_saving": 0.0, **options})
     for _ in range(3):
         with loop:
-            model(torch.ones(64, 64)).sum().backward()
+            loss = model(torch.ones(64, 64)).sum()
+            for waterfall in loop.offloader._waterfalls.values():
+                waterfall.drain()  # else a tensor that is still on its way out need not leave
+            loss.backward()
     loop.close()
     return loop.summary()
 

@@ -19,8 +19,8 @@ from penstock.fleet._problem import UnitKind
 from penstock.fleet._schedulers import Progress, Scheduler
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
-from penstock.fleet._whole import mini_batch
-from penstock.fleet._worker import Turn, Worker
+from penstock.fleet._whole import WholeBatch, mini_batch
+from penstock.fleet._worker import Expected, Turn, Worker
 
 
 class Engine:
@@ -310,7 +310,12 @@ class JobTurn:
             is_random=[one.is_random for one in measures],
         )
         start_s = worker.busy.compute_s
-        worker.run_minibatch(run, mini, _Measured(mini, measures, run.saves))
+        expected: Expected = _Measured(mini, measures, run.saves)
+        if isinstance(mini, WholeBatch):
+            expected = run.ways.begin(mini, worker.memory, expected)
+        worker.run_minibatch(run, mini, expected)
+        if isinstance(mini, WholeBatch):
+            run.ways.learn(mini, worker.memory.budget_bytes)
         loss = mini.results[0].item()
         if not math.isfinite(loss):
             raise FloatingPointError(

@@ -10,6 +10,7 @@ from penstock.fleet._job import Job
 from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import JobCost
 from penstock.fleet._training import Training
+from penstock.fleet._ways import Ways
 from penstock.fleet._worker import Worker
 
 
@@ -60,6 +61,8 @@ class JobRun:
     """Of its first shape of batch, per shard."""
     measures_of: dict[Any, list[ShardMeasure]] = field(default_factory=dict)
     """Of all shapes that came."""
+    ways: Ways = field(default_factory=Ways)
+    """Of its mini-batches, where the model is run whole."""
     saves: list[bool] = field(default_factory=list)
     is_prepared: bool = False
     last_validation: int = -1

@@ -192,7 +192,7 @@ class Fleet:
                 look_ahead=self._engine.look_ahead,
                 double_buffer=self._ablation.double_buffer,
             )
-            worker.measuring = self._engine.pilot_lock if verify else None
+            worker.measuring, worker.verifies = self._engine.pilot_lock, verify
             worker.keeper = keeper if places[index].type == "cpu" else None
             workers.append(worker)
         return workers

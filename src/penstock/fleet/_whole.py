@@ -401,9 +401,9 @@ class WholeBatch(MiniBatch):
             with self._not_measured():
                 pinned = [*self.used[self._index], item]
                 missing = item.size_bytes - item.held_bytes()
-                self.memory.make_room(
-                    missing + self._own_bytes, pinned, f"job {self.training.job.name!r}: {item.label}"
-                )
+                room = self.memory.budget_bytes - sum(one.size_bytes for one in pinned)  # of another way than measured
+                label = f"job {self.training.job.name!r}: {item.label}"
+                self.memory.make_room(missing + max(0, min(self._own_bytes, room)), pinned, label)
                 self.memory.get(item)
         self.used[self._index][item] = None
         return self.memory.get(item)

@@ -104,8 +104,10 @@ class Worker:
         self._double_buffer = double_buffer
         self.records: list[UnitRecord] = []
         self.error: BaseException | None = None
-        self.measuring: threading.Lock | None = None
-        """Held while a unit's memory is measured, one at a time in the process; ``None`` measures nothing."""
+        self.measuring = threading.Lock()
+        """Held while a unit's memory is measured, one at a time in the process."""
+        self.verifies = False
+        """Whether every unit is measured."""
         self.measured_peak_bytes = 0
         """The most that items and a unit, as measured, took together."""
         self.keeper: HeapKeeper | None = None
@@ -141,9 +143,9 @@ class Worker:
             raise
 
     def _run_whole(self, mini: WholeBatch, expected: "Expected") -> None:
-        with self.measuring or nullcontext(), gate.computing():
-            if self.measuring is not None:
-                mini.meter = Meter(self.memory)
+        if self.verifies:
+            mini.meter = Meter(self.memory)
+        with self.measuring if mini.meter is not None else nullcontext(), gate.computing():
             mini.run_all(_Units(self, mini, expected))
             for index, peak_bytes in mini.meter.peaks.items() if mini.meter is not None else ():
                 most = sum(item.size_bytes for item in mini.used[index]) + peak_bytes
@@ -151,7 +153,7 @@ class Worker:
 
     def compute(self, mini: MiniBatch, index: int) -> None:
         """One unit that is a call of its own."""
-        if self.measuring is None or isinstance(mini, WholeBatch):
+        if not self.verifies or isinstance(mini, WholeBatch):
             with gate.computing():
                 mini.run(index)
                 self.synchronize()

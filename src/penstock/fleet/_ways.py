@@ -1,0 +1,91 @@
+"""Mini-batches that go other ways through a model than the one that it was measured with.
+
+Layers that are dropped at random, experts, and branches on numbers make some mini-batches of a model that is run whole
+take more than the first did. So the first ones of a training are measured as they run, and so are some after any that
+saved more than those. What the fleet expects of the units grows with what is seen. Where that does not fit, the
+mini-batch runs above the budget, and the user hears of it: what it takes was not known before.
+"""
+
+import warnings
+from typing import Any
+
+from penstock.errors import BudgetNotKeptWarning
+from penstock.fleet._memory import DeviceMemory
+from penstock.fleet._meter import Meter
+from penstock.fleet._problem import UnitKind
+from penstock.fleet._whole import WholeBatch
+from penstock.fleet._worker import Expected
+
+_NUM_MEASURED = 4
+"""Mini-batches in a row that have to show nothing new."""
+_TOLERANCE = 200
+"""What is above the budget by so small a part of it is not said."""
+
+
+class Ways:
+    """What is known of the mini-batches of one job: ``begin`` before each, ``learn`` after it."""
+
+    def __init__(self) -> None:
+        self._num_left = _NUM_MEASURED
+        self._most = (0, 0)
+        self._said_bytes = 0
+        self._shapes: set[Any] = set()  # any: signatures
+        self._seen: dict[tuple[Any, UnitKind, int], int] = {}  # any: a signature
+        """The most that units took, by the shape of their batch, their kind and their shard."""
+
+    def begin(self, mini: WholeBatch, memory: DeviceMemory, known: Expected) -> Expected:
+        """Measures it where it may show something new. Returns what its units are expected to take."""
+        if mini.structure.signature not in self._shapes:
+            self._shapes.add(mini.structure.signature)
+            self._num_left = _NUM_MEASURED
+        if self._num_left:
+            mini.meter = Meter(memory)
+        return _Wider(mini, known, self._seen, memory.budget_bytes)
+
+    def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
+        """Expects of the units from now on what those of ``mini`` took."""
+        seen = len(mini.tasks), sum(mini.saved_by_shard.values())
+        is_new = seen[0] > self._most[0] or seen[1] > self._most[1]
+        self._most = max(seen[0], self._most[0]), max(seen[1], self._most[1])
+        self._num_left = _NUM_MEASURED if is_new else max(0, self._num_left - 1)
+        if mini.meter is None:
+            return
+        most_bytes = 0
+        for index, peak_bytes in mini.meter.peaks.items():
+            key = _key(mini, index)
+            self._seen[key] = max(peak_bytes, self._seen.get(key, 0))
+            most_bytes = max(most_bytes, sum(item.size_bytes for item in mini.used[index]) + peak_bytes)
+        if most_bytes > max(budget_bytes + budget_bytes // _TOLERANCE, self._said_bytes):
+            self._said_bytes = 2 * most_bytes
+            warnings.warn(
+                f"job {mini.training.job.name!r}: a mini-batch of step {mini.training.position.step + 1} took "
+                f"{most_bytes} bytes, above the budget of {budget_bytes} bytes: it is larger than the first one, or it "
+                "goes other ways through the model, as where layers are dropped at random or experts are chosen. "
+                "Training goes on above the budget. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
+                BudgetNotKeptWarning,
+                stacklevel=2,
+            )
+
+
+class _Wider:
+    """Units as the pilot measured them, or as they were seen, as far as the budget has room for that."""
+
+    def __init__(
+        self, mini: WholeBatch, known: Expected, seen: dict[tuple[Any, UnitKind, int], int], budget_bytes: int
+    ):
+        self._mini, self._known, self._seen, self._budget_bytes = mini, known, seen, budget_bytes
+
+    def transient_bytes(self, index: int) -> int:
+        most_bytes = max(self._known.transient_bytes(index), self._seen.get(_key(self._mini, index), 0))
+        return min(most_bytes, self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index)))
+
+    def remaining_bytes(self, index: int) -> int:
+        return self._known.remaining_bytes(index)
+
+    def recompute_s(self, index: int) -> float:
+        return self._known.recompute_s(index)
+
+
+def _key(mini: WholeBatch, index: int) -> tuple[Any, UnitKind, int]:
+    task = mini.tasks[index]
+    return mini.structure.signature, task.kind, task.shard
