@@ -117,6 +117,16 @@ def empty_cache(_cache_of_its_own):
     shutil.rmtree(_cache_of_its_own / "penstock")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _old_objects_are_left_alone():
+    """A collection looks at what a file's tests made, not at a million objects of libraries, which takes half a second.
+
+    What lives when a file begins is never collected; its tests count none of that.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def collected():
     """Collects garbage before and after, so that counts of live objects mean something."""

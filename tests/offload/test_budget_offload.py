@@ -1,5 +1,6 @@
 """A budget in bytes is kept at the true peak, with the least moved, or refused with the smallest that works."""
 
+import contextlib
 import time
 
 import pytest
@@ -90,6 +91,33 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can(tmp_p
     with pytest.raises(BudgetError, match="needs at least .* because"):
         step_of(model, batch, offloader)()
     offloader.close()
+
+
+def test_what_a_step_takes_before_it_saves_anything_counts(tmp_path, collected):
+    front = nn.Sequential(nn.Linear(128, 4096), nn.Linear(4096, 128)).requires_grad_(False)  # it takes most
+    back = make_model()
+    model = nn.Sequential(front, back)
+    batch = prepare(model)
+
+    def through(offloader):
+        def step():
+            back.zero_grad(set_to_none=False)
+            with offloader:
+                model(batch).square().mean().backward()
+
+        return step
+
+    with (
+        contextlib.closing(offload.activations(model, disk=tmp_path, budget="24MiB")) as offloader,
+        pytest.raises(BudgetError, match="needs at least") as caught,
+    ):
+        through(offloader)()
+    named = int(str(caught.value).split("needs at least ")[1].split()[0])
+    assert named > batch.shape[0] * 4096 * 4
+    with contextlib.closing(offload.activations(model, disk=tmp_path, budget=named)) as offloader:
+        for _ in range(3):
+            through(offloader)()
+        assert probe.peak_bytes(through(offloader), device="cpu").peak_bytes <= 1.01 * named
 
 
 @pytest.mark.parametrize(("rate_bytes_per_s", "moves_all"), [(1e12, True), (1e3, False)])

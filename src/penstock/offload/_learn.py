@@ -93,11 +93,31 @@ class Learner:
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
+        self._before_bytes = 0
+        """The most that was on the device in this step before anything was saved."""
+        self._is_before = False
+
+    def enter(self, device: torch.device) -> None:
+        """A step begins. While plans have to be fitted, what it takes before it saves anything is measured too."""
+        self._before_bytes, is_on_cpu = 0, device.type == "cpu"
+        is_fitted = self._lessons and not any(one.is_fitting for one in self._lessons.values())
+        is_blind = not can_record(device) or (is_on_cpu and gate.others_compute)
+        if self._settings.account.device_bytes is None or is_fitted or is_blind or device.type not in ("cpu", "cuda"):
+            return
+        self.abort()
+        self._is_before = True
+        if is_on_cpu:
+            self._meter = contextlib.ExitStack()
+            self._memory = self._meter.enter_context(record_memory("cpu"))
+        else:
+            torch.cuda.reset_peak_memory_stats(device)
 
     def begin(self, waterfalls: dict[torch.device, Waterfall], beginning: Beginning, *, has_gradients: bool) -> Cycle:
         """A cycle that follows a plan, or is recorded if there is none yet for cycles with this beginning."""
         device, waterfall = next(iter(waterfalls.items()))
         self._is_on_cpu = device.type == "cpu"
+        if self._is_before:
+            self._before_bytes = self._measured(device)[1] or 0
         self.abort()
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
@@ -128,6 +148,9 @@ class Learner:
         lesson = self._lesson
         has_plan = lesson.plan is not None
         timeline, peak_bytes = self._measured(device)
+        if peak_bytes is not None:
+            peak_bytes = max(peak_bytes, self._before_bytes)
+        before_bytes, self._before_bytes = self._before_bytes, 0  # of the first cycle of a step
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
         clock, self._clock = self._clock, None
         if len(waterfalls) > 1:
@@ -135,7 +158,7 @@ class Learner:
         if has_plan:
             self._follow_up(lesson, cycle, statistics, waterfall)
         elif clock is not None and cycle.num_needs:
-            self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
+            self._learn(lesson, cycle, clock, statistics, waterfall, timeline, before_bytes)
         return replace(statistics, declined=lesson.declined)
 
     def decline(self, reason: str) -> None:
@@ -148,6 +171,7 @@ class Learner:
         if self._meter is not None:
             self._meter.close()
         self._meter = self._memory = self._clock = None
+        self._is_before = False
 
     def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
         """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
@@ -175,6 +199,7 @@ class Learner:
         statistics: OffloadStatistics,
         waterfall: Waterfall,
         timeline: list[tuple[float, int]],
+        before_bytes: int,
     ) -> None:
         times = clock.times(statistics.stall_s)
         timeline, changes = timeline or clock.memory, waterfall.device_changes
@@ -192,6 +217,8 @@ class Learner:
                 "min_saving_share": self._settings.min_saving_share,
             },
         )
+        if base := lesson.problem.base_bytes:
+            lesson.problem = replace(lesson.problem, base_bytes=(max(base[0], before_bytes), *base[1:]))
         lesson.signature = cycle.recording.signature
         self._make_plan(lesson, lesson.problem)
 

@@ -172,6 +172,8 @@ class Offloader:
         hooks.enter_context(gate.computing())  # an interrupt while it waits leaves nothing behind
         _active.offloader, self._hooks = self, hooks
         if not self._learner.declined:
+            if self._cycle is None:
+                self._learner.enter(next((one.device for one in self._model.parameters()), torch.device("cpu")))
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self
 
@@ -187,6 +189,8 @@ class Offloader:
         self._hooks = None
         if kind is None:
             self._finish_cycle_if_drained()
+            if self._cycle is None:
+                self._learner.abort()
             if self._finds_nothing():
                 self._learner.warn(self._nothing())
         else:
