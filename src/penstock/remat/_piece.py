@@ -186,7 +186,10 @@ class Variant:
 
     def emitted(self, plan: RematPlan) -> Halves:
         """Both halves as ``plan`` says."""
-        made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
+        made = self.halves.pop(plan.decisions, None)
+        if made is None or made.plan.gone_slots != plan.gone_slots:
+            made = self.piece.owner.emitted(self, plan)
+        made.plan = plan  # by which the session knows what a call followed
         self.halves[plan.decisions] = made
         while len(self.halves) > _MAX_EMITTED:
             del self.halves[next(iter(self.halves))]
