@@ -10,6 +10,7 @@ from torch import nn
 from penstock import offload, probe
 from penstock.directio import SpillFile
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
+from penstock.offload._learn import Learner
 from penstock.tiers import Waterfall
 
 MIB = 2**20
@@ -118,6 +119,29 @@ def test_what_a_step_takes_before_it_saves_anything_counts(tmp_path, collected):
         for _ in range(3):
             through(offloader)()
         assert probe.peak_bytes(through(offloader), device="cpu").peak_bytes <= 1.01 * named
+
+
+def test_no_recording_begins_within_an_operator(tmp_path, monkeypatch):
+    """PyTorch's profiler writes an operator's end into the memory of the recording that ended within it: a crash."""
+    begun, record, pack = [], Learner._record, offload.Offloader._pack
+    packing = []
+
+    def packed(offloader, tensor):
+        packing.append(tensor)
+        try:
+            return pack(offloader, tensor)
+        finally:
+            packing.pop()
+
+    monkeypatch.setattr(Learner, "_record", lambda learner: (begun.append(bool(packing)), record(learner))[1])
+    monkeypatch.setattr(offload.Offloader, "_pack", packed)
+    model = make_model()
+    batch = prepare(model)
+    with contextlib.closing(offload.activations(model, disk=tmp_path, budget="40MiB")) as offloader, offloader:
+        for _ in range(4):  # micro-batches of one step
+            model(batch).square().mean().backward()
+    assert begun[:2] == [False, False]
+    assert not any(begun)
 
 
 @pytest.mark.parametrize(("rate_bytes_per_s", "moves_all"), [(1e12, True), (1e3, False)])

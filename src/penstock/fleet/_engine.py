@@ -19,6 +19,7 @@ from penstock.fleet._problem import UnitKind
 from penstock.fleet._schedulers import Progress, Scheduler
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
+from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.fleet._worker import Expected, Turn, Worker
 
@@ -388,7 +389,7 @@ class JobTurn:
             return
         for item in run.training.items():
             worker.memory.discard(item)
-        run.is_smaller += 1
+        run.is_smaller, run.ways = run.is_smaller + 1, Ways()  # of other shards
         run.wants_validation, run.last_validation, run.saved_step = False, -1, -1
         with engine.condition:
             run.training, run.is_prepared, run.home = Training(run.job), False, None

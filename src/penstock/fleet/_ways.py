@@ -15,6 +15,7 @@ from penstock.fleet._meter import Meter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._whole import WholeBatch
 from penstock.fleet._worker import Expected
+from penstock.probe import can_record
 
 _NUM_MEASURED = 4
 """Mini-batches in a row that have to show nothing new."""
@@ -38,7 +39,7 @@ class Ways:
         if mini.structure.signature not in self._shapes:
             self._shapes.add(mini.structure.signature)
             self._num_left = _NUM_MEASURED
-        if self._num_left:
+        if self._num_left and can_record(memory.device):
             mini.meter = Meter(memory)
         return _Wider(mini, known, self._seen, memory.budget_bytes)
 
@@ -76,6 +77,8 @@ class _Wider:
         self._mini, self._known, self._seen, self._budget_bytes = mini, known, seen, budget_bytes
 
     def transient_bytes(self, index: int) -> int:
+        if self._mini.tasks[index].kind is UnitKind.STEP:  # no way of the model's
+            return self._known.transient_bytes(index)
         most_bytes = max(self._known.transient_bytes(index), self._seen.get(_key(self._mini, index), 0))
         return min(most_bytes, self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index)))
 

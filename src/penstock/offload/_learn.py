@@ -30,6 +30,8 @@ _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
 _MAX_LESSONS = 64
 """Kinds of cycles that are planned for; cycles of further kinds park everything, and fetches just run ahead."""
+_MAX_ENTERED = 64
+"""Calls of the model that are measured from their beginning. A shape that never comes again stays to be fitted."""
 _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
 _DERATING = 0.7
@@ -75,6 +77,11 @@ class _Lesson:
     declined: str = ""
 
     @property
+    def is_taught(self) -> bool:
+        """Whether its next cycle will be measured."""
+        return self.is_fitting and (self.is_open or self.plan is not None)
+
+    @property
     def is_open(self) -> bool:
         """Whether another recorded cycle would teach something."""
         return self.plan is None and self.num_changes <= _MAX_CHANGES
@@ -94,42 +101,64 @@ class Learner:
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
         self._before_bytes = 0
-        """The most that was on the device in this step before anything was saved."""
-        self._is_before = False
+        """CUDA: the most that was on the device in this step before anything was saved."""
+        self._num_entered = 0
+        self._has_stopped = False
+        """Whether a recording ended with the last cycle."""
 
     def enter(self, device: torch.device) -> None:
-        """A step begins. While plans have to be fitted, what it takes before it saves anything is measured too."""
-        self._before_bytes, is_on_cpu = 0, device.type == "cpu"
-        is_fitted = self._lessons and not any(one.is_fitting for one in self._lessons.values())
-        is_blind = not can_record(device) or (is_on_cpu and gate.others_compute)
-        if self._settings.account.device_bytes is None or is_fitted or is_blind or device.type not in ("cpu", "cuda"):
-            return
+        """The model is called. While plans are fitted, what it takes before it saves anything is measured too."""
         self.abort()
-        self._is_before = True
-        if is_on_cpu:
-            self._meter = contextlib.ExitStack()
-            self._memory = self._meter.enter_context(record_memory("cpu"))
-        else:
+        is_fitted = self._lessons and not any(one.is_taught for one in self._lessons.values())
+        if self._settings.account.device_bytes is None or is_fitted or self._num_entered > _MAX_ENTERED:
+            return
+        self._num_entered += 1
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        elif device.type == "cpu" and can_record(device) and not gate.others_compute:
+            self._record()
 
-    def begin(self, waterfalls: dict[torch.device, Waterfall], beginning: Beginning, *, has_gradients: bool) -> Cycle:
-        """A cycle that follows a plan, or is recorded if there is none yet for cycles with this beginning."""
+    def _record(self) -> None:
+        self._meter = contextlib.ExitStack()
+        self._memory = self._meter.enter_context(record_memory("cpu"))
+
+    def begin(
+        self,
+        waterfalls: dict[torch.device, Waterfall],
+        beginning: Beginning,
+        *,
+        has_gradients: bool,
+        is_after_another: bool = False,
+    ) -> Cycle:
+        """A cycle that follows a plan, or is recorded if there is none yet for cycles with this beginning.
+
+        An operator is under way. Of a profiler that ended within it and another that began, the second is given the
+        operator's end, and writes it where the first one's memory was. So the cycle ``is_after_another`` that was
+        recorded is not.
+        """
         device, waterfall = next(iter(waterfalls.items()))
         self._is_on_cpu = device.type == "cpu"
-        if self._is_before:
-            self._before_bytes = self._measured(device)[1] or 0
-        self.abort()
+        self._clock = None
+        self._before_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
-        is_fitting = lesson.is_fitting and (lesson.is_open or lesson.plan is not None)
+        is_fitting = lesson.is_taught
         # somebody profiles this cycle, or runs Python while its memory is looked through: the next one teaches
-        is_blind = is_fitting and (not can_record(device) or (self._is_on_cpu and gate.others_compute))
+        is_recording = self._meter is not None  # since the step began
+        is_blind = (
+            is_fitting
+            and not is_recording
+            and (
+                not can_record(device)
+                or (self._is_on_cpu and gate.others_compute)
+                or (is_after_another and self._has_stopped)
+            )
+        )
         if lesson.is_open and not is_blind:
             is_cuda = device.type == "cuda"
             self._clock = _DeviceClock(device, is_fitting) if is_cuda else _HostClock(waterfall)
-        if is_fitting and device.type == "cpu" and not is_blind:
-            self._meter = contextlib.ExitStack()
-            self._memory = self._meter.enter_context(record_memory("cpu"))
+        if is_fitting and device.type == "cpu" and not is_blind and not is_recording:
+            self._record()
         waterfall.device_changes = [] if is_fitting else None
         return Cycle(
             plan=lesson.plan,
@@ -147,10 +176,10 @@ class Learner:
         device, waterfall = next(iter(waterfalls.items()))
         lesson = self._lesson
         has_plan = lesson.plan is not None
+        self._has_stopped = self._meter is not None
         timeline, peak_bytes = self._measured(device)
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
-        before_bytes, self._before_bytes = self._before_bytes, 0  # of the first cycle of a step
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
         clock, self._clock = self._clock, None
         if len(waterfalls) > 1:
@@ -158,7 +187,7 @@ class Learner:
         if has_plan:
             self._follow_up(lesson, cycle, statistics, waterfall)
         elif clock is not None and cycle.num_needs:
-            self._learn(lesson, cycle, clock, statistics, waterfall, timeline, before_bytes)
+            self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
         return replace(statistics, declined=lesson.declined)
 
     def decline(self, reason: str) -> None:
@@ -171,7 +200,6 @@ class Learner:
         if self._meter is not None:
             self._meter.close()
         self._meter = self._memory = self._clock = None
-        self._is_before = False
 
     def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
         """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
@@ -199,7 +227,6 @@ class Learner:
         statistics: OffloadStatistics,
         waterfall: Waterfall,
         timeline: list[tuple[float, int]],
-        before_bytes: int,
     ) -> None:
         times = clock.times(statistics.stall_s)
         timeline, changes = timeline or clock.memory, waterfall.device_changes
@@ -218,7 +245,9 @@ class Learner:
             },
         )
         if base := lesson.problem.base_bytes:
-            lesson.problem = replace(lesson.problem, base_bytes=(max(base[0], before_bytes), *base[1:]))
+            before = (held for time_s, held in timeline if time_s < times.clock_s[0])
+            first_bytes = max(base[0], max(self._before_bytes, *before, 0) - lesson.problem.storages[0].size_bytes)
+            lesson.problem = replace(lesson.problem, base_bytes=(first_bytes, *base[1:]))
         lesson.signature = cycle.recording.signature
         self._make_plan(lesson, lesson.problem)
 

@@ -151,7 +151,7 @@ class Offloader:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if device.type in ("cpu", "cuda"):
             self._waterfall(device)  # so that unusable directories are found now
-        self._scope = ModuleScope(model)  # the last: its hooks are on the model
+        self._scope = ModuleScope(model, weakref.WeakMethod(self._when_called))  # the last: it has hooks
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -172,8 +172,6 @@ class Offloader:
         hooks.enter_context(gate.computing())  # an interrupt while it waits leaves nothing behind
         _active.offloader, self._hooks = self, hooks
         if not self._learner.declined:
-            if self._cycle is None:
-                self._learner.enter(next((one.device for one in self._model.parameters()), torch.device("cpu")))
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
         return self
 
@@ -196,6 +194,14 @@ class Offloader:
         else:
             self._learner.abort()
             self._cycle = None
+
+    def _when_called(self) -> None:
+        """The model is called, and no operator is under way: recordings may begin and end."""
+        if self._hooks is None or _active.offloader is not self or not torch.is_grad_enabled():
+            return
+        self._finish_cycle_if_drained(must_be_used=True)
+        if self._cycle is None and not self._learner.declined:
+            self._learner.enter(next((one.device for one in self._model.parameters()), torch.device("cpu")))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -291,7 +297,7 @@ class Offloader:
         """The entry of a storage seen for the first time; ``None`` for weights in another dtype."""
         if self._scope.is_weight_cast(tensor):
             return None
-        self._finish_cycle_if_drained(must_be_used=True)
+        is_after_another = self._finish_cycle_if_drained(must_be_used=True)
         waterfall = self._waterfall(tensor.device)
         seen = SavedTensor(
             module=self._scope.current,
@@ -303,7 +309,10 @@ class Offloader:
         if self._cycle is None:
             has_gradients = any(one.grad is not None for one in self._model.parameters())
             self._cycle = self._learner.begin(
-                self._waterfalls, (seen.size_bytes, seen.module, self._scope.given), has_gradients=has_gradients
+                self._waterfalls,
+                (seen.size_bytes, seen.module, self._scope.given),
+                has_gradients=has_gradients,
+                is_after_another=is_after_another,
             )
         must_keep = self._rules.keep_reason(seen)
         entry, reason = self._cycle.add(
@@ -340,17 +349,18 @@ class Offloader:
             )
         return self._waterfalls[device]
 
-    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> None:
+    def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> bool:
         """Ends the cycle once nothing of it waits for backward. One that never had a backward teaches nothing."""
         cycle = self._cycle
         if cycle is None or not cycle.is_drained or (must_be_used and not cycle.num_needs):
-            return
+            return False
         self._cycle = None
         if not cycle.num_needs:
             self._learner.abort()
-            return
+            return False
         self._num_steps += 1
         self._last = self._learner.finish(cycle, self._waterfalls, self._num_steps)
+        return True
 
 
 class OffloadedModule(nn.Module):

@@ -17,11 +17,13 @@ class ModuleScope:
     """The stack of running modules of one model, kept by hooks, and the storages of its parameters and buffers.
 
     Hooks return at once while PyTorch compiles, or may, so that they never enter a graph; modules inside a compiled
-    one are not hooked. The stack belongs to the thread that computes.
+    one are not hooked. The stack belongs to the thread that computes. ``when_called`` gives, as a weak reference does,
+    what to call whenever the model is, before any of its operators.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, when_called: Callable[[], Callable[[], None] | None]):
         self._model = model
+        self.when_called = when_called
         self._local = threading.local()
         self._own: set[int] = set()
         self._weights: dict[tuple[int, ...], list[torch.Tensor]] = {}
@@ -125,6 +127,9 @@ class _GivenHook:
     def __call__(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:  # any: arguments
         if self._scope is not None and not torch.compiler.is_compiling() and not _is_traced_as_eager():
             self._scope.given = tuple(_shapes_in((*given, *named.values())))
+            call = self._scope.when_called()
+            if call is not None:
+                call()
 
     def __reduce__(self) -> tuple[type["_GivenHook"], tuple[None]]:
         return _GivenHook, (None,)

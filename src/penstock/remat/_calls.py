@@ -26,7 +26,7 @@ class Done:
     def plan(self) -> RematPlan:
         """What it follows."""
         assert self.call is not None
-        return self.call.halves.plan
+        return self.call.plan
 
     @property
     def results(self) -> list[tuple[int, int]]:

@@ -89,8 +89,10 @@ class Owner(Protocol):
 class Call:
     """One forward whose backward is to come. It ends with the last ticket that stands for it."""
 
-    def __init__(self, halves: Halves, when_over: Callable[["Call"], None]):
+    def __init__(self, halves: Halves, plan: RematPlan, when_over: Callable[["Call"], None]):
         self.halves = halves
+        self.plan = plan
+        """What it follows; the halves may have been made for another one of the same decisions."""
         self._when_over = when_over
         self._is_over = False
         self.is_failed = False
@@ -177,19 +179,9 @@ class Variant:
     leanest: RematPlan | None = None
     """The plan that leaves the least for backward, once it was asked for."""
 
-    def is_within(self, other: "Variant") -> bool:
-        """Whether it is the graph of another variant for arguments that are no larger."""
-        if self is other:
-            return True
-        mine, others = self.problem, other.problem
-        return mine is not None and others is not None and mine.is_within(others)
-
     def emitted(self, plan: RematPlan) -> Halves:
         """Both halves as ``plan`` says."""
-        made = self.halves.pop(plan.decisions, None)
-        if made is None or made.plan.gone_slots != plan.gone_slots:
-            made = self.piece.owner.emitted(self, plan)
-        made.plan = plan  # by which the session knows what a call followed
+        made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
         self.halves[plan.decisions] = made
         while len(self.halves) > _MAX_EMITTED:
             del self.halves[next(iter(self.halves))]

@@ -135,22 +135,6 @@ class RematProblem:
         """Seconds of all operators."""
         return sum(operator.duration_s for operator in self.operators)
 
-    def is_within(self, other: "RematProblem") -> bool:
-        """Return whether ``other`` has the same operators on the same storages, none of which is smaller there."""
-        mine, others = self.operators, other.operators
-        return (
-            (self.num_forward, len(mine), len(self.storages)) == (other.num_forward, len(others), len(other.storages))
-            and all(
-                (one.target, one.inputs, one.outputs) == (two.target, two.inputs, two.outputs)
-                and one.workspace_bytes <= two.workspace_bytes
-                for one, two in zip(mine, others, strict=True)
-            )
-            and all(
-                (one.producer, one.is_output) == (two.producer, two.is_output) and one.size_bytes <= two.size_bytes
-                for one, two in zip(self.storages, other.storages, strict=True)
-            )
-        )
-
     @property
     def can_swap(self) -> bool:
         """Whether there is a tier to swap to."""

@@ -71,22 +71,46 @@ class Sequences:
         return [one for one in reversed(self._known.values()) if [two.piece.does for two in one.variants] == does]
 
     def of_larger(self, variants: Sequence[Variant], used: Sequence[RematPlan]) -> list[Known]:
-        """Sequences that begin with such graphs as ``variants``, none of them smaller, called as in ``used``.
+        """Sequences of graphs like ``variants``, none smaller, that were called as in ``used``; the longest first.
 
         A short last batch is the first step of its kind, and so is one of a size that Dynamo has made a symbol
         meanwhile. If the step goes on as such a sequence does, it takes no more.
         """
         so_far = [one.decisions for one in used]
-        return [
+        fitting = [
             known
             for known in reversed(self._known.values())
             if len(known.variants) >= len(variants)
             and [one.decisions for one in known.plans[: len(used)]] == so_far
-            and all(one.is_within(other) for one, other in zip(variants, known.variants, strict=False))
+            and all(_is_within(one, other) for one, other in zip(variants, known.variants, strict=False))
             and not any(one.gone_slots for one in known.plans)
         ]
+        return sorted(fitting, key=lambda one: -len(one.variants))
 
 
 def joined(plans: Sequence[RematPlan]) -> list[Decision]:
     """The decisions of the whole, from those of its graphs."""
     return list(itertools.chain.from_iterable(one.decisions for one in plans))
+
+
+def _is_within(variant: Variant, other: Variant) -> bool:
+    """Whether the two have the same operators on the same storages, none of which is smaller in ``other``."""
+    if variant is other:
+        return True
+    one, two = variant.problem, other.problem
+    return (
+        one is not None
+        and two is not None
+        and (one.num_forward, len(one.operators)) == (two.num_forward, len(two.operators))
+        and len(one.storages) == len(two.storages)
+        and all(
+            (mine.target, mine.inputs, mine.outputs) == (others.target, others.inputs, others.outputs)
+            and mine.workspace_bytes <= others.workspace_bytes
+            for mine, others in zip(one.operators, two.operators, strict=True)
+        )
+        and all(
+            (mine.producer, mine.is_output) == (others.producer, others.is_output)
+            and mine.size_bytes <= others.size_bytes
+            for mine, others in zip(one.storages, two.storages, strict=True)
+        )
+    )

@@ -217,7 +217,7 @@ class Session:
                 self._end_step()
             statics = Statics(arguments, accumulates=self.settings.accumulates)
             made = self._plan_for(variant, statics)
-            call = Call(variant.emitted(made), self._over)
+            call = Call(variant.emitted(made), made, self._over)
             if self.is_rehearsing:
                 raise RehearsalOver
             self._mine.live[id(call)] = call
@@ -406,6 +406,8 @@ class Session:
             if known.planned is None or known.planned.budget_bytes <= budget_bytes:
                 made = plan_of(problem, known.plans[len(self._mine.step)].decisions)
                 self._take(problem, made, statics.parameters)
+                if known.planned is None:
+                    self._must_fit(variant, made, statics)
                 return made
         return None
 
@@ -495,7 +497,8 @@ class Session:
 
     def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
         """What the graphs of a step that was run took together is known only now."""
-        if not isinstance(self.settings.budget, float) and all(one.call and one.call.had_backward for one in step):
+        is_whole = all(one.call and one.call.had_backward and not one.plan.gone_slots for one in step)
+        if is_whole and not isinstance(self.settings.budget, float):
             peak_bytes = plan_of(problem, joined([one.plan for one in step])).peak_bytes
             if peak_bytes > budget_bytes:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
