@@ -38,22 +38,24 @@ def tables() -> str:
 def _counts(cases: list[dict[str, Any]]) -> str:
     rows = [
         "| door | ran | equal to the bit | close | refused | failed, crashed or hung | not equal "
-        "| budgets held | of these, budgets that a refusal had named |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| budget kept to the byte | within 1% | above that, and said so | above that, in silence |",
+        "|---" * 11 + "|",
     ]
     for door, title in DOORS.items():
         mine = [one for one in cases if one["door"] == door]
         verdicts = Counter(one["verdict"] for one in mine)
         errors = sum(verdicts[one] for one in ("failed", "crashed", "hung"))
-        quiet = [one for one in mine if "is_held" in one and not one["said"]]
-        named = [one for one in quiet if one["is_named"]]
         cells = [title, len(mine), verdicts["equal"], verdicts["close"], verdicts["refused"], errors]
-        rows.append(f"| {' | '.join(map(str, cells))} | {verdicts['not equal']} | {_held(quiet)} | {_held(named)} |")
+        cells += [verdicts["not equal"], *_held([one for one in mine if "is_held" in one])]
+        rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
-def _held(cases: list[dict[str, Any]]) -> str:
-    return f"{sum(one['is_held'] for one in cases)} of {len(cases)}"
+def _held(cases: list[dict[str, Any]]) -> list[int]:
+    """Return how many kept their budget, did so within 1%, exceeded it and said so, and exceeded it in silence."""
+    above = [one for one in cases if one["peak_bytes"] > 1.01 * one["budget_bytes"]]
+    kept, said = sum(one["is_held"] for one in cases), sum(bool(one["said"]) for one in above)
+    return [kept, len(cases) - kept - len(above), said, len(above) - said]
 
 
 def _architectures(cases: dict[tuple[str, str], dict[str, Any]]) -> str:
