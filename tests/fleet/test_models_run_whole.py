@@ -341,3 +341,30 @@ def test_mini_batches_that_take_more_than_the_first_are_said():
     results = train([one], budget=2 * taken, num_devices=1, verify=True)
     assert_as_plain(one, results["dropping"])
     assert results.devices[0].measured_peak_bytes <= 2 * taken
+
+
+class Counting(nn.Module):
+    """PyTorch traces it, with sizes that only the numbers tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        size = int((x > 0).sum().clamp(4, 8))
+        torch._check(size >= 4)
+        torch._check(size <= 8)
+        x = x[:, :1].expand(-1, size, -1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_sizes_that_depend_on_numbers():
+    generator = torch.Generator().manual_seed(0)
+    one = job(
+        model=Counting,
+        data=lambda: [torch.randn(4, 2, 16, generator=generator.manual_seed(at)) for at in range(4)],
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    assert_as_plain(one, train([one], num_devices=1)["whole"])

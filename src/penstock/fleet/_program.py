@@ -126,11 +126,15 @@ class Captured:
 
         step = _Step(model, flat)
         whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a base would be symbols
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
+
         try:
             with _quiet(), _own_derivatives_refused() if trains else nullcontext():
                 exported = torch.export.export(step, whole, strict=False)
         except Exception as error:  # whatever a user's forward or PyTorch raises on the way
             raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
+        if any(free_unbacked_symbols(node.meta.get("val")) for node in exported.graph.nodes):
+            raise CaptureError(f"{type(model).__name__} cannot be traced: sizes of its tensors depend on numbers")
         self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
         self._graph = exported.graph
