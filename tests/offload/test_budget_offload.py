@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,6 +120,16 @@ def test_what_a_step_takes_before_it_saves_anything_counts(tmp_path, collected):
         for _ in range(3):
             through(offloader)()
         assert probe.peak_bytes(through(offloader), device="cpu").peak_bytes <= 1.01 * named
+
+
+def test_another_thread_may_call_the_model_meanwhile(tmp_path):
+    model = make_model()
+    with (
+        contextlib.closing(offload.activations(model, disk=tmp_path, budget="1GiB")) as offloader,
+        offloader,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert pool.submit(model, torch.ones(4, 128)).result().shape == (4, 128)
 
 
 def test_no_recording_begins_within_an_operator(tmp_path, monkeypatch):

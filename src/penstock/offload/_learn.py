@@ -100,6 +100,8 @@ class Learner:
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
+        self._is_reset = False
+        """CUDA: whether the allocator counts since the model was called."""
         self._before_bytes = 0
         """CUDA: the most that was on the device in this step before anything was saved."""
         self._num_entered = 0
@@ -115,6 +117,7 @@ class Learner:
         self._num_entered += 1
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            self._is_reset = True
         elif device.type == "cpu" and can_record(device) and not gate.others_compute:
             self._record()
 
@@ -139,7 +142,8 @@ class Learner:
         device, waterfall = next(iter(waterfalls.items()))
         self._is_on_cpu = device.type == "cpu"
         self._clock = None
-        self._before_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        self._before_bytes = torch.cuda.max_memory_allocated(device) if self._is_reset else 0
+        self._is_reset = False
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_taught

@@ -197,7 +197,7 @@ class Offloader:
 
     def _when_called(self) -> None:
         """The model is called, and no operator is under way: recordings may begin and end."""
-        if self._hooks is None or _active.offloader is not self or not torch.is_grad_enabled():
+        if self._hooks is None or getattr(_active, "offloader", None) is not self or not torch.is_grad_enabled():
             return
         self._finish_cycle_if_drained(must_be_used=True)
         if self._cycle is None and not self._learner.declined:
