@@ -1,5 +1,7 @@
 """Training in shards equals the plain loop to the bit."""
 
+import re
+
 import pytest
 import torch
 from fleet_jobs import batches, train, train_plainly
@@ -8,7 +10,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from penstock import fleet
-from penstock.errors import PenstockError
+from penstock.errors import BudgetNotKeptWarning, PenstockError
+from penstock.fleet import _engine
 from penstock.testing import GPT
 
 
@@ -148,6 +151,73 @@ def test_a_measured_peak_stays_below_the_budget(budget):
     (device,) = results.devices
     assert list(results["job"].losses) == train_plainly(one)[0]
     assert 0 < device.measured_peak_bytes <= device.peak_bytes <= device.budget_bytes
+
+
+class Quantized(nn.Module):
+    """Convolutions that are alike but for what they need: no gradient before the cut, each of its input's after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = (nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3))) for _ in "ab")
+
+    def forward(self, images):
+        codes = self.encoder(images).mul(255).round().byte()
+        return self.decoder(codes.float() / 255).square().mean()
+
+
+class Transposed(nn.Module):
+    """Norms of the same shapes, the later ones of values whose last dimension is not contiguous: these are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(nn.LayerNorm(64) for _ in range(2)) for _ in "ab")
+
+    def forward(self, images):
+        x = images.flatten(2)[:, :, :64]
+        for norm in self.first:
+            x = norm(x)
+        for norm in self.second:
+            x = norm(x.mT.contiguous().mT.mT.mT)
+        return x.square().mean()
+
+
+STEPS = {
+    "each batch": {},
+    "accumulated": {"accumulate": 2},
+    "clipped": {"clip_norm": 0.5},
+    "accumulated and clipped": {"accumulate": 2, "clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("model", [Quantized, Transposed])
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_budget_that_a_refusal_names_holds_where_shards_look_alike(model, steps):
+    """Also once the optimizer has made its state."""
+
+    def images():
+        generator = torch.Generator().manual_seed(5)
+        return [torch.rand(2, 16, 32, 32, generator=generator) for _ in range(3)]
+
+    one = job(model=model, data=images, loss=lambda model, batch: model(batch), **STEPS[steps])
+    results = train([one], num_devices=1, budget="1KiB")
+    smallest = int(re.search(r"must be at least (\d+) ", results["job"].error)[1])
+    results = train([one], num_devices=1, budget=smallest, verify=True)
+    assert results["job"].state is fleet.JobState.DONE, results["job"].error
+    (device,) = results.devices
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert 0 < device.measured_peak_bytes <= device.budget_bytes == smallest
+
+
+def test_a_unit_that_exceeds_the_budget_is_said_where_units_are_measured(monkeypatch):
+    """As where a kernel takes more in a later step than in the pilot run."""
+    monkeypatch.setattr(_engine._Measured, "transient_bytes", lambda *_: 0)
+    one = job(data=lambda: batches(3))
+    with pytest.warns(BudgetNotKeptWarning, match=r"job 'job': \w+ of the shard .* took \d+ bytes") as said:
+        results = train([one], num_devices=1, budget="600KB", verify=True)
+    (device,) = results.devices
+    assert len(said) == 1
+    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert device.measured_peak_bytes > device.budget_bytes
 
 
 def test_what_fits_is_never_moved():

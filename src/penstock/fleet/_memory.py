@@ -27,6 +27,11 @@ _SLACK_BYTES = 4096
 """What an aligned allocation may take beside its bytes."""
 
 
+def counted_bytes(sizes: Sequence[int]) -> int:
+    """What an item with storages of these bytes counts as."""
+    return sum(sizes) + _SLACK_BYTES * len(sizes)
+
+
 class Item:
     """Storages that come and go together: ``storages`` while on the device, ``handles`` while a tier has them."""
 
@@ -35,7 +40,7 @@ class Item:
     def __init__(self, label: str, storages: Sequence[torch.UntypedStorage]):
         self.label = label
         self.sizes = tuple(storage.nbytes() for storage in storages)
-        self.size_bytes = sum(self.sizes) + _SLACK_BYTES * len(self.sizes)
+        self.size_bytes = counted_bytes(self.sizes)
         self.storages: list[torch.UntypedStorage] | None = list(storages)
         self.handles: list[Handle | None] | None = None
         self.next_use = math.inf

@@ -2,14 +2,15 @@
 
 A pilot runs one mini-batch twice through the units that will train it, once keeping what forward saves and once running
 forward again in backward, and a step of the optimizer on copies. Parameters, buffers, random numbers and the position
-in the data are as before afterwards. Shards that compute the same on the same shapes are measured once.
+in the data are as before afterwards. Shards that compute the same on the same shapes count as one, which takes what
+the one that takes most does.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -59,9 +60,11 @@ class ShardMeasure:
     later_step_bytes: int = 0
     """Its peak once there is a state, gradients included."""
     state_bytes: int = 0
-    """State that it makes."""
+    """State that it makes, as items."""
     stepped_bytes: int = 0
     """Parameters that it steps."""
+    accumulated_bytes: int = 0
+    """Their gradients, as items."""
     forward_needs_bytes: int = 0
     """Items that forward works on: parameters, buffers, values."""
     backward_needs_bytes: int = 0
@@ -96,9 +99,9 @@ def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: 
     forward = one.forward_needs_bytes + (one.saving_bytes if saves else one.dropping_bytes)
     needs = one.backward_needs_bytes if saves else one.again_needs_bytes
     transient = one.backward_bytes if saves else one.again_bytes
-    gradients = one.stepped_bytes if accumulates else 0
-    if waits:
-        step = one.stepped_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
+    gradients = one.accumulated_bytes if accumulates else 0
+    if waits:  # bytes of a step have the gradients in them already, but not as items
+        step = one.accumulated_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
         return max(forward, needs + gradients + transient, step + _SLACK_BYTES)
     first = max(transient, one.step_bytes + one.handed_bytes)
     later = one.state_bytes + max(transient, one.later_step_bytes + one.handed_bytes)
@@ -121,8 +124,14 @@ def measure(
     if not all(key in known for key in keys):
         pilot = _Pilot(training, memory, program, leaves, structure)
         for key, found in zip(keys, pilot.run(), strict=True):
-            known.setdefault(key, found)
+            known[key] = _with_most_bytes(known.get(key, found), found)
     return [known[key] for key in keys]
+
+
+def _with_most_bytes(one: ShardMeasure, other: ShardMeasure) -> ShardMeasure:
+    """``one``, with whatever of its bytes ``other`` has more of: kernels may take more on another alignment."""
+    names = [field.name for field in fields(ShardMeasure) if field.name.endswith("_bytes")]
+    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in names})
 
 
 def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
@@ -294,28 +303,32 @@ class _Pilot:
 
             def step(parameters: Any = parameters, states: Any = states) -> None:
                 states.update(training.optimizer.try_step(parameters))
-                fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
-                Packed.of("", {key: value for key, value in fields.items() if _is_tensor(value)})
+                Packed.of("", _tensors_of(states))
 
             taken_s, peak_bytes = _measured(memory.device, step)
+            gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+            accumulated_bytes = Packed.bytes_of(gradients)
             training.unbind(one.layouts)
-            state_bytes = sum(
-                value.nbytes for state in states.values() for value in state.values() if _is_tensor(value)
-            )
+            made = _tensors_of(states)
+            made_bytes = sum(value.nbytes for value in made.values())
+            kept = {name: value for name, value in made.items() if value.numel() > 1}
             found = self._found[at]
             self._found[at] = replace(
                 found,
                 step_s=found.step_s + taken_s,
                 step_bytes=max(found.step_bytes, gradient_bytes + found.state_bytes + peak_bytes),
-                later_step_bytes=max(found.later_step_bytes, gradient_bytes + peak_bytes - state_bytes),
-                state_bytes=found.state_bytes + state_bytes,
+                later_step_bytes=max(found.later_step_bytes, gradient_bytes + peak_bytes - made_bytes),
+                state_bytes=found.state_bytes + Packed.bytes_of(kept),
                 stepped_bytes=gradient_bytes,
+                accumulated_bytes=found.accumulated_bytes + accumulated_bytes,
             )
-            del copies, states, parameters
+            del copies, states, parameters, gradients, made, kept
 
 
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor)
+def _tensors_of(states: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The tensors of optimizer states, by parameter and field."""
+    fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
+    return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
 
 def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_bytes: int, saves: bool) -> ShardMeasure:

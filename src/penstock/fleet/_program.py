@@ -76,7 +76,8 @@ class Program:
     rebuild_result: Callable[[Sequence[torch.Tensor]], Any]  # any: a scalar or a dict of them
     """From the outputs of the last shard to what the user's function returned."""
     fingerprints: tuple[str, ...]
-    """Per shard; equal for shards that compute the same with tensors of the same shapes."""
+    """Per shard; equal for shards that compute the same with tensors of the same shapes and strides, of which the same
+    need gradients."""
     whole: Whole | None = None
     """What runs instead of the shards' own functions, one after the other, where the model could not be traced."""
 
@@ -147,6 +148,8 @@ class Captured:
         self._results: list[fx.Node] = list(output.args[0])
         self._position = {node: at for at, node in enumerate(self.nodes)}
         self._last_use = {node: self._last_use_of(node) for node in self.nodes}
+        trained = {names[id(one)] for one in step.parameters() if one.requires_grad}
+        self._needing = _needing(self._graph, {node for node, name in self._tensor_of.items() if name in trained})
         self.atoms = self._find_atoms()
 
     def cut(self, ends: Sequence[int]) -> Program:
@@ -248,8 +251,8 @@ class Captured:
             label=span(_label(inside[0]), _label(inside[-1])),
             writes_buffers=any(_may_write(node) for node in inside),
         )
-        shapes = [(str(node.meta["val"].dtype), tuple(node.meta["val"].shape)) for node in (*tensors, *inputs)]
-        return shard, _fingerprint(module, shapes)
+        layouts = [(*_layout(node.meta["val"]), node in self._needing) for node in (*tensors, *inputs)]
+        return shard, _fingerprint(module, layouts)
 
 
 class _Step(nn.Module):
@@ -366,9 +369,24 @@ def _label(node: fx.Node) -> str:
     return f"{path.removeprefix('model.')} ({name})" if path else name
 
 
-def _fingerprint(module: fx.GraphModule, shapes: list[tuple[str, tuple[int, ...]]]) -> str:
+def _needing(graph: fx.Graph, trained: set[fx.Node]) -> set[fx.Node]:
+    """``trained``, and what is computed from them where derivatives exist, as far as operators' names tell."""
+    found = set(trained)
+    for node in graph.nodes:
+        is_cut = "detach" in str(node.target) or ("set_grad_enabled" in str(node.target) and not node.args[0])
+        has_derivatives = any(one.is_floating_point() or one.is_complex() for one in _tensors_of(node))
+        if has_derivatives and not is_cut and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _layout(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    return str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+
+
+def _fingerprint(module: fx.GraphModule, layouts: list[tuple[Any, ...]]) -> str:
     numbers = {node: at for at, node in enumerate(module.graph.nodes)}
-    text = repr(shapes)
+    text = repr(layouts)
     for node in module.graph.nodes:
         given = fx.map_arg((node.args, node.kwargs), lambda one: numbers[one])
         target = getattr(module, node.target).code if node.op == "get_attr" else node.target

@@ -18,7 +18,7 @@ from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._groups import Group, group, pack, packed_layouts, span_bytes
 from penstock.fleet._handed import own_model
 from penstock.fleet._job import AUTOCAST_DTYPES, Job
-from penstock.fleet._memory import SMALL_BYTES, Item
+from penstock.fleet._memory import SMALL_BYTES, Item, counted_bytes
 from penstock.fleet._optimizer import ShardedOptimizer, State
 from penstock.fleet._problem import Task
 from penstock.fleet._program import Captured, Program, first_line
@@ -46,21 +46,32 @@ class Packed:
         places: dict[str, tuple[int, ViewLayout]] = {}
         small: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < SMALL_BYTES or storage.nbytes() > span_bytes(tensor):
+            if _is_small(tensor):
                 small[name] = tensor
             else:
                 places[name] = (len(storages), ViewLayout.of(tensor))
-                storages.append(storage)
+                storages.append(tensor.untyped_storage())
         if small:
             layouts, size_bytes = packed_layouts(small)
             places |= {name: (len(storages), layout) for name, layout in layouts.items()}
             storages.append(pack(small, layouts, size_bytes, next(iter(small.values())).device))
         return Packed(Item(label, storages), places)
 
+    @staticmethod
+    def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
+        """What the item would take that `of` makes of them."""
+        small = {name: tensor for name, tensor in tensors.items() if _is_small(tensor)}
+        sizes = [tensor.untyped_storage().nbytes() for name, tensor in tensors.items() if name not in small]
+        return counted_bytes([*sizes, packed_layouts(small)[1]] if small else sizes)
+
     def views(self, storages: list[torch.UntypedStorage]) -> dict[str, torch.Tensor]:
         """The tensors over the item's storages."""
         return {name: layout.rebuild(storages[index]) for name, (index, layout) in self.places.items()}
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    size_bytes = tensor.untyped_storage().nbytes()
+    return size_bytes < SMALL_BYTES or size_bytes > span_bytes(tensor)
 
 
 @dataclass(slots=True)

@@ -14,13 +14,11 @@ from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._meter import Meter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._whole import WholeBatch
-from penstock.fleet._worker import Expected
+from penstock.fleet._worker import TOLERANCE, Expected
 from penstock.probe import can_record
 
 _NUM_MEASURED = 4
 """Mini-batches in a row that have to show nothing new."""
-_TOLERANCE = 200
-"""What is above the budget by so small a part of it is not said."""
 
 
 class Ways:
@@ -56,7 +54,7 @@ class Ways:
             key = _key(mini, index)
             self._seen[key] = max(peak_bytes, self._seen.get(key, 0))
             most_bytes = max(most_bytes, sum(item.size_bytes for item in mini.used[index]) + peak_bytes)
-        if most_bytes > max(budget_bytes + budget_bytes // _TOLERANCE, self._said_bytes):
+        if most_bytes > max(budget_bytes + budget_bytes // TOLERANCE, self._said_bytes):
             self._said_bytes = 2 * most_bytes
             warnings.warn(
                 f"job {mini.training.job.name!r}: a mini-batch of step {mini.training.position.step + 1} took "

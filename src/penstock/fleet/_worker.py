@@ -7,6 +7,7 @@ shard copied in; within a mini-batch that is the next shard. Shards of the unit 
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._meter import Meter
 from penstock.fleet._problem import UnitKind
@@ -21,6 +23,9 @@ from penstock.fleet._units import MiniBatch
 from penstock.fleet._whole import WholeBatch
 from penstock.probe import record_memory
 from penstock.tiers import HeapKeeper, Waterfall, gate
+
+TOLERANCE = 200
+"""What is above the budget by so small a part of it is not said."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +119,7 @@ class Worker:
         """Of main memory, where it is the device."""
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
+        self._has_said_above = False
         self._take, self._look_ahead = take, look_ahead
         self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
 
@@ -163,6 +169,17 @@ class Worker:
             mini.run(index)
         most = held_bytes + recording.report.activation_bytes
         self.measured_peak_bytes = max(self.measured_peak_bytes, most)
+        if most > self.memory.budget_bytes + self.memory.budget_bytes // TOLERANCE and not self._has_said_above:
+            self._has_said_above = True
+            task = mini.tasks[index]
+            warnings.warn(
+                f"job {mini.training.job.name!r}: {task.kind.value} of the shard "
+                f"{mini.program.shards[task.shard].label} took {most} bytes with what else is on the device, above the "
+                f"budget of {self.memory.budget_bytes} bytes: the pilot run measured less. Training goes on above the "
+                "budget, and this is said once. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
+                BudgetNotKeptWarning,
+                stacklevel=2,
+            )
 
     def bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
         """What unit ``index`` works on comes to the device, and room for what it takes beside; returns the items."""
