@@ -1,6 +1,7 @@
 """Models whose forward depends on numbers: no graph stands for them, and they train as the plain loop trains them."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -119,6 +120,36 @@ def test_losses_and_tensors_equal_the_plain_loop(case, budget):
     assert 0 < device.measured_peak_bytes <= device.budget_bytes
     if budget == "1MiB":
         assert device.parked_bytes > 0
+
+
+class Framed(nn.Module):
+    """Its own parameters are used at the begin and at the end, so their gradients arrive far apart."""
+
+    def __init__(self, width=64):
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.scale, self.shift, self.head = (nn.Parameter(torch.randn(64, width) * 0.1) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) * self.scale[: tokens.shape[1]] + self.shift[: tokens.shape[1]]
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        if torch.isnan(x).any():
+            raise ValueError("no number")
+        return x @ self.head.T
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_gradients_that_arrive_far_apart_stay_while_autograd_adds_to_them(clip_norm):
+    one = job(model=Framed, accumulate=3, clip_norm=clip_norm, data=lambda: batches((16,) * 6))
+    refused = train([one], num_devices=1, budget="1KiB")["whole"].error
+    smallest = int(re.search(r"at least (\d+) ", refused)[1])
+    results = train([one], num_devices=1, budget=smallest, verify=True)
+    assert_as_plain(one, results["whole"])
+    (device,) = results.devices
+    assert 0 < device.measured_peak_bytes <= device.budget_bytes
+    assert device.parked_bytes > 0
 
 
 def test_several_train_beside_others_on_two_devices():

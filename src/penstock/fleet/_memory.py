@@ -129,6 +129,7 @@ class DeviceMemory:
 
     def changed(self, item: Item) -> None:
         """The bytes on the device were written to: copies below are old."""
+        assert item.storages is not None, f"{item.label} was written to after it had left"
         self._leaving.pop(item, None)
         for handle in item.handles or ():
             if handle is not None:

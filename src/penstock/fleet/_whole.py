@@ -128,6 +128,8 @@ class WholeBatch(MiniBatch):
         if task.kind is UnitKind.STEP:
             return super().needs(index)
         found = dict.fromkeys(one.item for one in self._groups[task.shard] if one.item is not None)
+        gradients = self.training.gradients if not self.behaviour.is_pilot else {}
+        found |= dict.fromkeys(gradients[one].item for one in self._open if one in gradients)  # autograd adds to them
         visit = self._visit if index == self._index else self._likely(task)
         if task.kind is UnitKind.BACKWARD and visit is not None:
             found |= visit.saved.homes
