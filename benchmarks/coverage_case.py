@@ -216,7 +216,7 @@ NAMES = (*DOORS, "fleet")
 
 
 def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, Training]:
-    """Return a job for the fleet, and what plain PyTorch makes of it."""
+    """Return a job for the fleet, with all that takes bytes beside the model, and what plain PyTorch makes of it."""
 
     def data() -> list[Batch]:
         generator = torch.random.get_rng_state()
@@ -230,19 +230,25 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
         model=architecture.make,
         data=data,
         loss=lambda model, batch: loss_of(model(**batch)),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         epochs=1,
+        accumulate=2,
+        clip_norm=1.0,
     )
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed)
     model, result = architecture.make().train(), Training()
     optimizer = job.make_optimizer(list(model.named_parameters()))
+    parts: list[torch.Tensor] = []
     for batch in data():
-        loss = job.loss(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        result.losses.append(_array(loss))
+        parts.append(job.loss(model, batch) / job.accumulate)
+        parts[-1].backward()
+        if len(parts) == job.accumulate:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            result.losses.append(np.asarray(sum(one.item() for one in parts), np.float32))
+            parts = []
     result.state = _state(model)
     return job, result
 

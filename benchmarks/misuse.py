@@ -133,10 +133,17 @@ def _waited(child: int, num_cases: int) -> int | None:
 
 
 class Campaign:
-    """What came of each case so far, kept in a file."""
+    """What came of each case so far, kept in a file. Rooms that are not run again stay as the JSON file has them."""
 
     def __init__(self, given: argparse.Namespace):
         self.given = given
+        self.before: list[Row] = []
+        self.findings: list[dict[str, str]] = []
+        if given.room and given.json is not None and given.json.is_file():
+            before = json.loads(given.json.read_text())
+            others = set(ROOMS) - set(given.room)
+            self.before = [Row(**one) for one in before["rows"] if one["name"] in others]
+            self.findings = [one for one in before["configuration"]["findings"] if one["room"] in others]
         self.file: Path | None = given.json and given.json.with_suffix(".rows")
         self.found: dict[str, dict[str, str]] = {}
         if self.file is not None and self.file.is_file():
@@ -154,18 +161,19 @@ class Campaign:
 
     def finish(self) -> list[Row]:
         """Writes the JSON and removes what was kept meanwhile."""
-        kinds = (*OUTCOMES, *FAULTS)
-        rows = []
+        kinds = ("cases", *OUTCOMES, *FAULTS)
+        rows: list[Row] = []
         for room in ROOMS:
             counts = Counter(line["outcome"] for line in self.found.values() if line["room"] == room)
+            rows += [one for one in self.before if one.name == room]
             if counts:
-                rows.append(Row(name=room, metric="cases", value=sum(counts.values()), unit=""))
+                counts["cases"] = sum(counts.values())
                 rows += [Row(name=room, metric=kind, value=counts[kind], unit="") for kind in kinds]
-        total = Counter(line["outcome"] for line in self.found.values())
-        rows.append(Row(name="misuse", metric="cases", value=sum(total.values()), unit=""))
-        rows += [Row(name="misuse", metric=kind, value=total[kind], unit="") for kind in kinds]
+        for kind in kinds:
+            total = sum(one.value for one in rows if one.metric == kind)
+            rows.append(Row(name="misuse", metric=kind, value=total, unit=""))
         faults = [line for line in self.found.values() if line["outcome"] in FAULTS]
-        findings = [{**line, "text": _shown(line["text"])} for line in faults]
+        findings = [*self.findings, *({**line, "text": _shown(line["text"])} for line in faults)]
         theirs = sorted({f"{one.reason}: {one.public}, {one.parameter}" for one in misuse_case.THEIRS})
         write(self.given.json, {"quick": self.given.quick, "findings": findings, "their errors": theirs}, rows)
         if self.file is not None:

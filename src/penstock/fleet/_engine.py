@@ -299,6 +299,7 @@ class JobTurn:
 
     def _train(self, worker: Worker, leaves: list[torch.Tensor], structure: Structure) -> None:
         run, training = self.run_of, self.run_of.training
+        training.make_hollow_on(worker.device)
         measures = self._measures_for(worker, leaves, structure)
         program = training.program(leaves, structure)
         mini = mini_batch(

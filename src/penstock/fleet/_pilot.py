@@ -16,6 +16,7 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._groups import Group
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._meter import Meter
 from penstock.fleet._problem import ShardCost, UnitKind
@@ -65,6 +66,8 @@ class ShardMeasure:
     """Parameters that it steps."""
     accumulated_bytes: int = 0
     """Their gradients, as items."""
+    others_accumulated_bytes: int = 0
+    """Gradients of others, as items, to which autograd adds before and after backward."""
     forward_needs_bytes: int = 0
     """Items that forward works on: parameters, buffers, values."""
     backward_needs_bytes: int = 0
@@ -99,7 +102,7 @@ def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: 
     forward = one.forward_needs_bytes + (one.saving_bytes if saves else one.dropping_bytes)
     needs = one.backward_needs_bytes if saves else one.again_needs_bytes
     transient = one.backward_bytes if saves else one.again_bytes
-    gradients = one.accumulated_bytes if accumulates else 0
+    gradients = one.accumulated_bytes + one.others_accumulated_bytes if accumulates else 0
     if waits:  # bytes of a step have the gradients in them already, but not as items
         step = one.accumulated_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
         return max(forward, needs + gradients + transient, step + _SLACK_BYTES)
@@ -175,7 +178,8 @@ class _Pilot:
     def run(self) -> list[ShardMeasure]:
         training = self._training
         mark, cuda = training.randomness.mark(), training.randomness.cuda
-        mode, scale = training.is_finite, training.scale
+        mode, scale, norms = training.is_finite, training.scale, dict(training.norms)
+        training.make_hollow_on(self._memory.device)
         try:
             if self._program.whole is not None:
                 self._run_whole()
@@ -186,7 +190,7 @@ class _Pilot:
                 self._step(at)
         finally:
             training.randomness.cpu, training.randomness.cuda = mark[0], cuda
-            training.is_finite, training.scale = mode, scale
+            training.is_finite, training.scale, training.norms = mode, scale, norms
         return self._found
 
     def _size_bytes(self, at: int) -> int:
@@ -253,6 +257,12 @@ class _Pilot:
             self._found[task.shard] = _after_visit(
                 self._found[task.shard], task.kind, needs_bytes, mini.meter.peaks[index], units.seconds[index]
             )
+            others_bytes = sum(
+                _gradient_bytes(one) for one in mini.open_groups.get(index, ()) if one.owner != task.shard
+            )
+            before = self._found[task.shard]
+            others_bytes = max(before.others_accumulated_bytes, others_bytes)
+            self._found[task.shard] = replace(before, others_accumulated_bytes=others_bytes)
         for at, size_bytes in mini.saved_by_shard.items():
             self._found[at] = replace(self._found[at], activation_bytes=size_bytes)
         most = ShardMeasure(
@@ -323,6 +333,16 @@ class _Pilot:
                 accumulated_bytes=found.accumulated_bytes + accumulated_bytes,
             )
             del copies, states, parameters, gradients, made, kept
+
+
+def _gradient_bytes(one: Group) -> int:
+    """Of an item with gradients of all parameters of the group."""
+    return Packed.bytes_of(
+        {
+            name: torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+            for name, layout in one.layouts.items()
+        }
+    )
 
 
 def _tensors_of(states: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:

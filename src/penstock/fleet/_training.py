@@ -426,7 +426,7 @@ class Training:
     def hollow(self) -> None:
         """The model keeps shapes and lets its bytes go; they are in the groups."""
         for name, tensor in self.originals.items():
-            self.tensors[name].data = hollow(tensor)
+            self.tensors[name].data = self._hollow_of(name, tensor.device)
         self.originals = {}
 
     def add_group(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -449,16 +449,25 @@ class Training:
     def hollow_on(self, device: torch.device) -> dict[int, str]:
         """All tensors of the model stand for shapes on ``device``; returns their names by storage."""
         for name, tensor in self.tensors.items():
-            if (name, device) not in self._hollow:
-                self._hollow[name, device] = hollow(tensor, device)
-            tensor.data = self._hollow[name, device]
+            tensor.data = self._hollow_of(name, device)
         self._hollow_device = device
         return {tensor.untyped_storage()._cdata: name for name, tensor in self.tensors.items()}
 
     def bind_hollow(self, names: Iterable[str]) -> None:
         """These stand for shapes again, where `hollow_on` said."""
         for name in names:
-            self.tensors[name].data = self._hollow[name, self._hollow_device]
+            self.tensors[name].data = self._hollow_of(name, self._hollow_device)
+
+    def _hollow_of(self, name: str, device: torch.device) -> torch.Tensor:
+        """Made once: making one takes the tensor's bytes for a moment."""
+        if (name, device) not in self._hollow:
+            self._hollow[name, device] = hollow(self.tensors[name], device)
+        return self._hollow[name, device]
+
+    def make_hollow_on(self, device: torch.device) -> None:
+        """Makes what tensors of shapes alone `unbind` needs there, before anything is measured."""
+        for name in self.tensors:
+            self._hollow_of(name, device)
 
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
         """Tensors of the model stand for these bytes."""
@@ -470,7 +479,7 @@ class Training:
         for name in names:
             tensor = self.tensors[name]
             tensor.grad = None
-            tensor.data = hollow(tensor)
+            tensor.data = self._hollow_of(name, tensor.device)
 
     def initial_item(self, one: Group, device: torch.device) -> Item:
         """A group's item from the values that the factories made."""

@@ -167,7 +167,8 @@ class MiniBatch:
     def run(self, index: int) -> None:
         """Runs task ``index``; what it needs is on the device, or is fetched now."""
         task = self.tasks[index]
-        groups = [one for one in self._groups[task.shard] if one.item is not None]
+        used = self._owned(task.shard) if task.kind is UnitKind.STEP else self._groups[task.shard]
+        groups = [one for one in used if one.item is not None]
         for one in groups:
             assert one.item is not None
             (storage,) = self.memory.get(one.item)
@@ -449,8 +450,9 @@ class MiniBatch:
         training = self.training
         found = {name: training.tensors[name].grad for name in one.layouts}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        if self.behaviour.is_pilot:
-            Packed.of("", gradients)  # for its bytes
+        if self.behaviour.is_pilot and gradients:  # for their bytes
+            self._stepper.measure(gradients)
+            Packed.of("", gradients)
         if self.behaviour.is_pilot or not gradients:
             return
         if self.steps:

@@ -78,6 +78,8 @@ class WholeBatch(MiniBatch):
         """Measures units, for pilots."""
         self.used: dict[int, dict[Item, None]] = {}
         """By index of the task, the items that it worked on."""
+        self.open_groups: dict[int, set[Group]] = {}
+        """By index of the task, groups of which gradients had arrived when it ended, and others had not."""
         self._between: Between
         self._index = -1
         self._kind = UnitKind.FORWARD
@@ -334,6 +336,7 @@ class WholeBatch(MiniBatch):
         self._visit = None
         if kind is UnitKind.BACKWARD:
             self.let_go(visit)
+            self.open_groups[self._index] = set(self._open)
             for one in [one for one, names in self._open.items() if names >= self._trained(one)]:
                 self._collect(one)
         self._between.end(self._index)
