@@ -40,7 +40,7 @@ THEIRS: list[Theirs] = [
     Theirs(r"offload\.OffloadedModule\.forward|remat\..*(__call__|forward)", "arguments|keywords", ".*", _FORWARD),
     Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|integrations\..*",
            "model|module|step|example_inputs", "RuntimeError: mat1 and mat2", _FORWARD),
-    Theirs(".*", "policy|loss|function|make|make_job|stop|progress|after_round|wait", ".*", _USERS),
+    Theirs(".*", "policy|loss|function|scheduler|make|make_job|stop|progress|after_round|wait", ".*", _USERS),
     Theirs(r"(tiers\.Budget\.credit)?", ".*", "InternalError: .*given back",
            "only rooms give back what they took, so that too much is a bug in one of them"),
     Theirs(r"unified\.UnifiedTensor\.__getitem__|", "index|", r"(IndexError|TypeError|ValueError|RuntimeError): "

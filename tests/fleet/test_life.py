@@ -71,7 +71,7 @@ FAULTS = {
         0,
     ),
     "no loss": ({"loss": lambda model, batch: None}, "must return a tensor, got NoneType", 0),
-    "a fleet inside": ({"data": lambda: fleet.run([], progress=None)}, "inside of a job of another fleet", 0),
+    "a fleet inside": ({"data": lambda: fleet.run([job()], progress=None)}, "inside of a job of another fleet", 0),
     "a stage that does not follow": ({"stages": lambda model: [model.token, model.token]}, "cannot follow", 0),
 }
 

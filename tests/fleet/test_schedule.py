@@ -185,7 +185,7 @@ def test_a_job_runs_only_where_it_fits():
     ("make", "message"),
     [
         (lambda: fleet_of([job()], 0), "a fleet needs a device"),
-        (lambda: job(num_shards=0), "has 0 shards"),
+        (lambda: job(num_shards=0), "at least 1, got 0 shards"),
         (lambda: DeviceCost(name="d", speed=0.0), "above 0"),
         (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "`scheduler` must be 'sharded-lrtf'"),
     ],

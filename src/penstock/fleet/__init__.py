@@ -18,6 +18,7 @@
 from penstock.fleet._bounds import lower_bound_s as lower_bound_s
 from penstock.fleet._bounds import model_parallel_s as model_parallel_s
 from penstock.fleet._bounds import pipeline_s as pipeline_s
+from penstock.fleet._job import Ablation as Ablation
 from penstock.fleet._job import Device as Device
 from penstock.fleet._job import Job as Job
 from penstock.fleet._job import JobSource as JobSource
@@ -34,7 +35,6 @@ from penstock.fleet._results import DeviceStatistics as DeviceStatistics
 from penstock.fleet._results import JobResult as JobResult
 from penstock.fleet._results import Results as Results
 from penstock.fleet._results import stored_result as stored_result
-from penstock.fleet._run import Ablation as Ablation
 from penstock.fleet._run import Fleet as Fleet
 from penstock.fleet._run import Stopper as Stopper
 from penstock.fleet._run import run as run

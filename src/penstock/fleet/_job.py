@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.arguments import check_fields, must_be
+from penstock.arguments import check_fields, checked, must_be
 from penstock.tiers import Size
 from penstock.units import parse_bytes
 
@@ -94,11 +94,9 @@ class Job:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"job {self.name!r}: {key} is a whole number of at least 1, not {value!r}")
+        check_fields(self, "Job(name='lr=3e-4', model=..., data=..., loss=..., optimizer=..., epochs=3)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"job {self.name!r}: clip_norm is above 0, not {self.clip_norm!r}")
-        if self.precision not in ("float32", *AUTOCAST_DTYPES):
-            raise ValueError(f"job {self.name!r}: precision is 'float32', 'bfloat16' or 'float16'")
-        check_fields(self, "Job(name='lr=3e-4', model=..., data=..., loss=..., optimizer=..., epochs=3)")
         if self.validation is None and (self.evaluate_every or self.metric):
             raise ValueError(f"job {self.name!r}: nothing to evaluate on; give validation=lambda: batches")
 
@@ -106,8 +104,11 @@ class Job:
         """The same job with other fields, as for a clone: ``job.with_changes(name="b", optimizer=...)``."""
         return replace(self, **changes)
 
+    @checked("job.make_optimizer(list(model.named_parameters()))")
     def make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Calls the factory with what it wants."""
+        if not named:
+            raise ValueError("`named` must have a parameter: job.make_optimizer(list(model.named_parameters()))")
         try:
             first = next(iter(inspect.signature(self.optimizer).parameters), "")
         except (TypeError, ValueError):  # built in, or a class without a signature
@@ -134,6 +135,24 @@ class JobSource:
     """Where it is, as ``"module:function"`` or ``"file.py:function"``."""
     parameters: Mapping[str, Any]
     """What it was called with."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "JobSource(make=make_job, path='jobs.py:make_job', parameters={'lr': 1e-3})")
+
+
+@dataclass(slots=True, kw_only=True)
+class Ablation:
+    """What the engine does beyond training one job after the other; switched off for comparison."""
+
+    double_buffer: bool = True
+    """Whether the next unit's bytes come in while one computes."""
+    sharp: bool = True
+    """Whether a device takes another job before one is over."""
+    recompute: bool | None = None
+    """Whether backward runs forward again; ``None``: where it is cheaper."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "Ablation(double_buffer=False)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from penstock.arguments import check_fields
+from penstock.arguments import check_fields, checked
 from penstock.errors import BudgetError
 
 _MOST_MINI_BATCHES = 2**20
@@ -112,8 +112,8 @@ class JobCost:
             )
         if not self.shards or self.num_steps < 1 or self.accumulate < 1:
             raise ValueError(
-                f"job {self.name!r} has {len(self.shards)} shards, {self.num_steps} steps and accumulates over "
-                f"{self.accumulate} mini-batches; each is at least 1"
+                f"job {self.name!r}: `shards`, `num_steps` and `accumulate` must be at least 1, got "
+                f"{len(self.shards)} shards, {self.num_steps} steps and {self.accumulate} mini-batches"
             )
 
     @cached_property
@@ -137,6 +137,7 @@ class JobCost:
         per_batch = sum(one.forward_s + one.backward_s for one in self.shards)
         return self.num_steps * (self.accumulate * per_batch + sum(one.step_s for one in self.shards))
 
+    @checked("job.unit(0)", index=0)
     def unit(self, index: int) -> Unit:
         """Unit ``index`` of the job, from 0."""
         return self.step_units[index % len(self.step_units)]
@@ -219,11 +220,14 @@ class DeviceCost:
     """What its lane to host memory carries."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "DeviceCost(name='cuda:0', in_bandwidth_bytes_per_s=8e9)", budget_bytes=0)
+        check_fields(self, "DeviceCost(name='cuda:0', in_bandwidth_bytes_per_s=8e9)", budget_bytes=1)
         if not math.isfinite(self.speed):
             raise ValueError(f"device {self.name!r}: `speed` must be finite, got {self.speed}")
         if min(self.speed, self.in_bandwidth_bytes_per_s, self.out_bandwidth_bytes_per_s) <= 0:
-            raise ValueError(f"device {self.name!r}: speed and bandwidths are above 0")
+            raise ValueError(
+                f"device {self.name!r}: `speed`, `in_bandwidth_bytes_per_s` and `out_bandwidth_bytes_per_s` must be "
+                "above 0: DeviceCost(name='cuda:0', in_bandwidth_bytes_per_s=8e9)"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +251,7 @@ class FleetProblem:
                     f"{max(one.budget_bytes or 0 for one in self.devices)}. Cut it into smaller shards"
                 )
 
+    @checked("problem.may_run(job=0, device=0)", job=0, device=0)
     def may_run(self, job: int, device: int) -> bool:
         """Whether every unit of the job fits the device."""
         budget = self.devices[device].budget_bytes

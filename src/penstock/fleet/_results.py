@@ -106,8 +106,10 @@ class Results(Mapping[str, JobResult]):
     def __getitem__(self, name: str) -> JobResult:
         try:
             return self._results[name]
-        except KeyError:
-            raise KeyError(f"no job is called {name!r}; there are {', '.join(self._results)}") from None
+        except (KeyError, TypeError):  # such as a list
+            raise KeyError(
+                f"`name` must be that of a job, got {name!r}; there are {', '.join(self._results)}"
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._results)

@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
-from penstock.fleet._job import Device, Job, JobSource
+from penstock.fleet._job import Ablation, Device, Job, JobSource
 from penstock.fleet._life import Hooks, JobRun, JobState
 from penstock.fleet._records import Records, Tracker
 from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
@@ -57,18 +57,6 @@ Stopper = Callable[[Job, int, Mapping[str, float]], bool]
 """After a validation: from job, step and metrics to whether the job is to stop."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Ablation:
-    """What the engine does beyond training one job after the other; switched off for comparison."""
-
-    double_buffer: bool = True
-    """Whether the next unit's bytes come in while one computes."""
-    sharp: bool = True
-    """Whether a device takes another job before one is over."""
-    recompute: bool | None = None
-    """Whether backward runs forward again; ``None``: where it is cheaper."""
-
-
 @checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
 def run(
     jobs: Iterable[Job],
@@ -94,6 +82,9 @@ def run(
     >>> results["a line"].losses[-1] < 1e-4
     True
     """
+    jobs = list(jobs)
+    if not jobs:
+        raise ValueError("`jobs` must have at least one job, got none: fleet.run([job], devices=['cuda:0'])")
     with Fleet(devices, budget, **options) as made:
         for job in jobs:
             made.add(job)
@@ -243,6 +234,7 @@ class Fleet:
                     for worker in self._engine.workers:
                         worker.join()
 
+    @checked("running.add(job)")
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Another job. Raises ``ValueError`` if one has its name already, and outside of ``with``."""
         before = self._known_before()

@@ -4,10 +4,14 @@ Sharded-LRTF (Hydra, Nagrecha and Kumar 2021) takes the job with the longest rem
 first, so that at the end no device waits for one long job. Its cost is that of a heap: O(log jobs) a unit.
 """
 
+import math
+import numbers
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+from penstock.arguments import must_be
 
 SchedulerName = Literal["sharded-lrtf", "fifo", "shortest-first", "random"]
 """Schedulers that are called by name: what decides which job a free device takes."""
@@ -31,6 +35,9 @@ Scheduler = Callable[[Progress], float]
 """The smaller the number, the sooner the job is taken; of equals the one that has waited longest."""
 
 
+_EXAMPLE = "scheduler=lambda progress: progress.remaining_s"
+
+
 def longest_remaining_first(progress: Progress) -> float:
     """Sharded-LRTF."""
     return -progress.remaining_s
@@ -52,10 +59,20 @@ def in_any_order(seed: int = 0) -> Scheduler:
     return lambda _: choices.random()
 
 
+def _returns_a_number(scheduler: Scheduler) -> Scheduler:
+    def call(progress: Progress) -> float:
+        priority = scheduler(progress)
+        if not isinstance(priority, numbers.Real) or math.isnan(priority):
+            raise must_be("scheduler", "a function that returns a number", priority, _EXAMPLE)
+        return priority
+
+    return call
+
+
 def scheduler_of(name: "SchedulerName | Scheduler") -> Scheduler:
     """The scheduler of that name. Raises ``ValueError`` for one that there is not."""
     if callable(name):
-        return name
+        return _returns_a_number(name)
     known: dict[str, Scheduler] = {
         "sharded-lrtf": longest_remaining_first,
         "fifo": first_come_first_served,

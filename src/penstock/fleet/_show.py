@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from penstock.arguments import checked
 from penstock.fleet._life import JobState
 from penstock.fleet._state import JobRow
 from penstock.fleet._worker import Worker
@@ -78,6 +79,7 @@ class Show:
         self._console.print(f"fleet: {said}; {sum(row.step for row in rows)} steps{eta}", highlight=False)
 
 
+@checked("fleet.jobs_table(running.rows())")
 def jobs_table(rows: Sequence[JobRow]) -> Table:
     """Jobs and how far they are."""
     table = Table("job", "state", "step", "of", "loss", "validation", "s/step", "left", "device")

@@ -191,7 +191,9 @@ class Training:
             if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
                 raise ValueError(f"job {self.job.name!r}: {name} is not a plain tensor, and fleets train those alone")
         if not any(parameter.requires_grad for parameter in self.parameters.values()):
-            raise ValueError(f"job {self.job.name!r}: no parameter of its model requires a gradient")
+            raise ValueError(
+                f"job {self.job.name!r}: no parameter of its model requires a gradient; give `model` one that trains"
+            )
 
     # Data
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
+from penstock.arguments import checked, must_be
 from penstock.unified import Graph, TieredFeatures
 
 Name = str | tuple[str | None, str]
 """Of an attribute of nodes, or a type of nodes and an attribute."""
 
 
+@checked("penstock.integrations.pyg_sampler(data, [10, 5])")
 def pyg_sampler(
     data: Any, fanouts: Sequence[int] | Mapping[tuple[str, str, str], Sequence[int]], *, replace: bool = False
 ) -> Any:
@@ -26,6 +28,8 @@ def pyg_sampler(
     if isinstance(data, Graph):
         return classes.Sampler(data, fanouts, replace=replace)
     if isinstance(data, Mapping):
+        if not data:
+            raise ValueError("`data` must have a graph: pyg_sampler({('user', 'likes', 'item'): graph}, [10, 5])")
         return classes.HeteroSampler(data, fanouts, replace=replace)
     if not hasattr(data, "edge_types"):
         if getattr(data, "edge_index", None) is None:
@@ -45,6 +49,8 @@ def pyg_features(features: Mapping[Name, TieredFeatures | torch.Tensor]) -> Any:
     ``NodeLoader((pyg_features(...), data), node_sampler=...)`` reads rows from them; ``data`` gives the edges.
     Raises ``ImportError`` naming the extra where PyG is not installed.
     """
+    if not isinstance(features, Mapping):
+        raise must_be("features", "a dict of tables", features, "penstock.integrations.pyg_features({'x': features})")
     return _classes().Features(features)
 
 

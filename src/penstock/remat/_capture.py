@@ -421,7 +421,9 @@ def _correct_norms(graph: fx.Graph) -> None:
         corrected = list(value)
         for at, places in _NORMS[node.target].items():
             like = next((one for one in map(node.args.__getitem__, places) if isinstance(one, fx.Node)), None)
-            if like is None or (value[0].device.type != "cpu" and at in _MEAN_AND_DEVIATION):
+            if like is None or corrected[at] is None:  # a gradient that nobody needs
+                continue
+            if corrected[at].device.type != "cpu" and at in _MEAN_AND_DEVIATION:
                 continue
             dtype = like.meta["val"].dtype
             if corrected[at].dtype != dtype:

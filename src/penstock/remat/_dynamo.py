@@ -262,8 +262,10 @@ def why_unsupported(error: BaseException) -> str:
 def is_unsupported(error: BaseException) -> bool:
     """Whether Dynamo says by ``error`` that a function is not one graph."""
     from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return isinstance(error, exc.Unsupported | exc.UserError | exc.SkipFrame | exc.UnspecializeRestartAnalysis)
+    kinds = exc.Unsupported, exc.UserError, exc.SkipFrame, exc.UnspecializeRestartAnalysis, GuardOnDataDependentSymNode
+    return isinstance(error, kinds)
 
 
 def cause_of(error: BaseException) -> BaseException:
