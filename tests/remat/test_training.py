@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from penstock import probe, remat, units
-from penstock.errors import BudgetError, BudgetNotKeptWarning, InternalError
+from penstock.errors import BudgetError, BudgetNotKeptWarning, GraphBreakWarning, InternalError
 from penstock.testing import GPT, assert_gradients_equal
 
 MIB = 2**20
@@ -180,6 +180,48 @@ def test_the_smallest_budget_holds_to_the_byte(verify, one_thread):
     standing_bytes = batch.nbytes + sum(2 * one.nbytes for one in model.parameters())
     report = probe.peak_bytes(lambda: planned(batch).backward(), device="cpu")
     assert standing_bytes + report.activation_bytes == low
+
+
+def test_gradients_that_stand_and_get_nothing_count(one_thread):
+    """As those of an encoder whose codes are quantized."""
+    encoder, decoder = (
+        nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.Tanh())]) for _ in "ab"
+    )
+    batch = torch.randn(256, 64)
+    parameters = [*encoder.parameters(), *decoder.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    step = lambda batch: decoder(encoder(batch).round().detach()).square().mean()  # noqa: E731
+    low = smallest(remat.optimize(step, [batch], None).plan.problem, "recompute")
+    planned = remat.optimize(step, [batch], low)
+    planned(batch).backward()
+    gc.collect()
+    standing_bytes = batch.nbytes + sum(2 * one.nbytes for one in parameters)
+    report = probe.peak_bytes(lambda: planned(batch).backward(), device="cpu")
+    assert standing_bytes + report.activation_bytes == low
+
+
+def test_a_group_norm_whose_input_needs_no_gradient():
+    model, batch = nn.Sequential(nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3)), torch.randn(8, 4, 16)
+    plain = copy.deepcopy(model)
+    plain(batch).square().mean().backward()
+    remat.optimize(lambda batch: model(batch).square().mean(), [batch], None)(batch).backward()
+    assert all(torch.equal(one.grad, two.grad) for one, two in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_size_that_is_drawn_breaks_the_step_up():
+    sizes = [1.0, 2.0]
+
+    def step(batch):
+        return model(batch).square().mean() * sizes[int(torch.empty(1).uniform_(0.0, 2.0).item())]
+
+    model, batch = nn.Linear(8, 8), torch.randn(4, 8)
+    torch.manual_seed(1)
+    expected = [step(batch) for _ in range(4)]
+    with pytest.warns(GraphBreakWarning):
+        planned = remat.optimize(step, [batch], None)
+    torch.manual_seed(1)
+    assert [planned(batch) for _ in range(4)] == expected
 
 
 def test_planning_does_not_train_batch_norm():

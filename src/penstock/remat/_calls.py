@@ -44,6 +44,8 @@ class Statics:
         self.parameters: dict[int, int] = {}
         self.missing: dict[int, int] = {}
         """Of the parameters' bytes those of gradients that do not exist yet."""
+        self.gradient_bytes = 0
+        """Of gradients that exist."""
         self.others: dict[int, int] = {}
         for one in arguments:
             if isinstance(one, nn.Parameter):
@@ -51,6 +53,8 @@ class Statics:
                 self.parameters[id(one)] = one.nbytes * (2 if has_gradient else 1)
                 if has_gradient and one.grad is None:
                     self.missing[id(one)] = one.nbytes
+                elif has_gradient:
+                    self.gradient_bytes += one.nbytes
             else:
                 key, size_bytes = storage_of(one)
                 self.others[key] = size_bytes

@@ -474,10 +474,11 @@ class Session:
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> Known:
         """The plan of a graph that is a step."""
-        problem = variant.problem
-        assert problem is not None
+        problem, captured = variant.problem, variant.captured
+        assert problem is not None and captured is not None
         elsewhere = {key: size for key, size in self._modules_bytes().items() if key not in statics.parameters}
-        beside_bytes = self.rest_bytes + self.outside_bytes + sum(elsewhere.values())
+        unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # which the graph adds nothing to
+        beside_bytes = self.rest_bytes + self.outside_bytes + unchanged_bytes + sum(elsewhere.values())
         if beside_bytes:
             problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
         made = self._planned(problem, statics.parameters, [variant])
