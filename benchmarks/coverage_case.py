@@ -215,8 +215,13 @@ DOORS: dict[str, Door] = {
 NAMES = (*DOORS, "fleet")
 
 
+CLIP_NORM = 1.0
+JOB_TRAINS_WITH = "AdamW, 2 batches accumulated, clipped"
+"""Everything that takes bytes beside the model: a state, gradients that stay, and norms of them."""
+
+
 def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, Training]:
-    """Return a job for the fleet, with all that takes bytes beside the model, and what plain PyTorch makes of it."""
+    """Return a job for the fleet, as `JOB_TRAINS_WITH` says, and what plain PyTorch makes of it."""
 
     def data() -> list[Batch]:
         generator = torch.random.get_rng_state()
@@ -233,7 +238,7 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         epochs=1,
         accumulate=2,
-        clip_norm=1.0,
+        clip_norm=CLIP_NORM,
     )
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(job.seed)
@@ -244,7 +249,7 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
         parts.append(job.loss(model, batch) / job.accumulate)
         parts[-1].backward()
         if len(parts) == job.accumulate:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
             result.losses.append(np.asarray(sum(one.item() for one in parts), np.float32))
@@ -322,6 +327,8 @@ def case(
         "plain_s": expected.step_s,
         "is_finite": bool(np.isfinite(expected.losses).all()),
     }
+    if door == "fleet":
+        row["optimizer"] = JOB_TRAINS_WITH
     return row | _through(run, compared, control, budget_bytes)
 
 

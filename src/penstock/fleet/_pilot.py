@@ -336,7 +336,7 @@ class _Pilot:
 
 
 def _gradient_bytes(one: Group) -> int:
-    """Of an item with gradients of all parameters of the group."""
+    """Bytes of an item with gradients of all parameters of the group."""
     return Packed.bytes_of(
         {
             name: torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")

@@ -45,7 +45,7 @@ class Statics:
         self.missing: dict[int, int] = {}
         """Of the parameters' bytes those of gradients that do not exist yet."""
         self.gradient_bytes = 0
-        """Of gradients that exist."""
+        """Bytes of the gradients that exist."""
         self.others: dict[int, int] = {}
         for one in arguments:
             if isinstance(one, nn.Parameter):
