@@ -8,6 +8,7 @@ somebody else profiles cannot be measured, so it teaches nothing).
 """
 
 import contextlib
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -243,6 +244,7 @@ class Learner:
             {
                 "overhead_s": max(0.0, cycle.hook_s - statistics.stall_s) / num_parked,
                 "max_in_flight_bytes": self._settings.max_in_flight_bytes,
+                "spread_bytes": _spread_bytes(waterfall, cycle, num_parked),
                 "budget_bytes": self._budget_bytes(),
                 "max_stall_share": self._settings.max_stall_share,
                 "min_saving_share": self._settings.min_saving_share,
@@ -427,6 +429,18 @@ def _rates(waterfall: Waterfall) -> tuple[float, float]:
     """Measured bandwidths; a direction that nothing has taken is assumed to be as fast as the other."""
     out, back = waterfall.rates_bytes_per_s()
     return out or back or 1e9, back or out or 1e9
+
+
+def _spread_bytes(waterfall: Waterfall, cycle: Cycle, num_parked: int) -> int:
+    """By how much the edges of parked storages, which stay in memory, may take more in another cycle.
+
+    Where a storage's address lies decides, like a coin, whether they take a block of the disk more. Two sums of
+    ``num_parked`` coins differ by less than four standard deviations, which are sqrt(num_parked / 2) blocks at most.
+    """
+    if waterfall.statistics().bounced_bytes == cycle.statistics_before.bounced_bytes:
+        return 0
+    block_bytes = max(tier.alignment_bytes for tier in waterfall.tiers)
+    return block_bytes * min(num_parked, math.ceil(4 * math.sqrt(num_parked / 2)))
 
 
 def _total(waterfalls: dict[torch.device, Waterfall]) -> TierStatistics:

@@ -174,7 +174,8 @@ def smallest_peak_bytes(problem: OffloadProblem) -> int:
 
 
 def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> str:
-    """What to tell whoever asked for ``budget_bytes``, when ``needed_bytes`` would do."""
+    """What to tell whoever asked for ``budget_bytes``, when ``needed_bytes`` would have done in this cycle."""
+    needed_bytes += problem.spread_bytes
     return (
         f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {needed_bytes} bytes "
         f"({format_bytes(needed_bytes)}) even with all {len(_movable(problem))} movable storages parked, because up to "

@@ -54,6 +54,8 @@ class OffloadProblem:
     """Bound on the bytes on their way out; the computation waits above it. 0 waits for each at the next event."""
     base_bytes: tuple[int, ...] = ()
     """Device bytes beside the saved storages, the most between each event and the next; empty if not measured."""
+    spread_bytes: int = 0
+    """By how much ``base_bytes`` may differ in another cycle; a refusal names a budget that has room for it."""
     budget_bytes: int | None = None
     """What the whole may take on the device; ``None`` for as little as comes without stalls."""
     max_stall_share: float = 0.10
@@ -67,7 +69,7 @@ class OffloadProblem:
             "OffloadProblem(storages=(storage,), event_times_s=(0.0, 0.1), step_s=0.1, "
             "out_bandwidth_bytes_per_s=1e9, in_bandwidth_bytes_per_s=1e9)",
             step_s=0, out_bandwidth_bytes_per_s=0, in_bandwidth_bytes_per_s=0, overhead_s=0, max_in_flight_bytes=0,
-            budget_bytes=0, max_stall_share=0, min_saving_share=0,
+            spread_bytes=0, budget_bytes=0, max_stall_share=0, min_saving_share=0,
         )  # fmt: skip
         for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
