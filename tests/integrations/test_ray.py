@@ -267,6 +267,7 @@ def test_without_nodes_it_says_how_to_go_on(tmp_path, cluster, one_thread):
     for node in list(cluster.worker_nodes)[1:]:
         cluster.remove_node(node)
     run_dir, gate = tmp_path / "run", tmp_path / "go"
+    options = OPTIONS | {"devices_per_node": 2 * OPTIONS["devices_per_node"]}  # who waits holds nobody up
     jobs = [make_job("over", steps=4), make_job("begun", steps=8, gate=gate)]
 
     def condition():
@@ -282,11 +283,11 @@ def test_without_nodes_it_says_how_to_go_on(tmp_path, cluster, one_thread):
         pytest.warns(errors.NodeLostWarning),
         pytest.raises(errors.NodeLostError, match=r"1 of 2 jobs are over.*resume=True"),
     ):
-        run_on_ray(jobs, run_dir=run_dir, trackers=[watcher], **OPTIONS)
+        run_on_ray(jobs, run_dir=run_dir, trackers=[watcher], **options)
     add_node(cluster)
     gate.touch()
     watcher = Watcher(lambda: False, None)
-    results = run_on_ray(jobs, run_dir=run_dir, resume=True, trackers=[watcher], **OPTIONS)
+    results = run_on_ray(jobs, run_dir=run_dir, resume=True, trackers=[watcher], **options)
     assert {job.name: results[job.name].losses for job in jobs} == {job.name: plain(job) for job in jobs}
     assert {name for name, _ in watcher.steps} == {"begun"}
     assert watcher.steps[0][1] > 1

@@ -138,7 +138,7 @@ def test_the_openmp_runtime_that_is_loaded_serves(is_global):
         "assert load('unified', openmp=True)\n"
         "maps = Path('/proc/self/maps').read_text()\n"
         "assert 'torch' not in sys.modules\n"
-        "print({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line} == {str(runtime)})"
+        "print({line.split()[-1] for line in maps.splitlines() if 'libgomp' in line} == {str(runtime.resolve())})"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr

@@ -35,8 +35,8 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._tensors = names, tensors
         self._bring, self._keep, self._writes = bring, keep, writes
-        self.made: Made | None = None
-        """Notes what operators make; ``None`` notes nothing."""
+        self.note: Callable[[Any], None] | None = None
+        """Told what operators make, results of any kind, where somebody wants to know."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -51,8 +51,8 @@ class Watch(TorchDispatchMode):
         if func._schema.is_mutable:
             self._writes(list(_written_by(func, args, kwargs)))
         result = func(*args, **kwargs)
-        if self.made is not None:
-            self.made.note(result)
+        if self.note is not None:
+            self.note(result)
         return result
 
     def need(self, tensors: Sequence[Any]) -> bool:  # any: arguments of an operator

@@ -8,12 +8,13 @@ bit. Tied parameters travel the same way, from the last shard that uses them to 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from penstock.fleet._groups import pack, packed_layouts
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._program import Shard
 from penstock.fleet._writes import run_watched
@@ -21,6 +22,10 @@ from penstock.tiers import ViewLayout
 
 TIED = "@"
 """Prefix of the names under which gradients of tied parameters travel."""
+
+
+Place = tuple[Item, int, int]
+"""An item, which of its storages, and where in it, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,18 +53,22 @@ class Graph:
 
 
 class Saved:
-    """What autograd saved in one forward, by storage. Small ones stay in the graph, others' stay with their items."""
+    """What autograd saved in one forward, by storage. Small ones share one of their own, others' stay in their items.
 
-    def __init__(self, homes: Mapping[int, Item]):
+    Saved tensors that are not on ``device`` stay in the graph, as do storages without bytes.
+    """
+
+    def __init__(self, homes: Mapping[int, Item], device: torch.device):
         self.item: Item | None = None
         """The storages that nobody else has; set when forward has ended."""
         self.fetched: Callable[[Item], list[torch.UntypedStorage]]
         """Gives an item's storages; set before backward."""
         self.homes: dict[Item, None] = {}
         """Items of others that backward reads."""
+        self._device = device
         self._known = dict(homes)
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._places: dict[int, tuple[Item, int]] = {}
+        self._places: dict[int, Place] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
         """While forward runs."""
@@ -69,14 +78,14 @@ class Saved:
         """Another item that outlives the unit, and its storage."""
         self._known[storage._cdata] = item
 
-    def add_place(self, key: int, item: Item, index: int) -> None:
-        """A storage that an item of another unit has already."""
-        self.homes[item] = None
-        self._places[key] = item, index
+    def add_place(self, key: int, place: Place) -> None:
+        """Where the bytes of a storage are already, in an item of another unit or value."""
+        self.homes[place[0]] = None
+        self._places[key] = place
 
-    def has_place(self, key: int) -> bool:
-        """Whether the storage is somewhere that is not this unit's own."""
-        return key in self._places
+    def place(self, key: int) -> Place | None:
+        """Where the bytes of a storage are; ``None`` as long as it is not in an item."""
+        return self._places.get(key)
 
     @property
     def storages(self) -> Mapping[int, torch.UntypedStorage]:
@@ -88,11 +97,17 @@ class Saved:
         own = {key: storage for key, storage in self._storages.items() if key not in outputs}
         for key, item in outputs.items():
             if key in self._storages:
-                self._places[key] = (item, 0)
-                self.homes[item] = None
+                self.add_place(key, (item, 0, 0))
         if own:
-            self.item = Item(label, list(own.values()))
-            self._places.update({key: (self.item, index) for index, key in enumerate(own)})
+            large = {key: storage for key, storage in own.items() if storage.nbytes() >= SMALL_BYTES}
+            small = {key: _bytes_of(storage) for key, storage in own.items() if key not in large}
+            storages = list(large.values())
+            layouts, size_bytes = packed_layouts(small)
+            if small:
+                storages.append(pack(small, layouts, size_bytes, self._device))
+            self.item = Item(label, storages)
+            self._places |= {key: (self.item, index, 0) for index, key in enumerate(large)}
+            self._places |= {key: (self.item, len(large), layout.storage_offset) for key, layout in layouts.items()}
         self._storages = {}
         self._known = {}
 
@@ -103,10 +118,10 @@ class Saved:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
-            self.add_place(key, self._known[key], 0)
+            self.add_place(key, (self._known[key], 0, 0))
         elif key in self._places:
             pass
-        elif storage.nbytes() < SMALL_BYTES:
+        elif not storage.nbytes() or tensor.device.type != self._device.type:
             return tensor
         else:
             self._storages[key] = storage  # alive until `finish`, so that no other gets its identity
@@ -120,10 +135,17 @@ class Saved:
         if key in self._storages:  # forward has not ended
             storage = self._storages[key]
         else:
-            item, index = self._places[key]
+            item, index, start_bytes = self._places[key]
             storage = self.fetched(item)[index]
+            if start_bytes:
+                layout = replace(layout, storage_offset=layout.storage_offset + start_bytes // layout.dtype.itemsize)
         tensor: torch.Tensor = layout.rebuild(storage)
         return tensor
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def dropping() -> AbstractContextManager[Any]:

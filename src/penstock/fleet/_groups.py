@@ -7,7 +7,7 @@ first, forward the last, and nobody the second, which jobs with the same frozen 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ _ALIGNMENT_BYTES = 64
 """Of tensors inside of a group: that of PyTorch's own allocations, so that kernels take the same path."""
 
 Kind = Literal["trained", "frozen", "buffer"]
+Name = TypeVar("Name", str, int)
+"""What tensors are known by: of the model by name, saved ones by the identity of their storage."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -45,7 +47,7 @@ class Group:
         return {name: layout.rebuild(storage) for name, layout in self.layouts.items()}
 
 
-def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewLayout], int]:
+def packed_layouts(tensors: Mapping[Name, torch.Tensor]) -> tuple[dict[Name, ViewLayout], int]:
     """Where each tensor comes to lie in one storage, strides as they are, and the bytes of that storage."""
     layouts, end = {}, 0
     for name, tensor in tensors.items():
@@ -66,7 +68,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def pack(
-    tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout], size_bytes: int, device: torch.device
+    tensors: Mapping[Name, torch.Tensor], layouts: Mapping[Name, ViewLayout], size_bytes: int, device: torch.device
 ) -> torch.UntypedStorage:
     """A new storage on ``device`` with the tensors' values in it."""
     storage = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()

@@ -110,8 +110,14 @@ class DeviceMemory:
         return sum(item.held_bytes() for item in self._items)
 
     def storages_here(self) -> set[int]:
-        """The storages of all items on the device, by identity."""
-        return {storage._cdata for item in self._items for storage in item.storages or ()}
+        """The storages of all items on the device, on their way out or in, by identity."""
+        here = {storage._cdata for item in self._items for storage in item.storages or ()}
+        for handle in (handle for item in self._items for handle in item.handles or ()):
+            storage = handle.device_storage if handle is not None else None
+            if storage is not None:
+                here.add(storage._cdata)
+        self._reap()  # those that left meanwhile are in no handle any more, and go now
+        return here
 
     def add(self, item: Item) -> Item:
         """Counts an item that was made on this device, or borrowed."""

@@ -8,6 +8,7 @@ and that no item on the device counts; blocks that the fleet fetched are not the
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,15 +23,16 @@ class Meter:
     def __init__(self, memory: DeviceMemory):
         self._memory = memory
         self._is_cuda = memory.device.type == "cuda"
-        self.made = Made()
-        """To be told what operators make."""
         self.peaks: dict[int, int] = {}
         """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
+        self.totals: dict[int, int] = {}
+        """The same, with all items that were on the device meanwhile."""
+        self._made = Made()
         self._others_bytes = 0
         """On the device and none of the fleet's."""
-        self._spans: list[tuple[int, int, int, int]] = []
-        """Begin and end in unix nanoseconds, the unit, and the bytes alive at the begin."""
-        self._open: tuple[int, int, int] | None = None
+        self._spans: list[tuple[int, int, int, int, int]] = []
+        """Begin and end in unix nanoseconds, the unit, the bytes alive at the begin, and those of items."""
+        self._open: tuple[int, int, int, int] | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -42,36 +44,45 @@ class Meter:
         if not self._is_cuda:
             self._read(recording.blocks)
 
+    def note(self, result: Any) -> None:  # any: an operator's
+        """An operator has made ``result``. What is made between units is the fleet's, and in items."""
+        if self._open is not None:
+            self._made.note(result)
+
     def go_on(self, index: int) -> None:
         """Unit ``index`` computes from now on."""
+        alive_bytes = self._others_bytes if self._is_cuda else self._made.alive_bytes(self._memory.storages_here())
+        items_bytes = self._memory.held_bytes()
         if self._is_cuda:
             torch.cuda.synchronize(self._memory.device)
             torch.cuda.reset_peak_memory_stats(self._memory.device)
-            self._open = (0, index, self._memory.held_bytes() + self._others_bytes)
-        else:
-            self._open = (time.time_ns(), index, self.made.alive_bytes(self._memory.storages_here()))
+        self._open = (time.time_ns(), index, alive_bytes, items_bytes)
 
     def pause(self) -> None:
         """The unit does not compute until `go_on`."""
         if self._open is None:
             return
-        (start_ns, index, size_bytes), self._open = self._open, None
+        (start_ns, index, alive_bytes, items_bytes), self._open = self._open, None
         if self._is_cuda:
             torch.cuda.synchronize(self._memory.device)
-            peak = torch.cuda.max_memory_allocated(self._memory.device) - size_bytes
-            self.peaks[index] = max(self.peaks.get(index, 0), peak)
+            peak_bytes = torch.cuda.max_memory_allocated(self._memory.device) - items_bytes - alive_bytes
+            self._note(index, peak_bytes, items_bytes)
         else:
-            self._spans.append((start_ns, time.time_ns(), index, size_bytes))
+            self._spans.append((start_ns, time.time_ns(), index, alive_bytes, items_bytes))
+
+    def _note(self, index: int, peak_bytes: int, items_bytes: int) -> None:
+        self.peaks[index] = max(self.peaks.get(index, 0), peak_bytes)
+        self.totals[index] = max(self.totals.get(index, 0), peak_bytes + items_bytes)
 
     def _read(self, blocks: list[tuple[int, int, int]]) -> None:
         own: dict[int, int] = {}
         """Bytes of what units allocated, by address."""
         at = 0
-        for start_ns, end_ns, index, size_bytes in self._spans:
+        for start_ns, end_ns, index, alive_bytes, items_bytes in self._spans:
             while at < len(blocks) and blocks[at][0] < start_ns:
                 own.pop(blocks[at][1], None)
                 at += 1
-            held = most = size_bytes
+            held = most = alive_bytes
             while at < len(blocks) and blocks[at][0] <= end_ns:
                 _, address, change = blocks[at]
                 at += 1
@@ -81,4 +92,4 @@ class Meter:
                 else:
                     held -= own.pop(address, 0)
                 most = max(most, held)
-            self.peaks[index] = max(self.peaks.get(index, 0), most)
+            self._note(index, most, items_bytes)

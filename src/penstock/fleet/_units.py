@@ -326,7 +326,7 @@ class MiniBatch:
             self._note_changed_buffers(at)
 
     def _forward_and_save(self, at: int) -> None:
-        saved = Saved(self._homes(at))
+        saved = Saved(self._homes(at), self.memory.device)
         with saved.hooks():
             graph, outputs = self._run_forward(at)
         items = self._keep_values(at, outputs, set(graph.left))

@@ -34,12 +34,14 @@ class Ways:
 
     def begin(self, mini: WholeBatch, memory: DeviceMemory, known: Expected) -> Expected:
         """Measures it where it may show something new. Returns what its units are expected to take."""
-        if mini.structure.signature not in self._shapes:
+        is_first = mini.structure.signature not in self._shapes
+        is_measured = is_first and not self._shapes  # by the pilot
+        if is_first:
             self._shapes.add(mini.structure.signature)
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
             mini.meter = Meter(memory)
-        return _Wider(mini, known, self._seen, memory.budget_bytes)
+        return _Wider(mini, known, self._seen, memory.budget_bytes, takes_all=is_first and not is_measured)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
         """Expects of the units from now on what those of ``mini`` took."""
@@ -49,11 +51,10 @@ class Ways:
         self._num_left = _NUM_MEASURED if is_new else max(0, self._num_left - 1)
         if mini.meter is None:
             return
-        most_bytes = 0
         for index, peak_bytes in mini.meter.peaks.items():
             key = _key(mini, index)
             self._seen[key] = max(peak_bytes, self._seen.get(key, 0))
-            most_bytes = max(most_bytes, sum(item.size_bytes for item in mini.used[index]) + peak_bytes)
+        most_bytes = max(mini.meter.totals.values(), default=0)
         if most_bytes > max(budget_bytes + budget_bytes // TOLERANCE, self._said_bytes):
             self._said_bytes = 2 * most_bytes
             warnings.warn(
@@ -67,18 +68,29 @@ class Ways:
 
 
 class _Wider:
-    """Units as the pilot measured them, or as they were seen, as far as the budget has room for that."""
+    """Units as the pilot measured them, or as they were seen, as far as the budget has room for that.
+
+    A batch of a shape that nobody has measured ``takes_all`` of the room.
+    """
 
     def __init__(
-        self, mini: WholeBatch, known: Expected, seen: dict[tuple[Any, UnitKind, int], int], budget_bytes: int
+        self,
+        mini: WholeBatch,
+        known: Expected,
+        seen: dict[tuple[Any, UnitKind, int], int],
+        budget_bytes: int,
+        *,
+        takes_all: bool,
     ):
         self._mini, self._known, self._seen, self._budget_bytes = mini, known, seen, budget_bytes
+        self._takes_all = takes_all
 
     def transient_bytes(self, index: int) -> int:
         if self._mini.tasks[index].kind is UnitKind.STEP:  # no way of the model's
             return self._known.transient_bytes(index)
         most_bytes = max(self._known.transient_bytes(index), self._seen.get(_key(self._mini, index), 0))
-        return min(most_bytes, self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index)))
+        room_bytes = self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index))
+        return room_bytes if self._takes_all else min(most_bytes, room_bytes)
 
     def remaining_bytes(self, index: int) -> int:
         return self._known.remaining_bytes(index)

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import CaptureError
 from penstock.fleet._accesses import Watch, writes_to
-from penstock.fleet._autograd import Saved
+from penstock.fleet._autograd import Place, Saved
 from penstock.fleet._batch import flatten
 from penstock.fleet._groups import Group
 from penstock.fleet._job import AUTOCAST_DTYPES
@@ -36,9 +36,9 @@ from penstock.fleet._units import ACTIVATIONS, Between, MiniBatch
 class _Visit:
     """A unit of forward or backward, and what forward saved in it."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, device: torch.device):
         self.task = task
-        self.saved = Saved({})
+        self.saved = Saved({}, device)
         self.versions: dict[int, int] = {}
         """Of saved storages, when they were saved."""
         self.num_waiting = 0
@@ -86,8 +86,8 @@ class WholeBatch(MiniBatch):
         """Of the units that come."""
         self._visit: _Visit | None = None
         self._visits: list[_Visit] = []
-        self._known: dict[int, tuple[StorageWeakRef, int, _Visit, int]] = {}
-        """What units that have ended saved, by storage: its version, the unit, and where in its item."""
+        self._known: dict[int, tuple[StorageWeakRef, int, _Visit, Place]] = {}
+        """What units that have ended saved, by storage: its version, the unit, and where its bytes are."""
         self._bound: dict[Group, int] = {}
         """Groups whose tensors stand for bytes on the device, and the identity of the storage."""
         self._open: dict[Group, set[str]] = {}
@@ -220,7 +220,7 @@ class WholeBatch(MiniBatch):
                 if own:
                     stack.callback(module.register_forward_pre_hook(self._announces(own), prepend=True).remove)
             if self.meter is not None:
-                self._watch.made = self.meter.made
+                self._watch.note = self.meter.note
                 stack.enter_context(self.meter.recording())
             stack.callback(self._unbind)
             stack.callback(self._discard_saved)  # code may keep parts of the graph that backward did not come by
@@ -312,7 +312,7 @@ class WholeBatch(MiniBatch):
             later = expected[expected.index(task) + 1 :] if task in expected else expected
             self.tasks[self._index :] = [task, *later]
         if visit is None:
-            visit = _Visit(task)
+            visit = _Visit(task, self.memory.device)
             self._visits.append(visit)
         visit.task = task
         self._visit = visit
@@ -434,13 +434,12 @@ class WholeBatch(MiniBatch):
         known = self._known.get(key)
         if known is not None and not known[0].expired() and known[1] == tensor._version:
             owner = known[2]
-            assert owner.saved.item is not None
-            visit.saved.add_place(key, owner.saved.item, known[3])
+            visit.saved.add_place(key, known[3])
         packed = visit.saved.pack(tensor)
         if isinstance(packed, torch.Tensor):
-            return packed  # small: autograd keeps it itself
+            return packed  # autograd keeps it itself
         visit.versions[key] = tensor._version
-        if owner is visit and visit.saved.has_place(key):
+        if owner is visit and visit.saved.place(key) is not None:
             owner = None  # a parameter's
         return _Ticket(self, visit, owner, packed)
 
@@ -453,8 +452,10 @@ class WholeBatch(MiniBatch):
         if visit.saved.item is not None:
             self.memory.add(visit.saved.item)
             self._saved_bytes[visit.task.shard] += visit.saved.item.size_bytes
-            for index, (key, storage) in enumerate(weak.items()):
-                self._known[key] = (storage, visit.versions[key], visit, index)
+            for key, storage in weak.items():
+                place = visit.saved.place(key)
+                assert place is not None
+                self._known[key] = (storage, visit.versions[key], visit, place)
 
     def _forget(self, visit: _Visit) -> None:
         item, visit.saved.item = visit.saved.item, None

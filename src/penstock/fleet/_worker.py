@@ -153,9 +153,8 @@ class Worker:
             mini.meter = Meter(self.memory)
         with self.measuring if mini.meter is not None else nullcontext(), gate.computing():
             mini.run_all(_Units(self, mini, expected))
-            for index, peak_bytes in mini.meter.peaks.items() if mini.meter is not None else ():
-                most = sum(item.size_bytes for item in mini.used[index]) + peak_bytes
-                self.measured_peak_bytes = max(self.measured_peak_bytes, most)
+            totals = mini.meter.totals if mini.meter is not None else {}
+            self.measured_peak_bytes = max(self.measured_peak_bytes, *totals.values(), 0)
 
     def compute(self, mini: MiniBatch, index: int) -> None:
         """One unit that is a call of its own."""

@@ -102,6 +102,12 @@ class Handle:
         """Whether somebody else still holds the storage as it was put in, so that parking it frees nothing."""
         return self._storage is None and self._alive() is not None
 
+    @property
+    def device_storage(self) -> torch.UntypedStorage | None:
+        """The storage, while the handle itself holds it: kept, or under way in either direction."""
+        with self._waterfall._lock:
+            return self._storage
+
     def finish_out(self) -> None:
         """Waits for the end of the copy out and drops the device copy: the computation needs its memory now."""
         self._waterfall._finish_out(self)
