@@ -28,7 +28,7 @@ from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import UnitRecord, Worker, trains_jobs
-from penstock.probe import bandwidths, can_record
+from penstock.probe import bandwidths, can_record, record_memory
 from penstock.tiers import (
     Budget,
     Charges,
@@ -208,7 +208,7 @@ class Fleet:
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._started_s = time.time()
             if can_record("cpu"):
-                with torch.autograd.profiler.profile(profile_memory=True):  # pilots use it in other threads
+                with record_memory("cpu", this_thread_only=True):  # PyTorch's profiler begins; pilots are other threads
                     pass
             self._taken = stack.pop_all()
         return self
