@@ -68,8 +68,8 @@ def run(run_dir: Path, harm: Harm, **changes: Any) -> fleet.Results:
     return fleet.run([job_of(name, harm) for name in NAMES], devices, "2MB", **{**options, **changes})
 
 
-def killed(run_dir: Path, choices: random.Random) -> tuple[fleet.Results, int]:
-    """Kills processes at random moments until one comes through."""
+def killed(run_dir: Path, choices: random.Random, least: int) -> tuple[fleet.Results, int]:
+    """Kills processes at random moments until one comes through, ``least`` of them at least."""
     num_kills = 0
     while True:
         child = subprocess.Popen([sys.executable, "-m", "benchmarks.fleet_faults", "--child", str(run_dir)])
@@ -80,7 +80,7 @@ def killed(run_dir: Path, choices: random.Random) -> tuple[fleet.Results, int]:
             os.kill(child.pid, signal.SIGKILL)
             num_kills += 1
             child.wait()
-            if num_kills < 3:
+            if num_kills < least:
                 continue
         return run(run_dir, Harm()), num_kills
 
@@ -95,11 +95,11 @@ def wait_for_progress(run_dir: Path, child: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.01)
 
 
-def trial(kind: str, choices: random.Random, run_dir: Path) -> tuple[fleet.Results, str, int]:
+def trial(kind: str, choices: random.Random, run_dir: Path, least_kills: int) -> tuple[fleet.Results, str, int]:
     """The results, the job that may have failed, and how many faults there were."""
     hit, step = choices.choice(NAMES), choices.randrange(STEPS)
     if kind == "kill":
-        results, num_kills = killed(run_dir, choices)
+        results, num_kills = killed(run_dir, choices, least_kills)
         return results, "", num_kills
     if kind in ("exception", "not a number"):
         return run(run_dir, Harm(kind, hit, step)), hit, 1
@@ -171,7 +171,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     for number, kind in enumerate(kinds):
         choices = random.Random(given.seed * 1_000_003 + number)
         with tempfile.TemporaryDirectory(dir=given.disk) as folder:
-            results, may_fail, count = within_time(trial, kind, choices, Path(folder) / "run")
+            results, may_fail, count = within_time(trial, kind, choices, Path(folder) / "run", 1 if given.quick else 3)
             problems = check(results, may_fail, expected)
             resumed = within_time(run, Path(folder) / "run", Harm()) if kind == "full disk of checkpoints" else results
             problems += check(resumed, may_fail, expected)
