@@ -86,7 +86,9 @@ def run_alone(runner, tmp_path):
         code = int(runner.stdout.readline())
         printed = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
         assert code == 0, printed[1]
-        assert "profiler_start" not in printed[1]  # what PyTorch's first profiler in a process writes, unless told not to
+        assert (
+            "profiler_start" not in printed[1]
+        )  # what PyTorch's first profiler in a process writes, unless told not to
         return printed[0]
 
     return run
