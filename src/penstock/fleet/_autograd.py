@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from penstock.fleet._groups import pack, packed_layouts
+from penstock.fleet._groups import bundled
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._program import Shard
 from penstock.fleet._writes import run_watched
@@ -100,14 +100,15 @@ class Saved:
                 self.add_place(key, (item, 0, 0))
         if own:
             large = {key: storage for key, storage in own.items() if storage.nbytes() >= SMALL_BYTES}
-            small = {key: _bytes_of(storage) for key, storage in own.items() if key not in large}
+            small = {key: storage for key, storage in own.items() if key not in large}
             storages = list(large.values())
-            layouts, size_bytes = packed_layouts(small)
+            starts: list[int] = []
             if small:
-                storages.append(pack(small, layouts, size_bytes, self._device))
+                bundle, starts = bundled(small.values(), self._device)
+                storages.append(bundle)
             self.item = Item(label, storages)
             self._places |= {key: (self.item, index, 0) for index, key in enumerate(large)}
-            self._places |= {key: (self.item, len(large), layout.storage_offset) for key, layout in layouts.items()}
+            self._places |= {key: (self.item, len(large), start) for key, start in zip(small, starts, strict=True)}
         self._storages = {}
         self._known = {}
 
@@ -141,11 +142,6 @@ class Saved:
                 layout = replace(layout, storage_offset=layout.storage_offset + start_bytes // layout.dtype.itemsize)
         tensor: torch.Tensor = layout.rebuild(storage)
         return tensor
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    with torch.no_grad():
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def dropping() -> AbstractContextManager[Any]:

@@ -7,7 +7,7 @@ first, forward the last, and nobody the second, which jobs with the same frozen 
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
@@ -18,8 +18,6 @@ _ALIGNMENT_BYTES = 64
 """Of tensors inside of a group: that of PyTorch's own allocations, so that kernels take the same path."""
 
 Kind = Literal["trained", "frozen", "buffer"]
-Name = TypeVar("Name", str, int)
-"""What tensors are known by: of the model by name, saved ones by the identity of their storage."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -47,7 +45,7 @@ class Group:
         return {name: layout.rebuild(storage) for name, layout in self.layouts.items()}
 
 
-def packed_layouts(tensors: Mapping[Name, torch.Tensor]) -> tuple[dict[Name, ViewLayout], int]:
+def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewLayout], int]:
     """Where each tensor comes to lie in one storage, strides as they are, and the bytes of that storage."""
     layouts, end = {}, 0
     for name, tensor in tensors.items():
@@ -68,7 +66,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def pack(
-    tensors: Mapping[Name, torch.Tensor], layouts: Mapping[Name, ViewLayout], size_bytes: int, device: torch.device
+    tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout], size_bytes: int, device: torch.device
 ) -> torch.UntypedStorage:
     """A new storage on ``device`` with the tensors' values in it."""
     storage = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -76,6 +74,19 @@ def pack(
         for name, layout in layouts.items():
             layout.rebuild(storage).copy_(tensors[name])
     return storage
+
+
+def bundled(storages: Iterable[torch.UntypedStorage], device: torch.device) -> tuple[torch.UntypedStorage, list[int]]:
+    """A new storage on ``device`` with the bytes of all, and where those of each begin."""
+    padding = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    parts, starts, end = [], [], 0
+    with torch.no_grad():
+        for storage in storages:
+            gap_bytes = -storage.nbytes() % _ALIGNMENT_BYTES
+            parts += [torch.empty(0, dtype=torch.uint8, device=device).set_(storage), padding[:gap_bytes]]
+            starts.append(end)
+            end += storage.nbytes() + gap_bytes
+        return torch.cat(parts).untyped_storage(), starts
 
 
 def group(

@@ -34,14 +34,12 @@ class Ways:
 
     def begin(self, mini: WholeBatch, memory: DeviceMemory, known: Expected) -> Expected:
         """Measures it where it may show something new. Returns what its units are expected to take."""
-        is_first = mini.structure.signature not in self._shapes
-        is_measured = is_first and not self._shapes  # by the pilot
-        if is_first:
+        if mini.structure.signature not in self._shapes:
             self._shapes.add(mini.structure.signature)
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
             mini.meter = Meter(memory)
-        return _Wider(mini, known, self._seen, memory.budget_bytes, takes_all=is_first and not is_measured)
+        return _Wider(mini, known, self._seen, memory.budget_bytes, takes_all=self._num_left > 0)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
         """Expects of the units from now on what those of ``mini`` took."""
@@ -70,7 +68,7 @@ class Ways:
 class _Wider:
     """Units as the pilot measured them, or as they were seen, as far as the budget has room for that.
 
-    A batch of a shape that nobody has measured ``takes_all`` of the room.
+    As long as mini-batches may show something new, each ``takes_all`` of the room, and keeps nothing else there.
     """
 
     def __init__(
