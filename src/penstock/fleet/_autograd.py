@@ -99,7 +99,7 @@ class Saved:
             if key in self._storages:
                 self.add_place(key, (item, 0, 0))
         if own:
-            large = {key: storage for key, storage in own.items() if storage.nbytes() >= SMALL_BYTES}
+            large = {key: storage for key, storage in own.items() if is_large(storage)}
             small = {key: storage for key, storage in own.items() if key not in large}
             storages = list(large.values())
             starts: list[int] = []
@@ -122,7 +122,7 @@ class Saved:
             self.add_place(key, (self._known[key], 0, 0))
         elif key in self._places:
             pass
-        elif not storage.nbytes() or tensor.device.type != self._device.type:
+        elif not storage.nbytes() or tensor.device != self._device:
             return tensor
         else:
             self._storages[key] = storage  # alive until `finish`, so that no other gets its identity
@@ -142,6 +142,11 @@ class Saved:
                 layout = replace(layout, storage_offset=layout.storage_offset + start_bytes // layout.dtype.itemsize)
         tensor: torch.Tensor = layout.rebuild(storage)
         return tensor
+
+
+def is_large(storage: torch.UntypedStorage) -> bool:
+    """Whether what autograd saved of it is worth a copy of its own."""
+    return storage.nbytes() >= SMALL_BYTES
 
 
 def dropping() -> AbstractContextManager[Any]:

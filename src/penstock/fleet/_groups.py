@@ -16,6 +16,8 @@ from penstock.tiers import ViewLayout
 
 _ALIGNMENT_BYTES = 64
 """Of tensors inside of a group: that of PyTorch's own allocations, so that kernels take the same path."""
+_WIDE_ALIGNMENT_BYTES = 256
+"""Of saved tensors inside of a bundle: as much as any library of kernels looks at."""
 
 Kind = Literal["trained", "frozen", "buffer"]
 
@@ -78,11 +80,11 @@ def pack(
 
 def bundled(storages: Iterable[torch.UntypedStorage], device: torch.device) -> tuple[torch.UntypedStorage, list[int]]:
     """A new storage on ``device`` with the bytes of all, and where those of each begin."""
-    padding = torch.zeros(_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
+    padding = torch.zeros(_WIDE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     parts, starts, end = [], [], 0
     with torch.no_grad():
         for storage in storages:
-            gap_bytes = -storage.nbytes() % _ALIGNMENT_BYTES
+            gap_bytes = -storage.nbytes() % _WIDE_ALIGNMENT_BYTES
             parts += [torch.empty(0, dtype=torch.uint8, device=device).set_(storage), padding[:gap_bytes]]
             starts.append(end)
             end += storage.nbytes() + gap_bytes

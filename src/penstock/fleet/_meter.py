@@ -38,7 +38,8 @@ class Meter:
     def recording(self) -> Iterator[None]:
         """Around all units."""
         if self._is_cuda:
-            self._others_bytes = torch.cuda.memory_allocated(self._memory.device) - self._memory.held_bytes()
+            items_bytes = self._memory.held_bytes()  # first: it drops what has left
+            self._others_bytes = torch.cuda.memory_allocated(self._memory.device) - items_bytes
         with record_memory(self._memory.device, this_thread_only=True) as recording:
             yield
         if not self._is_cuda:
@@ -51,8 +52,8 @@ class Meter:
 
     def go_on(self, index: int) -> None:
         """Unit ``index`` computes from now on."""
+        items_bytes = self._memory.held_bytes()  # first: what leaves meanwhile is better counted twice than never
         alive_bytes = self._others_bytes if self._is_cuda else self._made.alive_bytes(self._memory.storages_here())
-        items_bytes = self._memory.held_bytes()
         if self._is_cuda:
             torch.cuda.synchronize(self._memory.device)
             torch.cuda.reset_peak_memory_stats(self._memory.device)

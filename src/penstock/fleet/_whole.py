@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.errors import CaptureError
 from penstock.fleet._accesses import Watch, writes_to
-from penstock.fleet._autograd import Place, Saved
+from penstock.fleet._autograd import Place, Saved, is_large
 from penstock.fleet._batch import flatten
 from penstock.fleet._groups import Group
 from penstock.fleet._job import AUTOCAST_DTYPES
@@ -328,10 +328,10 @@ class WholeBatch(MiniBatch):
         visit, kind = self._visit, None if self._visit is None else self._visit.task.kind
         if visit is None:
             return
-        if self.meter is not None:
-            self.meter.pause()
         if kind is UnitKind.FORWARD:
             self._keep_saved(visit)
+        if self.meter is not None:
+            self.meter.pause()
         self._unbind()
         self._visit = None
         if kind is UnitKind.BACKWARD:
@@ -431,7 +431,7 @@ class WholeBatch(MiniBatch):
         assert visit is not None
         key = tensor.untyped_storage()._cdata
         owner: _Visit | None = visit
-        known = self._known.get(key)
+        known = self._known.get(key) if is_large(tensor.untyped_storage()) else None
         if known is not None and not known[0].expired() and known[1] == tensor._version:
             owner = known[2]
             visit.saved.add_place(key, known[3])
@@ -445,14 +445,14 @@ class WholeBatch(MiniBatch):
 
     def _keep_saved(self, visit: _Visit) -> None:
         """Forward's unit has ended: what it saved becomes an item, unless autograd has let go of it."""
-        weak = {key: StorageWeakRef(storage) for key, storage in visit.saved.storages.items()}
+        weak = {key: StorageWeakRef(storage) for key, storage in visit.saved.storages.items() if is_large(storage)}
         visit.saved.finish(f"{self.training.job.name}: {ACTIVATIONS} of shard {visit.task.shard}", {})
         if not visit.num_waiting:
             visit.saved.item = None
         if visit.saved.item is not None:
             self.memory.add(visit.saved.item)
             self._saved_bytes[visit.task.shard] += visit.saved.item.size_bytes
-            for key, storage in weak.items():
+            for key, storage in weak.items():  # of small ones each unit has its own copy, so that none keeps another's
                 place = visit.saved.place(key)
                 assert place is not None
                 self._known[key] = (storage, visit.versions[key], visit, place)

@@ -338,7 +338,11 @@ class Learner:
         try:
             self._make_plan(lesson, replace(problem, budget_bytes=max(1, budget_bytes - lesson.margin_bytes)))
         except BudgetError as error:
-            needed_bytes = max(peak_bytes, smallest_peak_bytes(problem) + lesson.margin_bytes)
+            smallest_bytes = smallest_peak_bytes(problem)
+            if smallest_bytes < lesson.plan.peak_bytes and smallest_bytes + problem.spread_bytes <= budget_bytes:
+                self._make_plan(lesson, replace(problem, budget_bytes=smallest_bytes))  # all that may leaves
+                return
+            needed_bytes = max(peak_bytes, smallest_bytes + lesson.margin_bytes)
             text = refusal(problem, budget_bytes, needed_bytes)
             raise BudgetError(f"{text} (A step planned for it took {peak_bytes} bytes.)") from error
 
