@@ -50,7 +50,7 @@ class Case:
     name: str
     """Of the architecture."""
     door: str
-    """One of `coverage_case.NAMES`."""
+    """One of `coverage_case.NAMES`, or of its ``PEERS``."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     options = common.parser(str(__doc__).splitlines()[0])
     options.add_argument("--model", action="append", help="an architecture; may be given several times")
     options.add_argument("--library", action="append", choices=zoo.LIBRARIES)
-    options.add_argument("--door", action="append", choices=coverage_case.NAMES)
+    options.add_argument("--door", action="append", choices=[*coverage_case.NAMES, *coverage_case.PEERS])
     options.add_argument("--share", type=float, default=0.05, help="of plain's activation peak: the first budget")
     options.add_argument(
         "--steps", type=int, default=coverage_case.NUM_EACH, help="with each size of batch, at least 2"

@@ -86,9 +86,8 @@ def run_alone(runner, tmp_path):
         code = int(runner.stdout.readline())
         printed = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
         assert code == 0, printed[1]
-        assert (
-            "profiler_start" not in printed[1]
-        )  # what PyTorch's first profiler in a process writes, unless told not to
+        # PyTorch's first profiler in a process writes this, unless it is told not to
+        assert "profiler_start" not in printed[1]
         return printed[0]
 
     return run

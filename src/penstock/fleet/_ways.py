@@ -2,8 +2,9 @@
 
 Layers that are dropped at random, experts, and branches on numbers make some mini-batches of a model that is run whole
 take more than the first did. So the first ones of a training are measured as they run, and so are some after any that
-saved more than those. What the fleet expects of the units grows with what is seen. Where that does not fit, the
-mini-batch runs above the budget, and the user hears of it: what it takes was not known before.
+saved more than those; each of them has all the room to itself. What the fleet expects of the units grows with what is
+seen. Where that does not fit, the mini-batch runs above the budget, and the user hears of it: what it takes was not
+known before.
 """
 
 import warnings
