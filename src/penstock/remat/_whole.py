@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from penstock.remat import _layers, _packed, _ticket
@@ -44,7 +44,8 @@ def keep_whole(graph: fx.Graph) -> list["Recipe"]:
         kind = _kind_of(node)
         if kind is not None:
             function = _METHODS[node.target] if node.op == "call_method" else node.target
-            node.op, node.target = "call_function", _Call(function, kind, recipes, is_random=kind.is_random(node))
+            call = _Call(function, kind, recipes, is_random=kind.is_random(node), are_leaves=_are_leaves(node))
+            node.op, node.target = "call_function", call
     return recipes
 
 
@@ -88,6 +89,8 @@ class Recipe:
     kind: "_Kind"
     needs_gradient: tuple[bool, ...] = ()
     """Per tensor."""
+    are_leaves: tuple[bool, ...] = ()
+    """Per tensor: whether it is a parameter, and no result of the step."""
     autocast: dict[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
     """Under which it was called: by type of device, whether it is on, and to which dtype."""
     number: int = 0
@@ -135,19 +138,31 @@ class _Kind:
 class _Call:
     """In place of the function, in Dynamo's graph."""
 
-    def __init__(self, function: Callable[..., Any], kind: _Kind, recipes: list[Recipe], *, is_random: bool):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        kind: _Kind,
+        recipes: list[Recipe],
+        *,
+        is_random: bool,
+        are_leaves: Sequence[bool],
+    ):
         self.function, self.kind, self.recipes, self.is_random = function, kind, recipes, is_random
+        self.are_leaves = are_leaves
         self.__name__ = getattr(function, "__name__", "whole")
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        given = pytree.tree_leaves((arguments, keywords))
+        leaves = {id(one) for one, is_leaf in zip(given, self.are_leaves, strict=True) if is_leaf}
+        run = functools.partial(self._run, leaves)
         hidden_at = None if keywords else _hidden_at(self.kind, arguments)
         if hidden_at is None:
-            return self._run(*arguments, **keywords)
+            return run(*arguments, **keywords)
         assert self.kind.data_at is not None
         self.is_random = False  # only between layers
-        return _layers.layer_by_layer(self._run, hidden_at, self.kind.data_at, arguments)
+        return _layers.layer_by_layer(run, hidden_at, self.kind.data_at, arguments)
 
-    def _run(self, *arguments: Any, **keywords: Any) -> Any:
+    def _run(self, leaves: set[int], /, *arguments: Any, **keywords: Any) -> Any:
         flat, spec = pytree.tree_flatten((arguments, keywords))
         places = [at for at, one in enumerate(flat) if isinstance(one, torch.Tensor)]
         tensors = [flat[at] for at in places]
@@ -156,8 +171,15 @@ class _Call:
         self.recipes.append(recipe)
         needs = tuple(one.requires_grad and torch.is_grad_enabled() for one in tensors)
         recipe.needs_gradient = needs
+        recipe.are_leaves = tuple(id(one) in leaves for one in tensors)
         made = _Function.apply(recipe, self.is_random, *tensors)  # type: ignore[no-untyped-call]
         return made[0] if len(made) == 1 else made
+
+
+def _are_leaves(call: fx.Node) -> list[bool]:
+    """Of each argument, in a flat list, whether it is a parameter."""
+    arguments = pytree.tree_leaves((call.args, call.kwargs))
+    return [isinstance(one, fx.Node) and isinstance(one.meta.get("example_value"), nn.Parameter) for one in arguments]
 
 
 def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
@@ -298,6 +320,17 @@ class _Entry(torch.autograd.Function):
         return None, None
 
 
+def _entry(anchor: torch.Tensor, tensor: torch.Tensor, *, is_leaf: bool) -> torch.Tensor:
+    """What a gradient is wanted of.
+
+    Autocast casts a parameter once, whatever uses it, and so sums its gradients in half precision, if it is a leaf:
+    here it is one too. Its node holds it, which is as well: parameters stay.
+    """
+    if is_leaf:
+        return tensor.detach().requires_grad_()
+    return cast("torch.Tensor", _Entry.apply(anchor, tensor))  # type: ignore[no-untyped-call]
+
+
 def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The outputs, and a ticket for the graph."""
     recipe = _recipes[number]
@@ -306,8 +339,8 @@ def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
         entries = [
-            _Entry.apply(anchor, one) if needs else one.detach()  # type: ignore[no-untyped-call]
-            for one, needs in zip(inputs, recipe.needs_gradient, strict=True)
+            _entry(anchor, one, is_leaf=is_leaf and bool(recipe.autocast)) if needs else one.detach()
+            for one, needs, is_leaf in zip(inputs, recipe.needs_gradient, recipe.are_leaves, strict=True)
         ]
         begins = [edge(one) for one, needs in zip(entries, recipe.needs_gradient, strict=True) if needs]
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
