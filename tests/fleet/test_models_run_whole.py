@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import fleet
 from penstock.errors import BudgetError, BudgetNotKeptWarning
+from penstock.fleet import _prepare
 from penstock.fleet._tree import Tree
 
 
@@ -150,6 +151,23 @@ def test_gradients_that_arrive_far_apart_stay_while_autograd_adds_to_them(clip_n
     (device,) = results.devices
     assert 0 < device.measured_peak_bytes <= device.budget_bytes
     assert device.parked_bytes > 0
+
+
+def test_a_named_budget_holds_whichever_cuts_were_tried_before(monkeypatch):
+    """How long gradients wait for each other depends on all shards: what one took in another cut is no measure."""
+    one = job(model=Framed, accumulate=3, clip_norm=0.5, data=lambda: batches((16,) * 6))
+    refused = train([one], num_devices=1, budget="1KiB")["whole"].error
+    smallest = int(re.search(r"at least (\d+) ", refused)[1])
+    cuts = [(1, 2, 4, 7, 10)]  # the first of the eight blocks alone, the others beside each other
+
+    def partition(_):
+        if not cuts:
+            raise BudgetError("none fits by estimate")
+        return cuts.pop()
+
+    monkeypatch.setattr(_prepare, "partition", partition)
+    assert_as_plain(one, train([one], num_devices=1, budget=smallest, verify=True)["whole"])
+    assert not cuts
 
 
 def test_several_train_beside_others_on_two_devices():

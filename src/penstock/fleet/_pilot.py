@@ -153,6 +153,8 @@ def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
 
 def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...]:
     """What a shard works on beside its own: equal for shards that take the same."""
+    if program.whole is not None:  # gradients of the other shards wait for each other, wherever the model is cut
+        return at, *program.fingerprints
     shard, later = program.shards[at], program.shards[at + 1 :]
     groups = dict.fromkeys(training.group_of[name] for name in shard.tensors)
     return (
