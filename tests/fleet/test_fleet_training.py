@@ -61,7 +61,7 @@ def on_pairs(model, batch):
 def job(name="job", model=gpt, data=batches, loss=on_pairs, **changes):
     optimizer = changes.pop("optimizer", lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
     if "epochs" not in changes:
-        changes.setdefault("steps", 8)
+        changes.setdefault("steps", 6)
     return fleet.Job(name=name, model=model, data=data, loss=loss, optimizer=optimizer, **changes)
 
 
@@ -283,13 +283,13 @@ def test_a_validation_sees_the_model_in_evaluation():
     one = job(
         model=Mixed,
         validation=lambda: batches(3, seed=9),
-        evaluate_every=4,
+        evaluate_every=3,
         metric=lambda model, batch: {"loss": (loss := model(*batch)), "twice": 2 * loss},
     )
     results = train([one], num_devices=1, budget="2MB")
     assert results["job"].error is None
     found = results["job"].validations
-    assert [entry["step"] for entry in found] == [4, 8]
+    assert [entry["step"] for entry in found] == [3, 6]
     _, model = train_plainly(one)
     model.eval()
     with torch.no_grad():

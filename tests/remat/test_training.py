@@ -65,7 +65,7 @@ class Unrolled(nn.Module):
 
 
 def gpt():
-    return GPT(num_layers=4, width=64, num_heads=4, context=64)
+    return GPT(num_layers=3, width=64, num_heads=4, context=64)
 
 
 def tokens():
