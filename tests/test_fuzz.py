@@ -392,7 +392,7 @@ def test_swaps_of_a_step_that_is_gone_end_their_lanes(tmp_path):
     del ticket
     gc.collect()
     for thread in {*lanes, *(one for one in threading.enumerate() if one.name == "penstock closes swaps")}:
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive()
     assert (ledger.held_bytes, budget.held_bytes(str(tmp_path))) == (held, 0)
 
@@ -406,5 +406,5 @@ def test_whoever_is_inside_the_gate_goes_through_again():
         other = threading.Thread(target=lambda: [passed.append(1) for _ in [one.computing().__enter__()]])
         other.start()
         assert not passed
-    other.join(60)
+    other.join(600)
     assert passed

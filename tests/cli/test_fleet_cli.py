@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, PenstockWarning
 from penstock.fleet import FleetState, SchedulerName
 from penstock.report._parts import parts_of_folder
 
-PATIENCE_S = 60
+PATIENCE_S = 600
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FACTORY = """
 import torch

@@ -84,7 +84,7 @@ def test_a_tracker_may_ask_and_steer_its_fleet_while_a_user_does():
     made._records._trackers.append(Steering())
 
     def user():
-        has_begun.wait(60)
+        has_begun.wait(600)
         made.pause("a")
         made.resume("a")
         made.stop("d")

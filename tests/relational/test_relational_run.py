@@ -95,7 +95,7 @@ def test_a_forked_process_computes_the_same():
     queue = context.Queue()
     child = context.Process(target=_in_child, args=(big, given, queue))
     child.start()
-    found = queue.get(timeout=60)
+    found = queue.get(timeout=600)
     child.join()
     assert found == pytest.approx(expected, rel=1e-12)
 
@@ -218,7 +218,7 @@ def test_a_child_that_is_forked_while_indexes_are_built_does_not_wait(graph, arg
     child = context.Process(target=_in_child, args=(graph, given, queue))
     child.start()
     try:
-        found = queue.get(timeout=60)
+        found = queue.get(timeout=600)
     finally:
         done.set()
         holder.join()

@@ -27,7 +27,7 @@ def test_who_waits_for_the_generators_lets_others_trace():
     holds.wait()
     threads[1].start()
     for one in threads:
-        one.join(30)
+        one.join(600)
     assert is_traced.is_set()
     assert not any(one.is_alive() for one in threads)
 
@@ -42,7 +42,7 @@ def test_a_thread_may_hold_them_twice():
             done.set()
 
     threading.Thread(target=other).start()
-    assert done.wait(30)
+    assert done.wait(600)
 
 
 def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have():

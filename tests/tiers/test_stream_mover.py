@@ -323,14 +323,14 @@ class HeldBack:
 
     def __call__(self):
         self.begun.set()
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(600)
 
 
 def kept_with_its_write_under_way(waterfall, device, write):
     """A storage that was wanted again before its copy out ended; its bytes are still on their way to disk."""
     handle = waterfall.park(device.produce(1))
     assert handle.prefetch()
-    assert write.begun.wait(60)
+    assert write.begun.wait(600)
     while handle.state is HandleState.LEAVING:
         waterfall.reap()
     assert handle.state is HandleState.KEPT

@@ -355,7 +355,7 @@ def test_forked_processes_read_whatever_threads_were_doing(table):
     process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(table,))
     with table._readers, table._counts._lock:
         process.start()
-    process.join(60)
+    process.join(600)
     code = process.exitcode
     process.kill()
     assert code == 0
