@@ -17,7 +17,6 @@ from penstock.probe import ledger, peak_bytes
 from penstock.tiers import Budget, EventLog, HandleState, ViewLayout, ssd_life_s, waterfall_for, write_trace
 from penstock.tiers._memory_mover import _WRITE_THREADS
 
-
 MIB = 2**20
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool,
