@@ -386,15 +386,31 @@ class Elsewhere:
 
         wait_until(is_so)
 
+    def end(self):
+        """Whatever a test left running would compute beside those after it."""
+        for name in self.rows():
+            penstock("stop", self.run_dir, name)
+        self.thread.join(PATIENCE_S)
 
-def test_commands_reach_a_fleet_that_runs(written, tmp_path):
-    text = GRID.replace("1e-1]", "1e-1], steps: [1000000]").replace("64MiB}", "64MiB, checkpoint_every: 20}")
+
+@pytest.fixture
+def elsewhere():
+    made = []
+    yield lambda *arguments: made.append(Elsewhere(*arguments)) or made[-1]
+    for fleet in made:
+        fleet.end()
+
+
+def test_commands_reach_a_fleet_that_runs(written, tmp_path, elsewhere):
+    text = GRID.replace("1e-1]", "1e-1], steps: [1000000]")
+    # by measured times, the longest first, a job that was fast when it was measured might not begin for minutes
+    text = text.replace("64MiB}", "64MiB, checkpoint_every: 20, scheduler: random}")
     text = text.replace("make_job", "make_named")
     with (tmp_path / "jobs.py").open("a") as factory:
         factory.write("\ndef make_named(lr, steps): return make_job(lr, 4, steps, f'line lr={lr}')\n")
     file = read_sweep(written(text))
     run_dir = tmp_path / "run"
-    fleet = Elsewhere(file, file.sweep.fleet.overridden(run_dir=str(run_dir)))
+    fleet = elsewhere(file, file.sweep.fleet.overridden(run_dir=str(run_dir)))
     fleet.wait_for("line lr=0.01", "running", 21)
 
     told = json.loads(works("pause", run_dir, "line lr=0.01", "--json").stdout)
