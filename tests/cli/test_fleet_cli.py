@@ -388,16 +388,22 @@ class Elsewhere:
 
     def end(self):
         """Whatever a test left running would compute beside those after it."""
-        for name in self.rows():
-            penstock("stop", self.run_dir, name)
-        self.thread.join(PATIENCE_S)
+        if self.thread.is_alive():
+            for name in self.rows():
+                penstock("stop", self.run_dir, name)
+            self.thread.join(PATIENCE_S)
 
 
 @pytest.fixture
 def elsewhere():
-    made = []
-    yield lambda *arguments: made.append(Elsewhere(*arguments)) or made[-1]
-    for fleet in made:
+    fleets = []
+
+    def start(*arguments):
+        fleets.append(Elsewhere(*arguments))
+        return fleets[-1]
+
+    yield start
+    for fleet in fleets:
         fleet.end()
 
 

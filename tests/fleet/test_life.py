@@ -254,7 +254,7 @@ def test_pause_resume_stop_and_clone_while_the_fleet_runs(tmp_path):
 
     def user():
         def ask(*given, **arguments):
-            answers.append(state.answer_to(state.ask(*given, arguments), 60))
+            answers.append(state.answer_to(state.ask(*given, arguments), 600))
 
         def until(condition):
             deadline = time.monotonic() + 600
