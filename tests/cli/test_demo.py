@@ -12,7 +12,7 @@ from penstock.cli._progress import Steps
 
 def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
-    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, num_layers=6, batch=4)
+    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, num_layers=6, batch=6)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [Path(one).name for one in answer.data["files"]] == [
         "summary.json",
