@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.soak_case import Case
 
 ROOMS = (
-    "offload", "remat", "fleet", "unified", "relational", "tiers", "probe", "advisor", "report", "testing",
-    "integrations",
+    "offload", "remat", "fleet", "unified", "relational", "tiers", "probe", "devices", "advisor", "report",
+    "testing", "integrations",
 )  # fmt: skip
 Arguments = dict[str, Any]
 

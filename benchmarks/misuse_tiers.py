@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
 from benchmarks.soak_case import Case
-from penstock import probe, tiers
+from penstock import devices, probe, tiers
 
 
 def _parks(waterfall: Any, _: Arguments) -> None:
@@ -232,7 +232,6 @@ USES |= {
     "tiers.check_version": Use(
         call=tiers.check_version, good=lambda _: {"tensor": torch.ones(3), "version": 0},
     ),
-    "tiers.pin": Use(call=tiers.pin, good=lambda _: {"storage_bytes": torch.ones(3), "flags": 3}),
 }  # fmt: skip
 RECORDS |= {
     "tiers.PlaceUse": lambda: tiers.Budget(device=1).uses()[0],
@@ -250,11 +249,37 @@ UNCALLED |= {
     "tiers.Size": "a type",
     "tiers.DiskSpec": "a type",
     "tiers.Generators": "what a user's own class is like",
-    "tiers.Streams": "what a user's own class is like",
     "tiers.Tier": "abstract; DiskTier and HostTier stand for it",
-    "tiers.CudaStreams": "needs a CUDA device",
-    "tiers.unpin": "needs a CUDA device",
     "tiers.gate": "the one Gate of the process; tiers.Gate stands for it",
+}
+
+
+# devices
+
+USES |= {
+    "devices.backend_of": Use(
+        call=devices.backend_of, good=lambda _: {"device": "cpu"},
+        check=lambda backend, _: require(backend.streams is None, "main memory"),
+    ),
+    "devices.has_backend": Use(
+        call=devices.has_backend, good=lambda _: {"device": torch.device("cpu")},
+        check=lambda has_one, _: require(has_one, "yes"),
+    ),
+    "devices.is_accelerator": Use(call=devices.is_accelerator, good=lambda _: {"device": torch.device("cpu")}),
+    "devices.random_forked": Use(
+        call=devices.random_forked, good=lambda _: {"devices": [torch.device("cpu")]}, check=_entered
+    ),
+    "devices.pin": Use(call=devices.pin, good=lambda _: {"memory": torch.ones(3)}),
+    "devices.accelerator_type": Use(call=devices.accelerator_type, good=lambda _: {}),
+    "devices.accelerators": Use(call=devices.accelerators, good=lambda _: {}),
+    "devices.kinds": Use(call=devices.kinds, good=lambda _: {}, check=lambda found, _: require("cpu" in found, "cpu")),
+    "devices.used_device": Use(call=devices.used_device, good=lambda _: {}),
+}  # fmt: skip
+UNCALLED |= {
+    "devices.Allocator": "what a fake is like",
+    "devices.Backend": "abstract; devices.backend_of makes them",
+    "devices.Streams": "what a fake is like",
+    "devices.unpin": "needs a CUDA device",
 }
 
 

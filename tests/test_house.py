@@ -15,7 +15,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 LAYERS = {
     "_version": 0, "errors": 0, "units": 0, "arguments": 0,
-    "directio": 1, "files": 1, "native": 1,
+    "devices": 1, "directio": 1, "files": 1, "native": 1,
     "probe": 2,
     "tiers": 3,
     "offload": 4, "remat": 4, "fleet": 4, "unified": 4, "relational": 4,
@@ -112,6 +112,50 @@ def private_names(file):
 def test_private_names_of_pytorch_are_in_few_files():
     touching = {str(file.relative_to(SOURCE)) for file in FILES if any(private_names(file))}
     assert touching == set(PRIVATE)
+
+
+NAMES_CUDA = {
+    "cli/_bench_step.py": "sizes of the models that it measures, by what --device says",
+    "cli/_choices.py": "what --device may be",
+    "directio.py": "GPUDirect Storage",
+    "fleet/_random.py": "the name of a state in checkpoints",
+    "probe/_gds.py": "GPUDirect Storage",
+    "probe/_rounds.py": "a version that PyTorch was built for",
+    "relational/_graph.py": "kernels: what a graph of CUDA's may not wait for",
+    "relational/_run.py": "kernels",
+    "relational/_steps.py": "kernels",
+    "relational/_triton.py": "kernels",
+    "remat/_dynamo.py": "what Dynamo's tracing is told of captures",
+    "unified/_advice.py": "what CUDA's driver is told of memory",
+    "unified/_draw.py": "kernels",
+    "unified/_functions.py": "names of attributes and methods of tensors",
+    "unified/_gather.py": "kernels",
+    "unified/_loader.py": "kernels",
+    "unified/_memory.py": "memory that kernels read in place",
+    "unified/_tensor.py": "kernels",
+    "unified/_tiered.py": "kernels",
+}
+"""Files outside of `devices` that say CUDA, each with the reason."""
+
+
+def says_cuda(file):
+    """Whether code does; docstrings and texts with more than the name may."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            is_module = (
+                node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id in ("torch", "version")
+            )
+            is_version = node.attr == "cuda" and ast.unparse(node.value) == "torch.version"
+            if node.attr == "is_cuda" or is_module or is_version:
+                return True
+        elif isinstance(node, ast.Constant) and node.value in ("cuda", "is_cuda"):
+            return True
+    return False
+
+
+def test_which_kind_a_device_is_only_backends_ask():
+    saying = {str(file.relative_to(SOURCE)) for file in FILES if file.parent.name != "devices" and says_cuda(file)}
+    assert saying == set(NAMES_CUDA)
 
 
 def public_names(module):

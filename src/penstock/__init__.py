@@ -9,6 +9,7 @@ It moves bytes between the device, host memory and the SSD behind the computatio
 - `penstock.relational`: relational graph layers, compiled.
 - `penstock.advisor`: which of them fits a model and a budget best; `penstock.advise` asks it.
 - `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
+- `penstock.devices`: what differs between kinds of devices.
 - `penstock.probe`: what this machine can do, and the true peak of a step.
 - `penstock.integrations`: Hugging Face, Accelerate, Lightning, PyG, Optuna, TensorBoard, MLflow and Ray.
 - `penstock.report`: pictures of what happened.
@@ -25,6 +26,7 @@ from penstock._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from penstock import advisor as advisor
+    from penstock import devices as devices
     from penstock import errors as errors
     from penstock import fleet as fleet
     from penstock import integrations as integrations
@@ -40,8 +42,8 @@ if TYPE_CHECKING:
     from penstock.advisor import advise as advise
 
 _ROOMS = (
-    "advisor", "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report", "testing",
-    "tiers", "unified", "units",
+    "advisor", "devices", "errors", "fleet", "integrations", "offload", "probe", "relational", "remat", "report",
+    "testing", "tiers", "unified", "units",
 )  # fmt: skip
 
 

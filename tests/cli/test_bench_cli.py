@@ -113,7 +113,7 @@ def test_step_on_a_gpu(tmp_path):
 
 
 def test_a_missing_gpu_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("penstock.cli._bench_step.kinds", lambda: ("cpu",))
     result = bench("--device", "cuda", "--disk", tmp_path)
     assert result.exit_code == 1
-    assert "torch.cuda.is_available() is False; --device cpu" in result.stderr
+    assert "PyTorch finds no cuda device here; --device cpu" in result.stderr

@@ -48,6 +48,7 @@ def device(monkeypatch, tmp_path):
     module.write_text("2")
     create = {name: getattr(torch, name) for name in ("randint", "empty")}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_bandwidth, "accelerators", lambda: [torch.device("cuda", 0)])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", Nothing)
     monkeypatch.setattr(torch.cuda.gds, "GdsFile", FakeGdsFile)

@@ -5,23 +5,23 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from penstock.probe import LaneBandwidth, _bandwidth, _machine, in_rounds, machine, provenance
+from penstock.probe import LaneBandwidth, _bandwidth, _machine, _rounds, in_rounds, machine, provenance
 
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
     lane = LaneBandwidth(lane="device->disk", bandwidth_bytes_per_s=1e9, is_direct=True, measured_s=0.0)
     monkeypatch.setattr(_machine, "bandwidths", lambda directory, refresh, progress=None: (lane,) * (1 + refresh))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(_machine, "accelerators", list)
+    monkeypatch.setattr(_machine, "accelerator_type", lambda: None)
     return lambda **settings: machine(tmp_path, **settings)
 
 
 def test_on_a_processor_main_memory_is_the_device(report, tmp_path):
     device, disk = report().places
     assert (device.name, disk.name) == ("device", "disk")
-    assert "no CUDA device" in device.description
+    assert "no accelerator" in device.description
     assert disk.description == str(tmp_path.resolve())
     assert disk.capacity_bytes == shutil.disk_usage(tmp_path).total
     for place in (device, disk):
@@ -35,8 +35,8 @@ def test_bandwidths_are_passed_on(report, refresh):
 
 def test_features_say_why(report):
     features = {feature.name: feature for feature in report().features}
-    assert set(features) == {"direct I/O", "CUDA", "GPUDirect Storage", "triton", "C compiler"}
-    assert not features["CUDA"].is_supported
+    assert set(features) == {"direct I/O", "accelerator", "GPUDirect Storage", "triton", "C compiler"}
+    assert not features["accelerator"].is_supported
     assert features["GPUDirect Storage"].reason == "needs a CUDA device"
     assert all(feature.reason for feature in features.values())
 
@@ -100,7 +100,9 @@ def test_short_ways_are_run_again_in_their_turn(monkeypatch):
 
 
 def test_results_name_what_was_measured(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(_rounds, "kinds", lambda: ("cpu", "cuda"))
+    of_cpu = _rounds.backend_of("cpu")
+    gpu = SimpleNamespace(name="a GPU")
+    monkeypatch.setattr(_rounds, "backend_of", lambda device: of_cpu if device == "cpu" else gpu)
     assert provenance("cuda:0")["device"] == provenance()["device"] == "a GPU"
     assert provenance("cpu")["device"] != "a GPU"

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import random_forked
+
 Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
 Loss = Callable[[Any, Batch], torch.Tensor]
 """From the model and a batch to a scalar: ``lambda model, batch: model(**batch).loss``."""
@@ -94,12 +96,11 @@ class Task:
         gradients = [(one, one.grad) for one in self.model.parameters()]
         buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
         modes = [(one, one.training) for one in self.model.modules()]
-        devices = [self.device] if self.device.type == "cuda" else []
         self.drop_gradients()
         if self.evaluates:
             self.model.train()
         try:
-            with torch.random.fork_rng(devices):
+            with random_forked([self.device]):
                 yield
         finally:
             for one, gradient in gradients:

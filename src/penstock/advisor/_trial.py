@@ -5,13 +5,11 @@ import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
-
-import torch
 
 from penstock.advisor._task import Task
 from penstock.advisor._ways import Limits, Running, Way, quiet
+from penstock.devices import backend_of
 from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
 
@@ -76,13 +74,11 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
 
 def plain_can_run(task: Task, peak: int) -> bool:
     """Whether there is memory for a plain step at all, whatever the budget."""
-    if task.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(task.device)
-        return peak < 0.95 * (free + torch.cuda.memory_reserved(task.device))
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return peak - _held_bytes(task) < 0.9 * int(line.split()[1]) * 1024
-    return True
+    backend = backend_of(task.device)
+    free_bytes, _ = backend.memory_bytes()
+    if backend.allocator is None:
+        return peak - _held_bytes(task) < 0.9 * free_bytes
+    return peak < 0.95 * (free_bytes + backend.allocator.reserved_bytes())
 
 
 def first_line(error: BaseException) -> str:

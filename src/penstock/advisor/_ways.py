@@ -82,7 +82,7 @@ def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[
     ways = [_plain(task)]
     if blocks:
         ways.append(_checkpoint(task, blocks))
-    has_tiers = bool(budget.disk_bytes) or (budget.host_bytes is not None and task.device.type == "cuda")
+    has_tiers = bool(budget.disk_bytes) or (budget.host_bytes is not None and task.device.type != "cpu")
     if has_tiers:
         ways.append(_offload(task, limits, []))
         if blocks:

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -19,6 +18,7 @@ from penstock import probe, remat
 from penstock.cli._fault import Misuse
 from penstock.cli._progress import Steps
 from penstock.cli._trainer import METHODS, NUM_HEADS, Batch, Size, Trainer
+from penstock.devices import kinds
 from penstock.errors import PenstockError
 from penstock.units import format_bytes
 
@@ -34,8 +34,8 @@ _SIZES = {
 
 def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], steps: Steps) -> dict[str, Any]:
     """Machine, configuration and rows, as the benchmarks of the source tree write them."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise PenstockError("torch.cuda.is_available() is False; --device cpu measures main memory and the disk")
+    if device not in kinds():
+        raise PenstockError(f"PyTorch finds no {device} device here; --device cpu measures main memory and the disk")
     rounds = given.get("rounds", 4 if quick else 9)
     size = Size(**{**asdict(_SIZES[device, quick]), **{key: one for key, one in given.items() if key != "rounds"}})
     if size.width % NUM_HEADS:

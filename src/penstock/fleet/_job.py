@@ -172,10 +172,8 @@ class Device:
             kind = torch.device(self.name).type
         except RuntimeError as error:
             raise ValueError(
-                f"`devices` must name 'cpu' or CUDA devices, got {self.name!r}: fleet.Device(name='cuda:0')"
+                f"`devices` must name 'cpu' or accelerators, got {self.name!r}: fleet.Device(name='cuda:0')"
             ) from error
-        if kind not in ("cpu", "cuda"):
-            raise ValueError(f"a fleet runs on 'cpu' and 'cuda' devices, not on {self.name!r}")
         if self.threads is not None and (kind != "cpu" or self.threads < 1):
             raise ValueError(f"device {self.name!r}: threads belongs to CPU devices and is at least 1")
         if self.budget is not None:

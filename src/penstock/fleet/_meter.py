@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from penstock.devices import backend_of
 from penstock.fleet._accesses import Made
 from penstock.fleet._memory import DeviceMemory
 from penstock.probe import record_memory
@@ -22,7 +21,8 @@ class Meter:
 
     def __init__(self, memory: DeviceMemory):
         self._memory = memory
-        self._is_cuda = memory.device.type == "cuda"
+        self._backend = backend_of(memory.device)
+        self._allocator = self._backend.allocator
         self.peaks: dict[int, int] = {}
         """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
         self.totals: dict[int, int] = {}
@@ -37,12 +37,12 @@ class Meter:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Around all units."""
-        if self._is_cuda:
+        if self._allocator is not None:
             items_bytes = self._memory.held_bytes()  # first: it drops what has left
-            self._others_bytes = torch.cuda.memory_allocated(self._memory.device) - items_bytes
+            self._others_bytes = self._allocator.allocated_bytes() - items_bytes
         with record_memory(self._memory.device, this_thread_only=True) as recording:
             yield
-        if not self._is_cuda:
+        if self._allocator is None:
             self._read(recording.blocks)
 
     def note(self, result: Any) -> None:  # any: an operator's
@@ -53,10 +53,12 @@ class Meter:
     def go_on(self, index: int) -> None:
         """Unit ``index`` computes from now on."""
         items_bytes = self._memory.held_bytes()  # first: what leaves meanwhile is better counted twice than never
-        alive_bytes = self._others_bytes if self._is_cuda else self._made.alive_bytes(self._memory.storages_here())
-        if self._is_cuda:
-            torch.cuda.synchronize(self._memory.device)
-            torch.cuda.reset_peak_memory_stats(self._memory.device)
+        if self._allocator is None:
+            alive_bytes = self._made.alive_bytes(self._memory.storages_here())
+        else:
+            alive_bytes = self._others_bytes
+            self._backend.finish()
+            self._allocator.reset_peaks()
         self._open = (time.time_ns(), index, alive_bytes, items_bytes)
 
     def pause(self) -> None:
@@ -64,9 +66,9 @@ class Meter:
         if self._open is None:
             return
         (start_ns, index, alive_bytes, items_bytes), self._open = self._open, None
-        if self._is_cuda:
-            torch.cuda.synchronize(self._memory.device)
-            peak_bytes = torch.cuda.max_memory_allocated(self._memory.device) - items_bytes - alive_bytes
+        if self._allocator is not None:
+            self._backend.finish()
+            peak_bytes = self._allocator.peak_bytes() - items_bytes - alive_bytes
             self._note(index, peak_bytes, items_bytes)
         else:
             self._spans.append((start_ns, time.time_ns(), index, alive_bytes, items_bytes))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
 from penstock.fleet._groups import Group
@@ -433,7 +434,6 @@ def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int
     with _out_of_memory_said(device), gate.computing(), record_memory(device, this_thread_only=True) as recording:
         start_s = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        backend_of(device).finish()
         taken_s = time.perf_counter() - start_s
     return taken_s, recording.report.activation_bytes

@@ -5,7 +5,7 @@ A job draws from one stream, as a training script of its own would: model, data 
 - ``swapped_in`` puts the job's state in place of the process's for as long as a factory or a data iterator runs:
   PyTorch's CPU generator, ``random`` and numpy's. One job at a time, whatever it calls, ``torch.manual_seed`` included.
 - ``drawing`` is for units, which run side by side: a dispatch mode swaps the state for single operators, those that
-  PyTorch tags as drawing. A CUDA device's generator is swapped for the whole unit, since its thread has it alone.
+  PyTorch tags as drawing. An accelerator's generator is swapped for the whole unit, since its thread has it alone.
 """
 
 import base64
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.devices import backend_of
 from penstock.tiers import drawing_from, generators_held
 
 
@@ -29,7 +30,7 @@ class Randomness:
         self.cpu = generator.get_state()
         self.seed = seed
         self.cuda: torch.Tensor | None = None
-        """State on CUDA devices; ``None`` before the first unit there."""
+        """State on an accelerator; ``None`` before the first unit there."""
         self.python: Any = random.Random(seed).getstate()  # noqa: S311  # any: what `random` says; not a secret
         self.numpy: Any = np.random.RandomState(seed % 2**32).get_state()  # any: what numpy says
         self.num_draws = 0
@@ -67,7 +68,7 @@ class Randomness:
         if not is_random:
             yield
             return
-        if device.type != "cuda":
+        if device.type == "cpu":
             with drawing_from(self), _Swapping(self):
                 yield
             return
@@ -82,30 +83,31 @@ class Randomness:
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
-        """The generator of a CUDA device, which this thread has alone, is the job's inside."""
-        if device.type != "cuda":
+        """The generator of an accelerator, which this thread has alone, is the job's inside."""
+        if device.type == "cpu":
             yield
             return
-        before = torch.cuda.get_rng_state(device)
+        backend = backend_of(device)
+        before = backend.random_state()
         if self.cuda is None:
             self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
-        torch.cuda.set_rng_state(self.cuda, device)
+        backend.set_random_state(self.cuda)
         try:
             yield
         finally:
-            self.cuda = torch.cuda.get_rng_state(device)
-            torch.cuda.set_rng_state(before, device)
+            self.cuda = backend.random_state()
+            backend.set_random_state(before)
 
     def get(self, device: str) -> torch.Tensor:
         """Where the next operator draws from, as `tiers.Generators`."""
-        return self.cpu if device == "cpu" else torch.cuda.get_rng_state(device)
+        return self.cpu if device == "cpu" else backend_of(device).random_state()
 
     def put(self, state: torch.Tensor, device: str) -> None:
         """Lets the next operator draw from ``state``."""
         if device == "cpu":
             self.cpu = state
         else:
-            torch.cuda.set_rng_state(state, device)
+            backend_of(device).set_random_state(state)
 
     def mark(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where units draw from now, for ``replaying``."""

@@ -94,7 +94,7 @@ def run(
 class Fleet:
     """Devices that train jobs, more of which may come while it runs. ``with Fleet(...) as fleet: fleet.add(job)``.
 
-    ``devices``: names or `Device`s, by default all CUDA devices, else one CPU device. ``budget``: bytes of true peak
+    ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true peak
     per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
     default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints,
     metrics and state, on a local disk; by default a temporary one that goes with the results. ``jobs_dir``: folder of

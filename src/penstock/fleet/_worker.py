@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._meter import Meter
@@ -103,6 +104,7 @@ class Worker:
     ):
         self.index = index
         self.device = device
+        self.backend = backend_of(device)
         self.memory = DeviceMemory(device, waterfall, budget_bytes)
         self.num_threads = num_threads
         self.busy = Busy()
@@ -222,8 +224,7 @@ class Worker:
 
     def synchronize(self) -> None:
         """Waits for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        self.backend.finish_current()
 
     def note(
         self, mini: MiniBatch, index: int, start_s: float, waited_s: float, compute_s: float, again_s: float
@@ -250,10 +251,7 @@ class Worker:
     def _main(self) -> None:
         _this_thread.is_worker = True
         try:
-            if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)
-            else:
-                torch.set_num_threads(self.num_threads)
+            self.backend.use(num_threads=self.num_threads)
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
                 turn.run(self)

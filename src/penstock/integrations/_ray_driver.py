@@ -175,7 +175,7 @@ class Driver:
             return next((self._given[found[key]] for key in keys if found.get(key) in self._given), ())
         given: Devices = [f"cuda:{at}" for at in range(int(resources.get("GPU", 0)))] or ["cpu"]
         given = given if self._given is None else self._given
-        num_cuda = sum(kind(one) == "cuda" for one in given)
+        num_cuda = sum(kind(one) != "cpu" for one in given)
         fits = num_cuda <= resources.get("GPU", 0) and resources.get("CPU", 0) > 0
         return given if fits else ()
 
@@ -191,7 +191,7 @@ class Driver:
             .options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(id_, soft=False),
                 num_cpus=num_cpus(devices, found["Resources"]),
-                num_gpus=sum(kind(one) == "cuda" for one in devices),
+                num_gpus=sum(kind(one) != "cpu" for one in devices),
                 max_concurrency=8,
             )
             .remote()

@@ -86,7 +86,7 @@ def num_cpus(devices: Devices, resources: Mapping[str, float]) -> float:
     wanted = 0.0
     for one in devices:
         threads = one.threads if isinstance(one, Device) else None
-        wanted += 1 if kind(one) == "cuda" else threads or most
+        wanted += 1 if kind(one) != "cpu" else threads or most
     return min(most, wanted)
 
 

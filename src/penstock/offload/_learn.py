@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from penstock.devices import Allocator, StreamEvent, Streams, backend_of, has_backend
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
@@ -102,9 +103,9 @@ class Learner:
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
         self._is_reset = False
-        """CUDA: whether the allocator counts since the model was called."""
+        """Accelerator: whether the allocator counts since the model was called."""
         self._before_bytes = 0
-        """CUDA: the most that was on the device in this step before anything was saved."""
+        """Accelerator: the most that was on the device in this step before anything was saved."""
         self._num_entered = 0
         self._has_stopped = False
         """Whether a recording ended with the last cycle."""
@@ -113,13 +114,15 @@ class Learner:
         """The model is called. While plans are fitted, what it takes before it saves anything is measured too."""
         self.abort()
         is_fitted = self._lessons and not any(one.is_taught for one in self._lessons.values())
-        if self._settings.account.device_bytes is None or is_fitted or self._num_entered > _MAX_ENTERED:
+        is_elsewhere = not has_backend(device)  # what is saved there stays
+        if self._settings.account.device_bytes is None or is_fitted or is_elsewhere or self._num_entered > _MAX_ENTERED:
             return
         self._num_entered += 1
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        allocator = backend_of(device).allocator
+        if allocator is not None:
+            allocator.reset_peaks()
             self._is_reset = True
-        elif device.type == "cpu" and can_record(device) and not gate.others_compute:
+        elif can_record(device) and not gate.others_compute:
             self._record()
 
     def _record(self) -> None:
@@ -141,9 +144,10 @@ class Learner:
         recorded is not.
         """
         device, waterfall = next(iter(waterfalls.items()))
-        self._is_on_cpu = device.type == "cpu"
+        backend = backend_of(device)
+        self._is_on_cpu = backend.streams is None
         self._clock = None
-        self._before_bytes = torch.cuda.max_memory_allocated(device) if self._is_reset else 0
+        self._before_bytes = backend.allocator.peak_bytes() if backend.allocator is not None and self._is_reset else 0
         self._is_reset = False
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
@@ -160,9 +164,11 @@ class Learner:
             )
         )
         if lesson.is_open and not is_blind:
-            is_cuda = device.type == "cuda"
-            self._clock = _DeviceClock(device, is_fitting) if is_cuda else _HostClock(waterfall)
-        if is_fitting and device.type == "cpu" and not is_blind and not is_recording:
+            if backend.streams is None:
+                self._clock = _HostClock(waterfall)
+            else:
+                self._clock = _DeviceClock(backend.streams, backend.allocator if is_fitting else None)
+        if is_fitting and self._is_on_cpu and not is_blind and not is_recording:
             self._record()
         waterfall.device_changes = [] if is_fitting else None
         return Cycle(
@@ -348,8 +354,9 @@ class Learner:
 
     def _measured(self, device: torch.device) -> tuple[list[tuple[float, int]], int | None]:
         """The memory timeline of the cycle and its peak, where they were measured."""
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
+        allocator = backend_of(device).allocator
+        if allocator is not None:
+            peak = allocator.peak_bytes()
             return [], max([peak, *(held for _, held in self._clock.memory)] if self._clock else [peak])
         if self._meter is None or self._memory is None:
             return [], None
@@ -404,26 +411,25 @@ class _HostClock:
 class _DeviceClock:
     """Marks on the stream that computes, which the host runs ahead of; waits are taken out in proportion."""
 
-    def __init__(self, device: torch.device, wants_memory: bool):
+    def __init__(self, streams: Streams, allocator: Allocator | None):
         self.memory: list[tuple[float, int]] = []
-        self._device = device
-        self._wants_memory = wants_memory
-        self._events: list[torch.cuda.Event] = []
+        """The peak between two marks, by when the first of them was made; empty without ``allocator``."""
+        self._streams = streams
+        self._allocator = allocator
+        self._events: list[StreamEvent] = []
         self._clock_s: list[float] = []
 
     def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._events.append(event)
-        if self._wants_memory:
+        self._events.append(self._streams.record(self._streams.current()))
+        if self._allocator is not None:
             since_s = self._clock_s[-1] if self._clock_s else time.time()
-            self.memory.append((since_s, torch.cuda.max_memory_allocated(self._device)))
-            torch.cuda.reset_peak_memory_stats(self._device)
+            self.memory.append((since_s, self._allocator.peak_bytes()))
+            self._allocator.reset_peaks()
         self._clock_s.append(time.time())
 
     def times(self, stall_s: float) -> CycleTimes:
-        self._events[-1].synchronize()
-        elapsed_s = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        self._streams.synchronize(self._events[-1])
+        elapsed_s = [self._streams.elapsed_s(self._events[0], event) for event in self._events]
         computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
         computed_s = [second * computing for second in elapsed_s]
         return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
 from penstock.arguments import checked
+from penstock.devices import has_backend
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._learn import Learner, Settings
@@ -149,7 +150,7 @@ class Offloader:
         charges.enter(settings.footprint)
         self._give_back = weakref.finalize(self, charges.give_back)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        if device.type in ("cpu", "cuda"):
+        if has_backend(device):
             self._waterfall(device)  # so that unusable directories are found now
         self._scope = ModuleScope(model, weakref.WeakMethod(self._when_called))  # the last: it has hooks
 
@@ -403,7 +404,7 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and has_backend(tensor.device)
         and not tensor.is_quantized
         and not tensor.is_inference()
     )

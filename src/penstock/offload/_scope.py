@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.devices import has_backend
 from penstock.tiers import gate
 
 _CAST_SAMPLE = 64
@@ -188,7 +189,7 @@ def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     Empty for tensors without bytes of their own (fake, meta, sparse).
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        has_bytes = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda")
+        has_bytes = tensor.layout is torch.strided and has_backend(tensor.device)
         return [tensor] if has_bytes else []
     if not hasattr(tensor, "__tensor_flatten__"):
         return []

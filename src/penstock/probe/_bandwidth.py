@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from penstock.arguments import checked
+from penstock.devices import accelerators, backend_of
 from penstock.directio import DeviceFile, SpillFile
 from penstock.files import read_json
 from penstock.probe._gds import gpu_direct_storage
@@ -52,9 +53,9 @@ def bandwidths(
 
     ``directory`` is where the disk tier would spill; 256 MiB of free space are needed there for a moment. Results are
     kept per machine, device and file system for a week; ``refresh`` measures anew. On a CPU-only machine the lanes are
-    ``device->disk`` and ``disk->device``; with CUDA ``host->disk``, ``disk->host``, ``device->host``, ``host->device``,
-    and the two between device and disk where GPUDirect Storage works. ``progress`` is told after each transfer how many
-    are done, and of how many.
+    ``device->disk`` and ``disk->device``; with an accelerator ``host->disk``, ``disk->host``, ``device->host`` and
+    ``host->device``, and the two between device and disk where GPUDirect Storage works. ``progress`` is told after each
+    transfer how many are done, and of how many.
     Raises what opening a file in ``directory`` raises.
     """
     key = _key(Path(directory))
@@ -67,14 +68,14 @@ def bandwidths(
         and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
     ):
         return tuple(LaneBandwidth(**lane) for lane in known)
-    has_cuda, has_direct = torch.cuda.is_available(), gpu_direct_storage(directory).is_supported
-    num_transfers, count = 2 * (1 + _ROUNDS) * (1 + has_cuda + has_direct), itertools.count(1)
+    has_accelerator, has_direct = bool(accelerators()), gpu_direct_storage(directory).is_supported
+    num_transfers, count = 2 * (1 + _ROUNDS) * (1 + has_accelerator + has_direct), itertools.count(1)
 
     def tick() -> None:
         if progress is not None:
             progress(next(count), num_transfers)
 
-    lanes = _disk_lanes(directory, tick) + (_cuda_lanes(tick) if has_cuda else ())
+    lanes = _disk_lanes(directory, tick) + (_accelerator_lanes(tick) if has_accelerator else ())
     if has_direct:
         lanes += _direct_lanes(directory, tick)
     cache[key] = [asdict(lane) for lane in lanes]
@@ -83,12 +84,12 @@ def bandwidths(
 
 
 def _lanes_of_disk() -> set[str]:
-    near = "host" if torch.cuda.is_available() else "device"
+    near = "host" if accelerators() else "device"
     return {f"{near}->disk", f"disk->{near}"}
 
 
 def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
-    near = "host" if torch.cuda.is_available() else "device"
+    near = "host" if accelerators() else "device"
     spill = SpillFile(directory)
     try:
         spill.grow(_SAMPLE_BYTES)
@@ -105,13 +106,14 @@ def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> 
     )
 
 
-def _cuda_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
-    device = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda")
+def _accelerator_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
+    backend = backend_of(accelerators()[0])
+    device = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=backend.device)
     host = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def copy(destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
+        backend.finish()
 
     return (
         _lane("device->host", _SAMPLE_BYTES / _timed(lambda: copy(host, device), tick), True),
@@ -120,7 +122,7 @@ def _cuda_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
 
 
 def _direct_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
-    memory = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device="cuda").untyped_storage()
+    memory = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=accelerators()[0]).untyped_storage()
     with contextlib.ExitStack() as stack:
         spill = SpillFile(directory)
         stack.callback(spill.close)
@@ -180,7 +182,7 @@ def _lane(lane: str, bandwidth_bytes_per_s: float, is_direct: bool) -> LaneBandw
 
 
 def _key(directory: Path) -> str:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    device = backend_of(accelerators()[0]).name if accelerators() else "cpu"
     file_system = directory.stat().st_dev if directory.exists() else directory
     return f"{platform.node()}/{device}/{file_system}"
 

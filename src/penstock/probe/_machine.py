@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from penstock.arguments import checked
+from penstock.devices import Backend, accelerator_type, accelerators, backend_of
 from penstock.directio import SpillFile, memory_file_system
 from penstock.native import describe_compiler, find_compiler
 from penstock.probe._bandwidth import LaneBandwidth, bandwidths
@@ -57,18 +56,14 @@ def machine(
 
 
 def _devices() -> tuple[Place, ...]:
-    if not torch.cuda.is_available():
-        capacity_bytes, free_bytes = _main_memory_bytes()
-        description = f"main memory, {os.cpu_count()} cores (no CUDA device)"
-        return (Place(name="device", description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes),)
-    places = []
-    for index in range(torch.cuda.device_count()):
-        free_bytes, capacity_bytes = torch.cuda.mem_get_info(index)
-        description = f"cuda:{index} {torch.cuda.get_device_name(index)}"
-        places.append(
-            Place(name="device", description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes)
-        )
-    return tuple(places)
+    found = [(backend_of(device), f"{device} {backend_of(device).name}") for device in accelerators()]
+    found = found or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
+    return tuple(_place("device", description, backend) for backend, description in found)
+
+
+def _place(name: str, description: str, backend: Backend) -> Place:
+    free_bytes, capacity_bytes = backend.memory_bytes()
+    return Place(name=name, description=description, capacity_bytes=capacity_bytes, free_bytes=free_bytes)
 
 
 def _tiers(directory: Path) -> tuple[Place, ...]:
@@ -76,25 +71,17 @@ def _tiers(directory: Path) -> tuple[Place, ...]:
     kind, shown = memory_file_system(directory), str(directory.resolve())
     description = f"{shown}: memory ({kind}), not a disk" if kind else shown
     places = [Place(name="disk", description=description, capacity_bytes=disk.total, free_bytes=disk.free)]
-    if torch.cuda.is_available():
-        capacity_bytes, free_bytes = _main_memory_bytes()
-        places.insert(
-            0, Place(name="host", description="main memory", capacity_bytes=capacity_bytes, free_bytes=free_bytes)
-        )
+    if accelerators():
+        places.insert(0, _place("host", "main memory", backend_of("cpu")))
     return tuple(places)
 
 
-def _main_memory_bytes() -> tuple[int, int]:
-    """All main memory, and what is available without swapping."""
-    rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return tuple(int(rows[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))  # type: ignore[return-value]
-
-
 def _features(directory: str | os.PathLike[str]) -> tuple[Feature, ...]:
-    cuda = torch.cuda.is_available()
+    kind = accelerator_type()
+    reason = "PyTorch finds none" if kind is None else kind
     return (
         _direct_io(directory),
-        Feature(name="CUDA", is_supported=cuda, reason="found" if cuda else "torch.cuda.is_available() is False"),
+        Feature(name="accelerator", is_supported=kind is not None, reason=reason),
         gpu_direct_storage(directory),
         _module("triton", "device reads host memory in place (unified), relational kernels"),
         _compiler(),

@@ -1,8 +1,9 @@
-"""The true peak of a step in bytes, on CUDA and on CPU.
+"""The true peak of a step in bytes, on an accelerator and on a CPU.
 
-On CUDA the allocator counts. On CPU PyTorch has no counter; the peak is the bytes of tensors alive at the start, plus
-the running sum of what the computing thread allocates and frees as the profiler reports it, plus the ledger of memory
-that the profiler cannot see (`_ledger.py`). Both parts have time stamps of one clock and are merged in their order.
+On an accelerator the allocator counts. On CPU PyTorch has no counter; the peak is the bytes of tensors alive at the
+start, plus the running sum of what the computing thread allocates and frees as the profiler reports it, plus the ledger
+of memory that the profiler cannot see (`_ledger.py`). Both parts have time stamps of one clock and are merged in their
+order.
 
 Known gaps. The profiler does not report the freeing of memory that was allocated before it started: such bytes count
 as held to the end, and ``released_bytes`` says how many they are (zero gradients in place, rather than dropping them,
@@ -25,6 +26,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import checked
+from penstock.devices import Allocator, Backend, backend_of, used_device
 from penstock.probe._ledger import ledger
 
 _SILENT = "6"
@@ -44,13 +46,13 @@ class PeakReport:
     activation_bytes: int
     """``peak_bytes - start_bytes``: the activation peak, if gradients were already allocated at the start."""
     released_bytes: int
-    """Part of ``start_bytes`` that the call released; on CPU the peak still counts it as held. 0 on CUDA."""
+    """Part of ``start_bytes`` that the call released; on CPU the peak still counts it as held. 0 on an accelerator."""
     rss_bytes: int
     """The most main memory the process had resident during the call, libraries and interpreter included."""
     reserved_bytes: int
-    """CUDA: the most the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
+    """Accelerator: the most the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
     timeline: tuple[tuple[float, int], ...]
-    """``(seconds of time.time(), bytes held)`` after each change. Empty on CUDA."""
+    """``(seconds of time.time(), bytes held)`` after each change. Empty on an accelerator."""
     result: Any  # whatever the function returned
     """What the call returned."""
 
@@ -67,7 +69,7 @@ class MemoryRecording:
 def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None = None) -> PeakReport:
     """Calls ``function()`` once and reports the peak of memory on ``device``.
 
-    ``device`` is ``"cpu"`` or a CUDA device; by default the current CUDA device if this process has used one, else
+    ``device`` is ``"cpu"`` or an accelerator; by default the current accelerator if this process has used one, else
     the CPU. Raises ``RuntimeError`` on CPU while a profiler is running, and whatever the function raises.
 
     >>> import torch
@@ -95,10 +97,13 @@ def record_memory(
     start counts as held.
     """
     if device is None:
-        device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
-    device = torch.device(device)
-    recording = MemoryRecording()
-    with _record_cuda(device, recording) if device.type == "cuda" else _record_cpu(recording, this_thread_only):
+        device = used_device()
+    backend, recording = backend_of(device), MemoryRecording()
+    if backend.allocator is None:
+        measured = _record_cpu(recording, this_thread_only)
+    else:
+        measured = _record_counted(backend, backend.allocator, recording)
+    with measured:
         yield recording
 
 
@@ -156,21 +161,21 @@ def giving_way(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _record_cuda(device: torch.device, recording: MemoryRecording) -> Iterator[None]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    start = torch.cuda.memory_allocated(device)
+def _record_counted(backend: Backend, allocator: Allocator, recording: MemoryRecording) -> Iterator[None]:
+    backend.finish()
+    allocator.reset_peaks()
+    start = allocator.allocated_bytes()
     _reset_peak_rss()
     yield
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
+    backend.finish()
+    peak = allocator.peak_bytes()
     recording.report = PeakReport(
         peak_bytes=peak,
         start_bytes=start,
         activation_bytes=peak - start,
         released_bytes=0,
         rss_bytes=_peak_rss_bytes(),
-        reserved_bytes=torch.cuda.max_memory_reserved(device),
+        reserved_bytes=allocator.peak_reserved_bytes(),
         timeline=(),
         result=None,
     )

@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 
 from penstock._version import __version__
 from penstock.arguments import checked
+from penstock.devices import backend_of, kinds
 
 _NUM_RESAMPLES = 10_000
 _MOST_RUNS = 4
@@ -81,10 +81,10 @@ def provenance(device: str = "cuda") -> dict[str, Any]:  # any: text and numbers
 
     ``device`` has the name of the GPU unless it is asked for "cpu", or there is none.
     """
-    is_cuda = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    wanted = device if torch.device(device).type in kinds() else "cpu"
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name() if is_cuda else _processor(),
+        "device": backend_of(wanted).name,
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -96,12 +96,4 @@ def provenance(device: str = "cuda") -> dict[str, Any]:  # any: text and numbers
 
 
 def _synchronize(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
+    backend_of(device).finish()

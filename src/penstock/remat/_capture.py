@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from penstock.devices import backend_of, is_accelerator
 from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
 from penstock.remat._whole import is_opaque
@@ -71,7 +72,7 @@ class Captured:
     def device(self) -> torch.device:
         """Where it runs."""
         tensors = [tensor for node in self.primals for tensor in tensors_of(node)]
-        return max((one.device for one in tensors), key=lambda one: one.type == "cuda", default=torch.device("cpu"))
+        return max((one.device for one in tensors), key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def takes_any_layout(self) -> bool:
@@ -212,7 +213,7 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
     """
     if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1 or keeps_graph():  # type: ignore[attr-defined]
         return False
-    if leaf.is_cuda and torch.cuda.current_stream(leaf.device) != torch.cuda.default_stream(leaf.device):
+    if is_accelerator(leaf.device) and not backend_of(leaf.device).is_on_default_stream():
         return False
     try:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ def lane_rates(device: torch.device, account: tiers.Budget) -> tuple[float, floa
 
     Raises ``ValueError`` for directories that are main memory below a CPU.
     """
-    has_host = account.host_bytes is not None and device.type == "cuda"
+    has_host = account.host_bytes is not None and device.type != "cpu"
     if not account.disk_bytes and not has_host:
         return 0.0, 0.0
     if device.type == "cpu":

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.devices import kinds
 from penstock.errors import CaptureError, PenstockError, PenstockWarning
 from penstock.remat import _accumulate, _aot, _capture, _dynamo, _ticket
 from penstock.remat._as_eager import function_of
@@ -312,7 +313,7 @@ class Piece:
             for one in arguments
             if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter)
         )
-        for device in ("cpu", "cuda"):
+        for device in kinds():
             if torch.is_autocast_enabled(device) and any(one.type == device for one in variant.devices):
                 variant.shapes += f" under autocast to {str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
         if not self._variants:
@@ -464,15 +465,15 @@ _KERNELS = [getattr(torch.backends.cuda, f"{one}_sdp_enabled") for one in ("flas
 
 def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
     """Everything that a captured graph depends on."""
-    kinds: list[Any] = []
+    shown: list[Any] = []
     first: dict[int, int] = {}
     for at, one in enumerate(arguments):
         if at in numbers:
             number = one.item() if isinstance(one, torch.Tensor) else one
-            kinds.append((number, math.copysign(1, number)) if isinstance(number, float) else number)
+            shown.append((number, math.copysign(1, number)) if isinstance(number, float) else number)
         elif isinstance(one, torch.Tensor):
             strided = one.layout is torch.strided
-            kinds.append(
+            shown.append(
                 (
                     tuple(one.shape),
                     one.stride() if strided else one.layout,
@@ -486,12 +487,12 @@ def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
             if not isinstance(one, nn.Parameter) and strided:
                 key = storage_of(one)[0]
                 if first.setdefault(key, at) != at:
-                    kinds.append((first[key], arguments[first[key]].storage_offset(), one.storage_offset()))
+                    shown.append((first[key], arguments[first[key]].storage_offset(), one.storage_offset()))
         else:
-            kinds.append(type(one))
-    modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+            shown.append(type(one))
+    modes = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in kinds())
     kernels = [one() for one in _KERNELS]
-    return tuple(kinds), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled(), *kernels
+    return tuple(shown), torch.is_grad_enabled(), modes, torch.is_inference_mode_enabled(), *kernels
 
 
 def _is_float(kind: Any) -> bool:

@@ -10,7 +10,6 @@ run, unless operators of that kind had none so far.
 
 import functools
 import math
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from penstock.devices import backend_of, is_accelerator, random_forked
 from penstock.errors import InternalError
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
@@ -58,9 +58,8 @@ class Costs:
             for key, call in zip(keys, captured.calls, strict=True)
             if key is not None and key not in self._exact
         }
-        devices = [device for device in {device_of(call) for call in fresh.values()} if device.type == "cuda"]
         scaled = {key: made for key, call in fresh.items() if (made := self._scaled(call)) is not None}
-        with generators_held(), torch.random.fork_rng(devices), torch.no_grad():
+        with generators_held(), random_forked(device_of(call) for call in fresh.values()), torch.no_grad():
             runs = {
                 key: _Run(call, is_timed=key not in scaled)
                 for key, call in fresh.items()
@@ -113,18 +112,9 @@ class _Run:
 
 def _median_s(run: Callable[[], Any], device: torch.device) -> float:
     taken_s: list[float] = []
+    backend = backend_of(device if is_accelerator(device) else "cpu")
     while len(taken_s) < _MAX_RUNS and sum(taken_s) < _ENOUGH_S:
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            taken_s.append(start.elapsed_time(end) / 1e3)
-        else:
-            start_s = time.perf_counter()
-            run()
-            taken_s.append(time.perf_counter() - start_s)
+        taken_s.append(backend.seconds(run))
     return median(taken_s)
 
 
@@ -142,7 +132,7 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
     found: dict[Any, int] = dict.fromkeys(runs, 0)
     on_cpu: list[Any] = []
     for key, run in runs.items():
-        if run.device.type == "cuda":
+        if is_accelerator(run.device):
             taken_bytes = peak_bytes(run.made(), device=run.device).activation_bytes
             found[key] = max(0, taken_bytes - _made_bytes(run.call))
         else:

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from penstock import tiers
+from penstock.devices import is_accelerator
 from penstock.directio import BLOCK_BYTES
 from penstock.errors import BudgetError, GraphBreakWarning
 from penstock.remat import _aot, _capture, _dynamo, _swap
@@ -276,7 +277,7 @@ class Session:
     def device(self) -> torch.device:
         """Where the step runs."""
         known = [one for piece in self.pieces for one in piece.devices()]
-        return max(known, key=lambda one: one.type == "cuda", default=torch.device("cpu"))
+        return max(known, key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def wants_to_be_measured(self) -> bool:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from penstock import probe
+from penstock.devices import is_accelerator, random_forked
 from penstock.errors import CompilerDeclinedWarning
 from penstock.remat import _accumulate
 from penstock.remat._aot import Runner, boxed_function
@@ -37,7 +38,7 @@ class Trial:
         self._allowed_bytes = allowed_bytes
         """What a step may take beside what is there when it begins."""
         self._inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
-        self._device = max(map(device_of, backward.graph.nodes), key=lambda one: one.type == "cuda")
+        self._device = max(map(device_of, backward.graph.nodes), key=is_accelerator)
         once = [one for one in problem.operators if one.must_run_once and one.target != "tangent"]
         if once:
             self._decline(f"a trial would run {once[0].name} once more ({once[0].must_run_once})")
@@ -62,9 +63,8 @@ class Trial:
     def _measure(self, arguments: list[Any]) -> None:
         if not probe.can_record(self._device):
             return  # another profiler runs: the next step will be tried
-        devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with generators_held(), torch.random.fork_rng(devices), _accumulate.discarding():
+            with generators_held(), random_forked([self._device]), _accumulate.discarding():
                 self._step(arguments)  # what libraries take once, they take here
                 taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
         except Exception as error:  # as when compiling

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import kinds, random_forked
 from penstock.remat import _layers, _packed, _ticket
 
 _library = torch.library.Library("penstock", "DEF")
@@ -185,7 +186,7 @@ def _are_leaves(call: fx.Node) -> list[bool]:
 def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
     return {
         device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cpu", "cuda")
+        for device in kinds()
         if torch.is_autocast_enabled(device)
     }
 
@@ -388,8 +389,7 @@ def _fake_backward(
 
 def _shape_of(recipe: "Recipe", like: Sequence[torch.Tensor]) -> "_Shape":
     """What a run on examples shows."""
-    devices = sorted({one.device.index or 0 for one in like if one.device.type == "cuda"})
-    with torch.random.fork_rng(devices):
+    with random_forked(one.device for one in like):
         inputs = recipe.examples(like)
         *outputs, ticket = run_forward(recipe.number, inputs)
         graph: _Graph = _ticket.thing_of(ticket)
@@ -537,7 +537,7 @@ def _kind_of(node: fx.Node) -> _Kind | None:
     return _KINDS.get(node.target) if node.op == "call_function" else None
 
 
-for _key_name in ("CPU", "CUDA"):
+for _key_name in ("CPU", "CUDA", "XPU", "PrivateUse1"):
     for _name in ("whole", "whole_random"):
         _library.impl(_name, run_forward, _key_name)
     _library.impl("whole_backward", run_backward, _key_name)

@@ -25,7 +25,6 @@ tensor(999999)
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
 - `Gate`, `gate`: nobody computes while somebody traces a model.
 - `generator_state`, `set_generator_state`, `drawing_from`, `generators_held`, `Generators`: where a thread draws from.
-- `Streams`, `CudaStreams`: a device's queues, as copies need them; `pin`, `unpin`: host memory of exact size for CUDA.
 - `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
 """
 
@@ -54,12 +53,8 @@ from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._layout import ViewLayout as ViewLayout
 from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory
-from penstock.tiers._pin import pin as pin
-from penstock.tiers._pin import unpin as unpin
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s
-from penstock.tiers._streams import CudaStreams as CudaStreams
-from penstock.tiers._streams import Streams as Streams
 from penstock.tiers._tier import Extent as Extent
 from penstock.tiers._tier import Piece as Piece
 from penstock.tiers._tier import Tier as Tier

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.arguments import checked
+from penstock.devices import Streams, backend_of
 from penstock.directio import refuse_memory
 from penstock.probe import gpu_direct_storage
 from penstock.tiers._budget import Budget
@@ -14,7 +15,6 @@ from penstock.tiers._host import HostTier
 from penstock.tiers._malloc import give_back_freed_memory
 from penstock.tiers._memory_mover import MemoryMover
 from penstock.tiers._stream_mover import StreamMover
-from penstock.tiers._streams import CudaStreams, Streams
 from penstock.tiers._tier import Tier
 from penstock.tiers._waterfall import Waterfall
 from penstock.units import parse_bytes
@@ -32,26 +32,26 @@ def waterfall_for(
     verify: bool = False,
     events: EventLog | None = None,
 ) -> Waterfall:
-    """A waterfall below ``device``: host memory first (CUDA only, where the budget names some), then the disks.
+    """A waterfall below ``device``: host memory first (on accelerators, where the budget names some), then the disks.
 
     ``max_in_flight`` bounds the bytes on their way out, which are still on the device. ``verify`` compares a CRC-32 of
-    every request on its way back from disk. Where GPUDirect Storage works, a CUDA device and its disks exchange bytes
+    every request on its way back from disk. Where GPUDirect Storage works, a device and its disks exchange bytes
     without host memory between them. On a CPU, malloc is told to give large freed blocks back to the system
-    (``_malloc.py``). Raises ``ValueError`` for a budget with nothing below the device, or with main memory, and what
-    ``DiskTier`` raises for directories that cannot be used.
+    (``_malloc.py``). Raises ``ValueError`` for a device that is not here, for a budget with nothing below it or with
+    main memory, and what ``DiskTier`` raises for directories that cannot be used.
     """
-    device = torch.device(device)
-    if device.type == "cpu":
+    streams = backend_of(device).streams
+    if streams is None:
         refuse_memory(budget.disk_bytes)
     events = EventLog() if events is None else events
     max_in_flight_bytes = parse_bytes(max_in_flight)
     disk = [DiskTier(budget.disk_bytes, budget=budget)] if budget.disk_bytes else []
-    if device.type == "cuda":
+    if streams is not None:
         if all(gpu_direct_storage(directory).is_supported for directory in budget.disk_bytes):
             for one in disk:
                 one.open_to_device()
         return stream_waterfall(
-            CudaStreams(device),
+            streams,
             disk,
             budget,
             events,
@@ -59,8 +59,6 @@ def waterfall_for(
             verify=verify,
             pinned=True,
         )
-    if device.type != "cpu":
-        raise ValueError(f"tiers serve 'cpu' and 'cuda' devices, not {device.type!r}")
     if not disk:
         raise ValueError(
             "on a CPU the device is main memory and the tier below it is a disk: give a directory on an SSD, as in "
@@ -86,27 +84,28 @@ def waterfalls_for(
     Drain all of them before the first is closed. Raises ``ValueError`` for devices of different types.
     """
     types = {device.type for device in devices}
-    if types == {"cpu"}:
+    if len(types) != 1:
+        raise ValueError(f"a fleet's devices are all of one kind, not {sorted(types)}")
+    backends, logs = [backend_of(device) for device in devices], list(events) or [EventLog() for _ in devices]
+    have_streams = backends[0].streams is not None
+    if not have_streams:
         refuse_memory(budget.disk_bytes)
-    if types not in ({"cpu"}, {"cuda"}):
-        raise ValueError(f"a fleet's devices are all 'cpu' or all 'cuda', not {sorted(types)}")
-    on_cuda, logs = types == {"cuda"}, list(events) or [EventLog() for _ in devices]
     max_in_flight_bytes = parse_bytes(max_in_flight)
     tiers: list[Tier] = []
     if budget.host_bytes is not None:
-        staging_bytes = 2 * max_in_flight_bytes * len(devices) if on_cuda and budget.disk_bytes else 0
+        staging_bytes = 2 * max_in_flight_bytes * len(devices) if have_streams and budget.disk_bytes else 0
         if budget.host_bytes > staging_bytes:
-            tiers.append(HostTier(budget.host_bytes - staging_bytes, pinned=on_cuda, budget=budget))
+            tiers.append(HostTier(budget.host_bytes - staging_bytes, pinned=have_streams, budget=budget))
     if budget.disk_bytes:
         tiers.append(DiskTier(budget.disk_bytes, budget=budget))
     if not tiers:
         raise ValueError("nothing below the devices: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')")
     movers: list[MemoryMover | StreamMover] = []
-    for device, log in zip(devices, logs, strict=True):
-        if on_cuda:
+    for backend, log in zip(backends, logs, strict=True):
+        if backend.streams is not None:
             staging = HostTier(2 * max_in_flight_bytes if budget.disk_bytes else 0, pinned=True, budget=budget)
             movers.append(
-                StreamMover(CudaStreams(device), staging, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
+                StreamMover(backend.streams, staging, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
             )
         else:  # malloc keeps what is freed: shards come and go all the time, and mapping them anew costs page faults
             movers.append(MemoryMover(log, max_in_flight_bytes=max_in_flight_bytes, verify=verify))

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
+from penstock.devices import StreamEvent, Streams
 from penstock.tiers._disk import DiskTier
 from penstock.tiers._lane import Lane, LaneJob
-from penstock.tiers._streams import StreamEvent, Streams
 from penstock.tiers._tier import Extent, Piece
 
 _THREADS = 4

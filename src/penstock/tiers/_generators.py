@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from penstock.arguments import checked
+from penstock.devices import backend_of
 from penstock.tiers._gate import gate
 
 
@@ -41,7 +42,7 @@ def generator_state(device: str) -> torch.Tensor:
     """The state from which the next operator of this thread on ``device`` draws."""
     if _mine.generators is not None:
         return _mine.generators.get(device)
-    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state(device)
+    return backend_of(device).random_state()
 
 
 @checked("set_generator_state(state, 'cpu')")
@@ -49,10 +50,8 @@ def set_generator_state(state: torch.Tensor, device: str) -> None:
     """Lets the next operator of this thread on ``device`` draw from ``state``."""
     if _mine.generators is not None:
         _mine.generators.put(state, device)
-    elif device == "cpu":
-        torch.set_rng_state(state)
     else:
-        torch.cuda.set_rng_state(state, device)
+        backend_of(device).set_random_state(state)
 
 
 @contextmanager

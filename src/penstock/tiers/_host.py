@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from penstock.arguments import checked
+from penstock.devices import pin, unpin
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
 from penstock.tiers._extents import ExtentAllocator
-from penstock.tiers._pin import pin, unpin
 from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.units import format_bytes, parse_bytes
 

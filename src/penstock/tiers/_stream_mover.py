@@ -27,6 +27,7 @@ from typing import TypeGuard
 
 import torch
 
+from penstock.devices import Stream, StreamEvent, Streams
 from penstock.errors import TierFullError, TierReadError
 from penstock.tiers._direct_disk import DirectDisk
 from penstock.tiers._disk import DiskTier
@@ -35,7 +36,6 @@ from penstock.tiers._handle import Handle, HandleState
 from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._memory_mover import allocate
-from penstock.tiers._streams import Stream, StreamEvent, Streams
 from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.tiers._waterfall import Waterfall
 
@@ -97,7 +97,7 @@ class _Rate:
 
 
 class StreamMover:
-    """Copies between a CUDA device, pinned host memory and disk."""
+    """Copies between a device with streams, pinned host memory and disk."""
 
     out_lane = "device->host"
     in_lane = "host->device"

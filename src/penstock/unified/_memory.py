@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from penstock.devices import pin, unpin
 from penstock.errors import TierDegradedWarning
 from penstock.probe import ledger
-from penstock.tiers import Budget, pin, unpin
+from penstock.tiers import Budget
 from penstock.unified._order import Order
 from penstock.units import format_bytes
 

@@ -10,13 +10,19 @@ from typing import Any
 
 import torch
 
-from penstock.tiers import CudaStreams, Streams
+from penstock.devices import Streams, backend_of
+
+
+def _streams_of(device: torch.device) -> Streams:
+    streams = backend_of(device).streams
+    assert streams is not None
+    return streams
 
 
 class Order:
     """What devices have yet to do with one piece of memory."""
 
-    def __init__(self, streams_of: Callable[[torch.device], Streams] = CudaStreams):
+    def __init__(self, streams_of: Callable[[torch.device], Streams] = _streams_of):
         self._streams_of = streams_of
         self._lock = threading.Lock()
         self._write: _Access | None = None

@@ -4,19 +4,19 @@ import torch
 
 from penstock.arguments import checked
 
-PORTABLE_AND_MAPPED = 1 | 2
+_PORTABLE_AND_MAPPED = 1 | 2
 """For every device of the process, and into their address space."""
 
 
-@checked("pin(tensor)")
-def pin(storage_bytes: torch.Tensor, flags: int = PORTABLE_AND_MAPPED) -> bool:
-    """Registers a tensor's memory at its exact size (``cudaHostRegister``); whether the system took it.
+@checked("penstock.devices.pin(tensor)")
+def pin(memory: torch.Tensor) -> bool:
+    """Registers a host tensor's memory where it is, at its exact size (``cudaHostRegister``); whether it could be.
 
-    What is registered already is refused, so ask ``tensor.is_pinned()`` first.
+    What is registered already is refused, so ask ``memory.is_pinned()`` first. Other kinds of accelerators take none.
     """
     try:
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(storage_bytes.data_ptr(), storage_bytes.nbytes, flags))
+        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
     except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
         return False
     if status:

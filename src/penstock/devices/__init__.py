@@ -1,0 +1,28 @@
+"""What differs between kinds of devices, said once.
+
+- `backend_of`: the backend of a device; `has_backend`: whether it has one;
+  `is_accelerator`: and is not main memory.
+- `Backend`: time, memory, random states and threads of one device, under one name for every kind.
+- `Streams`, `Allocator`: its queues, and the counters of its memory, so that a fake can stand in for either.
+- `pin`, `unpin`: host memory of exact size, from which devices copy without the host's help (CUDA).
+- `accelerator_type`, `accelerators`, `kinds`: what this machine has; `used_device`: what this process computes on.
+- `random_forked`: draws that leave no trace.
+
+Main memory has a backend of its own, and all accelerators share one.
+"""
+
+from penstock.devices._backend import Allocator as Allocator
+from penstock.devices._backend import Backend as Backend
+from penstock.devices._backend import Stream as Stream
+from penstock.devices._backend import StreamEvent as StreamEvent
+from penstock.devices._backend import Streams as Streams
+from penstock.devices._of import accelerator_type as accelerator_type
+from penstock.devices._of import accelerators as accelerators
+from penstock.devices._of import backend_of as backend_of
+from penstock.devices._of import has_backend as has_backend
+from penstock.devices._of import is_accelerator as is_accelerator
+from penstock.devices._of import kinds as kinds
+from penstock.devices._of import random_forked as random_forked
+from penstock.devices._of import used_device as used_device
+from penstock.devices._pin import pin as pin
+from penstock.devices._pin import unpin as unpin

@@ -1,0 +1,118 @@
+"""Any accelerator, by the names that PyTorch has for all of them.
+
+`torch.Stream`, `torch.Event` and `torch.accelerator`, and for random states the module of the kind
+(`torch.get_device_module`). What a simulated device tests here is what runs on CUDA.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.devices._backend import Backend, Stream, StreamEvent, Streams
+
+
+class AcceleratorStreams(Streams):
+    """The streams of a device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def current(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def create(self) -> torch.Stream:
+        return torch.Stream(self._device)
+
+    def record(self, stream: Stream) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
+        stream.wait_event(event)
+
+    def is_done(self, event: StreamEvent) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: StreamEvent) -> None:
+        event.synchronize()
+
+    def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
+        return float(start.elapsed_time(end)) / 1e3
+
+    def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad(), stream:
+            destination.copy_(source, non_blocking=True)
+
+    def allocate(self, size_bytes: int) -> torch.UntypedStorage:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+
+    def share(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage).record_stream(stream)  # type: ignore[call-overload]
+
+
+class AcceleratorAllocator:
+    """The caching allocator's counters."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def allocated_bytes(self) -> int:
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def peak_bytes(self) -> int:
+        return int(torch.accelerator.max_memory_allocated(self._device))
+
+    def reserved_bytes(self) -> int:
+        return int(torch.accelerator.memory_reserved(self._device))
+
+    def peak_reserved_bytes(self) -> int:
+        return int(torch.accelerator.max_memory_reserved(self._device))
+
+    def reset_peaks(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+class Accelerator(Backend):
+    """A device that the host runs ahead of, with memory of its own."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.streams: AcceleratorStreams = AcceleratorStreams(device)
+        self.allocator: AcceleratorAllocator = AcceleratorAllocator(device)
+        self._module = torch.get_device_module(device)
+
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+    def finish_current(self) -> None:
+        self.streams.current().synchronize()
+
+    def is_on_default_stream(self) -> bool:
+        return bool(self.streams.current() == self._module.default_stream(self.device))
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        start = self.streams.record(self.streams.current())
+        run()
+        end = self.streams.record(self.streams.current())
+        self.streams.synchronize(end)
+        return self.streams.elapsed_s(start, end)
+
+    @property
+    def name(self) -> str:
+        return str(self._module.get_device_name(self.device))
+
+    def memory_bytes(self) -> tuple[int, int]:
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(self.device)
+        return int(free_bytes), int(total_bytes)
+
+    def use(self, *, num_threads: int) -> None:  # noqa: ARG002  # its operators have no threads of the host's
+        torch.accelerator.set_device_index(self.device)
+
+    def random_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(self.device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self.device)

@@ -1,0 +1,85 @@
+"""Which devices there are, and the backend of each."""
+
+import functools
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+from penstock.arguments import checked
+from penstock.devices._accelerator import Accelerator
+from penstock.devices._backend import Backend
+from penstock.devices._cpu import Cpu
+
+_WITHOUT_STREAMS = ("mps",)
+"""Kinds of accelerators that copy nothing beside their computation, so that Penstock gains nothing on them."""
+
+
+def backend_of(device: torch.device | str) -> Backend:
+    """The backend of ``device``; without an index, of the kind's current device.
+
+    Raises ``ValueError`` for a kind that is neither the CPU nor this machine's accelerator.
+    """
+    device = torch.device(device)
+    if not has_backend(device):
+        raise ValueError(f"Penstock works on {' and '.join(map(repr, kinds()))} here, not on {device.type!r}")
+    if device.index is None and device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return _backend_of(device)
+
+
+@functools.cache
+def _backend_of(device: torch.device) -> Backend:
+    return Cpu(device) if device.type == "cpu" else Accelerator(device)
+
+
+def has_backend(device: torch.device | str) -> bool:
+    """Whether it is the CPU or one of this machine's accelerators; fake and meta tensors are elsewhere."""
+    kind = torch.device(device).type
+    return kind == "cpu" or kind == accelerator_type()
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether it is one of this machine's accelerators."""
+    return device.type != "cpu" and has_backend(device)
+
+
+def accelerator_type() -> str | None:
+    """The kind of accelerator that PyTorch finds here, "cuda" say; ``None`` without one that has streams."""
+    found = torch.accelerator.current_accelerator()  # that this build of PyTorch knows: costs nothing to ask
+    if found is None or found.type in _WITHOUT_STREAMS or not _is_here(found.type):
+        return None
+    return found.type
+
+
+@functools.cache
+def _is_here(kind: str) -> bool:
+    return bool(torch.get_device_module(kind).is_available())
+
+
+def kinds() -> tuple[str, ...]:
+    """The kinds of devices here: ``("cpu",)``, or ``("cpu", "cuda")``."""
+    found = accelerator_type()
+    return ("cpu",) if found is None else ("cpu", found)
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this machine."""
+    kind = accelerator_type()
+    return [] if kind is None else [torch.device(kind, at) for at in range(torch.accelerator.device_count())]
+
+
+def used_device() -> torch.device:
+    """The current accelerator, if tensors were made on one in this process, else the CPU."""
+    kind = accelerator_type()
+    if kind is None or not torch.accelerator.memory_stats():  # empty until then
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+@checked("with penstock.devices.random_forked([model_device])")
+def random_forked(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Inside, the generators of the CPU and of ``devices`` may be drawn from; afterwards they are as before."""
+    others = [device for device in devices if is_accelerator(device)]
+    kind = others[0].type if others else "cuda"
+    return torch.random.fork_rng(sorted({device.index or 0 for device in others}), device_type=kind)
