@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from penstock.directio import memory_file_system
+from penstock.testing import simulated
 
 collect_ignore_glob = ["*conftest.py"]
 """They are loaded all the same, but not searched for doctests, for which those of two folders have one name."""
@@ -29,9 +30,16 @@ def pytest_addoption(parser):
         metavar="MB_PER_S",
         help="let all direct reads and writes together move that many megabytes a second: no test may fail for it",
     )
+    parser.addoption(
+        "--device",
+        choices=("cuda", "sim"),
+        help="what tests/device train on: CUDA, as they do without it where there is one, or the simulated accelerator",
+    )
 
 
 def pytest_configure(config):
+    if config.getoption("--device") == "sim" and simulated.why_not() is None:
+        simulated.compile_device()  # once, before there are several processes
     if memory_file_system(tempfile.gettempdir()):
         _leave_main_memory()
     # tests in several processes begin with what takes them seconds to import

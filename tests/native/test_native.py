@@ -32,7 +32,7 @@ def no_compiler(monkeypatch):
 
 
 def cache():
-    return _build._cache()
+    return _build.cache_folder()
 
 
 def test_a_source_is_compiled_once_and_found_again(monkeypatch):

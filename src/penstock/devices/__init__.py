@@ -4,11 +4,13 @@
   `is_accelerator`: and is not main memory.
 - `Backend`: time, memory, random states and threads of one device, under one name for every kind.
 - `Streams`, `Allocator`: its queues, and the counters of its memory, so that a fake can stand in for either.
-- `pin`, `unpin`: host memory of exact size, from which devices copy without the host's help (CUDA).
+- `pinned_memory`, `unpin_memory`: host memory from which the accelerator copies without the host's help.
+- `pin`, `unpin`: the same for memory that exists already, at its exact size (CUDA and ROCm).
+- `map_memory`: host memory of exact size.
 - `accelerator_type`, `accelerators`, `kinds`: what this machine has; `used_device`: what this process computes on.
 - `random_forked`: draws that leave no trace.
 
-Main memory has a backend of its own, and all accelerators share one.
+Main memory has a backend of its own; all accelerators share one, which CUDA's extends.
 """
 
 from penstock.devices._backend import Allocator as Allocator
@@ -16,6 +18,7 @@ from penstock.devices._backend import Backend as Backend
 from penstock.devices._backend import Stream as Stream
 from penstock.devices._backend import StreamEvent as StreamEvent
 from penstock.devices._backend import Streams as Streams
+from penstock.devices._host_memory import map_memory as map_memory
 from penstock.devices._of import accelerator_type as accelerator_type
 from penstock.devices._of import accelerators as accelerators
 from penstock.devices._of import backend_of as backend_of
@@ -25,4 +28,6 @@ from penstock.devices._of import kinds as kinds
 from penstock.devices._of import random_forked as random_forked
 from penstock.devices._of import used_device as used_device
 from penstock.devices._pin import pin as pin
+from penstock.devices._pin import pinned_memory as pinned_memory
 from penstock.devices._pin import unpin as unpin
+from penstock.devices._pin import unpin_memory as unpin_memory

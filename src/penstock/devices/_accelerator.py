@@ -116,3 +116,10 @@ class Accelerator(Backend):
 
     def set_random_state(self, state: torch.Tensor) -> None:
         self._module.set_rng_state(state, self.device)
+
+    def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:
+        """PyTorch's own, which may be larger than what was asked for."""
+        try:
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return None

@@ -113,3 +113,17 @@ class Backend(ABC):
     @abstractmethod
     def set_random_state(self, state: torch.Tensor) -> None:
         """Lets the next random operator draw from ``state``."""
+
+    def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
+        """Host memory from which it copies by itself, ``uint8``; ``None`` where it has none, or is refused it."""
+        return None
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo ``pinned_memory``. The memory is freed when its last tensor dies."""
+
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002
+        """Let it use host memory where that is, at its exact size; return whether it could be."""
+        return False
+
+    def unregister(self, address: int) -> None:
+        """Undo ``register``."""

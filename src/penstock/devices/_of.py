@@ -10,7 +10,10 @@ from penstock.arguments import checked
 from penstock.devices._accelerator import Accelerator
 from penstock.devices._backend import Backend
 from penstock.devices._cpu import Cpu
+from penstock.devices._cuda import Cuda
 
+_KINDS: dict[str, type[Backend]] = {"cpu": Cpu, "cuda": Cuda}
+"""Every other kind is an `Accelerator`."""
 _WITHOUT_STREAMS = ("mps",)
 """Kinds of accelerators that copy nothing beside their computation, so that Penstock gains nothing on them."""
 
@@ -30,7 +33,7 @@ def backend_of(device: torch.device | str) -> Backend:
 
 @functools.cache
 def _backend_of(device: torch.device) -> Backend:
-    return Cpu(device) if device.type == "cpu" else Accelerator(device)
+    return _KINDS.get(device.type, Accelerator)(device)
 
 
 def has_backend(device: torch.device | str) -> bool:

@@ -1,37 +1,36 @@
-"""Registering host memory with CUDA, so that devices copy from it, or read it in place, without a copy by the host."""
+"""Host memory from which this machine's accelerator copies without the host's help."""
 
 import torch
 
 from penstock.arguments import checked
-
-_PORTABLE_AND_MAPPED = 1 | 2
-"""For every device of the process, and into their address space."""
+from penstock.devices._of import accelerator_type, backend_of
 
 
 @checked("penstock.devices.pin(tensor)")
 def pin(memory: torch.Tensor) -> bool:
-    """Registers a host tensor's memory where it is, at its exact size (``cudaHostRegister``); whether it could be.
+    """Register a host tensor's memory where it is, at its exact size (``cudaHostRegister``); return whether it could be.
 
-    What is registered already is refused, so ask ``memory.is_pinned()`` first. Other kinds of accelerators take none.
+    What is registered already is refused, so ask ``memory.is_pinned()`` first. Only CUDA and ROCm can.
     """
-    try:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
-    except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
-        return False
-    if status:
-        _forget_error()
-    return status == 0
+    kind = accelerator_type()
+    return kind is not None and backend_of(kind).register(memory)
 
 
 def unpin(address: int) -> None:
-    """Undoes ``pin``; no device may still be using the memory."""
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    """Undo ``pin``; no device may still be using the memory."""
+    kind = accelerator_type()
+    if kind is not None:
+        backend_of(kind).unregister(address)
 
 
-def _forget_error() -> None:
-    """CUDA reports a refusal once more at the next launch, whoever makes it; so we make one."""
-    try:
-        torch.zeros(1, device="cuda")
-    except (RuntimeError, AssertionError):
-        pass
+def pinned_memory(size_bytes: int) -> torch.Tensor | None:
+    """Return new pinned memory, ``uint8`` from the start of a page; ``None`` where the system refuses to pin so much."""
+    kind = accelerator_type()
+    return None if kind is None else backend_of(kind).pinned_memory(size_bytes)
+
+
+def unpin_memory(memory: torch.Tensor) -> None:
+    """Undo ``pinned_memory``; no device may still be using it."""
+    kind = accelerator_type()
+    if kind is not None:
+        backend_of(kind).unpin(memory)

@@ -8,6 +8,7 @@ Python, and the user is told once.
 - `load`: a library by the name of its source.
 - `compile_source`, `can_compile`: the same for source text that is made at run time, and whether it is possible.
 - `keep_source`: source text as a file in the same cache.
+- `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
 - `find_compiler`, `describe_compiler`, `has_libraries`: what there is on this machine.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
@@ -20,3 +21,5 @@ from penstock.native._build import keep_source as keep_source
 from penstock.native._build import load as load
 from penstock.native._build import tell_what_is_slower as tell_what_is_slower
 from penstock.native._compiler import find_compiler as find_compiler
+from penstock.native._extension import compile_extension as compile_extension
+from penstock.native._extension import find_cpp_compiler as find_cpp_compiler

@@ -83,7 +83,7 @@ def has_libraries() -> bool:
 
 def keep_source(source: str, name: str) -> Path:
     """The source as a file of that name in the cache, for what reads its own source; ``name`` tells contents apart."""
-    file = _cache() / name
+    file = cache_folder() / name
     if not file.is_file() or file.read_bytes() != source.encode():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / name
@@ -160,13 +160,13 @@ def _compiled(compiler: Command, flags: tuple[str, ...], source: str, name: str)
     """The library's file in the cache, by content."""
     processor = _processor() if "-march=native" in flags else ""
     key = hashlib.sha256("\0".join([source, *compiler, *flags, processor]).encode()).hexdigest()[:24]
-    file = _cache() / f"{name}-{key}.so"
-    if not _is_whole(file):
+    file = cache_folder() / f"{name}-{key}.so"
+    if not is_whole(file):
         _compile(compiler, flags, source, name, file)
     return file
 
 
-def _is_whole(file: Path) -> bool:
+def is_whole(file: Path) -> bool:
     """Whether it is what was compiled: a damaged one would be executed. Its last bytes are its own checksum."""
     if not file.is_file():
         return False
@@ -174,12 +174,17 @@ def _is_whole(file: Path) -> bool:
     return hashlib.sha256(raw[:-_CHECKSUM_BYTES]).digest() == raw[-_CHECKSUM_BYTES:]
 
 
+def seal(made: Path) -> None:
+    """Append the checksum that ``is_whole`` looks for. Loaders read what the headers name, and not the end."""
+    raw = made.read_bytes()
+    made.write_bytes(raw + hashlib.sha256(raw).digest())
+
+
 def _compile(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
         compile_to(compiler, flags, source, name, made)
-        raw = made.read_bytes()
-        made.write_bytes(raw + hashlib.sha256(raw).digest())  # loaders read what the headers name, and not the end
+        seal(made)
         _replace(made, file)  # whoever compiles the same at once replaces it with the same
 
 
@@ -189,7 +194,7 @@ def _replace(made: Path, file: Path) -> None:
     made.replace(file)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     """A folder that only this user can write to, since what lies in it is executed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "native"
     try:

@@ -1,12 +1,10 @@
-"""The host tier: slabs of memory, pinned where a CUDA device will copy from them, sub-allocated to the byte.
+"""The host tier: slabs of memory, pinned where an accelerator will copy from them, sub-allocated to the byte.
 
-PyTorch's pinned allocator rounds every allocation up to a power of two, and every pin blocks the device. Here a slab
-is mapped at its exact size and registered once (``cudaHostRegister``); reservations come out of it in multiples of 64
-bytes. Where the system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
+PyTorch's pinned allocator rounds every allocation up to a power of two, and every pin blocks the device. Here a slab is
+pinned once, on CUDA at its exact size (``cudaHostRegister``); reservations come out of it in whole pages. Where the system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
 """
 
 import ctypes
-import mmap
 import threading
 import warnings
 
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.arguments import checked
-from penstock.devices import pin, unpin
+from penstock.devices import map_memory, pinned_memory, unpin_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
@@ -28,7 +26,7 @@ _SLAB_BYTES = 512 * 2**20
 
 
 class HostTier(Tier):
-    """Bytes in host memory, at most ``capacity``; ``pinned`` registers the slabs with CUDA.
+    """Bytes in host memory, at most ``capacity``; ``pinned``: an accelerator copies from them.
 
     Every extent is one piece, so that ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs.
     """
@@ -167,26 +165,26 @@ class HostTier(Tier):
 
 
 class _Slab:
-    """One mapping of host memory, never inherited by forked children."""
+    """One mapping of host memory."""
 
     def __init__(self, size_bytes: int, pinned: bool):
-        self._map = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self.view = memoryview(self._map)
+        memory = pinned_memory(size_bytes) if pinned else None
+        self.is_pinned = memory is not None
+        self._memory = map_memory(size_bytes) if memory is None else memory
+        self.view = memoryview(self._memory.numpy())
         self.allocator = ExtentAllocator(alignment_bytes=_ALIGNMENT_BYTES)
         self.allocator.grow(size_bytes)
-        self.is_pinned = pinned and pin(self.tensor(0, size_bytes))
         ledger.charge(size_bytes)
 
     def tensor(self, offset: int, size_bytes: int) -> torch.Tensor:
-        return torch.frombuffer(self._map, dtype=torch.uint8, offset=offset, count=size_bytes)
+        return self._memory[offset : offset + size_bytes]
 
     def close(self) -> None:
         if self.is_pinned:
-            unpin(self.tensor(0, 1).data_ptr())
+            unpin_memory(self._memory)
         ledger.charge(-self.allocator.capacity_bytes)
-        # The mapping goes when the last tensor over it does.
-        del self.view, self._map
+        # The memory goes when the last tensor over it does.
+        del self.view, self._memory
 
 
 def _copy(destination: memoryview, source: memoryview, size_bytes: int) -> None:

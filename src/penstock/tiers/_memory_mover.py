@@ -102,6 +102,9 @@ class MemoryMover:
             del self._travelling[job]
         return True
 
+    def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
+        """Main memory has no streams."""
+
     def finish_out(self, handle: Handle) -> float:
         job = handle._in_transit
         return job.wait() if isinstance(job, LaneJob) else 0.0

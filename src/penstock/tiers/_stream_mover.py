@@ -46,6 +46,8 @@ _DISK_THREADS = 4
 class _Transit:
     """What the mover knows of one handle. Guarded by the mover's condition."""
 
+    produced: StreamEvent = None
+    """Passed when the bytes are there to be copied out."""
     left: StreamEvent = None
     """Passed when the bytes are in host memory."""
     arrived: StreamEvent = None
@@ -172,19 +174,20 @@ class StreamMover:
             transit = handle._in_transit = _Transit()
         box = [storage]
         transit.home = self._streams.current()
+        transit.produced = self._streams.record(transit.home)
         if self._is_direct(tier):
             transit.direct = self._direct.start(
                 self._direct.out,
                 tier,
                 extent,
                 box,
-                self._streams.record(transit.home),
+                transit.produced,
                 handle.label,
                 partial(self._left_directly, handle, box),
             )
             return
         target = self._host_bytes(tier, extent, transit)[: handle.size_bytes]
-        self._streams.wait(self._out, self._streams.record(transit.home))
+        self._streams.wait(self._out, transit.produced)
         started = self._streams.record(self._out)
         self._streams.copy(self._out, target, _as_bytes(storage))
         transit.left = self._streams.record(self._out)
@@ -198,6 +201,12 @@ class StreamMover:
     def cancel_out(self, handle: Handle) -> bool:
         transit = handle._in_transit  # what is on a stream cannot be taken back
         return isinstance(transit, _Transit) and transit.direct is not None and self._direct.out.cancel(transit.direct)
+
+    def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
+        transit, current = handle._in_transit, self._streams.current()
+        if isinstance(transit, _Transit) and transit.produced is not None and current != transit.home:
+            self._streams.wait(current, transit.produced)
+            self._streams.share(storage, current)
 
     def finish_out(self, handle: Handle) -> float:
         transit = handle._in_transit

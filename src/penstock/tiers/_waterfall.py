@@ -62,6 +62,9 @@ class Mover(Protocol):
     def cancel_out(self, handle: Handle) -> bool:
         """Takes a copy out back, if it has not begun."""
 
+    def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
+        """Lets the computation use ``storage``, which has not left, on a stream other than the one that parked it."""
+
     def finish_out(self, handle: Handle) -> float:
         """Waits for the copy out, or lets the device wait; returns the seconds the computation waited."""
 
@@ -253,6 +256,7 @@ class Waterfall:
         self.reap()
         storage = self._on_device(handle)
         if storage is not None:
+            self._mover.hand_back(handle, storage)
             return storage
         if handle._state is HandleState.PARKED:
             self._start_in(handle)

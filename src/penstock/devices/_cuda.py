@@ -1,0 +1,51 @@
+"""NVIDIA's devices, and AMD's, which PyTorch names alike: what `torch.accelerator` lacks and they have.
+
+Overrides, and why each:
+
+- `pinned_memory`, `unpin`: PyTorch's pinned memory is rounded up to a power of two; mapped and registered it has its
+  exact size, and goes back to the system.
+- `register`, `unregister`: memory that exists already is registered where it is, so that kernels read it in place.
+
+`tests/devices/test_cuda.py` holds the order of the calls, with a runtime that takes notes.
+"""
+
+from typing import Any
+
+import torch
+
+from penstock.devices._accelerator import Accelerator
+from penstock.devices._host_memory import map_memory
+
+_PORTABLE_AND_MAPPED = 1 | 2
+"""For every device of the process, and into their address space."""
+
+
+class Cuda(Accelerator):
+    """A device of CUDA or ROCm."""
+
+    def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:
+        memory = map_memory(size_bytes)
+        return memory if self.register(memory) else None
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.unregister(memory.data_ptr())
+
+    def register(self, memory: torch.Tensor) -> bool:
+        status = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
+        if status:
+            self._forget_error()
+        return status == 0
+
+    def unregister(self, address: int) -> None:
+        _runtime().cudaHostUnregister(address)
+
+    def _forget_error(self) -> None:
+        """CUDA reports a refusal once more at the next launch, whoever makes it; so this makes one."""
+        try:
+            torch.zeros(1, device=self.device)
+        except RuntimeError:
+            pass
+
+
+def _runtime() -> Any:  # any: a module of PyTorch's without types
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

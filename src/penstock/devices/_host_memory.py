@@ -1,0 +1,15 @@
+"""Memory of the host, mapped at its exact size."""
+
+import mmap
+
+import torch
+
+
+def map_memory(size_bytes: int) -> torch.Tensor:
+    """Return ``size_bytes`` of zeros as ``uint8``, from the start of a page, and not inherited by forked children.
+
+    It is given back to the system when the last tensor over it dies. Raises ``OSError`` where there is none left.
+    """
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,0 +1,150 @@
+"""Compiling the device, and making it known to PyTorch under its name."""
+
+import functools
+import importlib.util
+import sys
+import sysconfig
+import types
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.native import compile_extension, find_cpp_compiler
+
+NAME = "sim"
+
+
+@functools.cache
+def load() -> types.ModuleType:
+    """Make the simulated accelerator this process's accelerator, and return its module, ``torch.sim``. Idempotent.
+
+    The first call on a machine compiles it, which takes about half a minute and 1.2 GB; later ones find it in the cache.
+    Raises ``PenstockError`` where ``why_not`` gives a reason, or with what the compiler says.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise PenstockError(f"the simulated accelerator cannot be loaded: {reason}")
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = _module(extension())
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return module
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot load it, or ``None`` if it can."""
+    if not sys.platform.startswith("linux"):
+        return "it needs Linux"
+    if find_cpp_compiler() is None:
+        return "no C++ compiler was found (c++, g++ or clang++ on the path, or `$CXX`)"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type != NAME:
+        return f"this machine has a real one, {found.type!r}"
+    return None
+
+
+@functools.cache
+def extension() -> Any:  # any: a module that mypy does not know
+    """The compiled part."""
+    spec = importlib.util.spec_from_file_location("simulated_device", compile_device())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_device() -> Path:
+    """Compile it, unless that was done before, and return the file. Leaves PyTorch as it is."""
+    source = Path(__file__).parent / "simulated_device.cpp"
+    return compile_extension(source, _flags(), versions=f"{torch.__version__} {sys.version}")
+
+
+def _flags() -> list[str]:
+    folder = Path(torch.__file__).parent
+    headers, libraries = folder / "include", folder / "lib"
+    return [
+        *("-O1", "-std=c++20", "-w"),
+        f"-I{headers}",
+        f"-I{headers / 'torch' / 'csrc' / 'api' / 'include'}",
+        f"-I{sysconfig.get_paths()['include']}",
+        f"-L{libraries}",
+        f"-Wl,-rpath,{libraries}",
+        *("-ltorch_cpu", "-lc10", "-ltorch_python"),
+    ]
+
+
+def _module(compiled: Any) -> types.ModuleType:
+    """What PyTorch and programs look for in ``torch.<kind>``."""
+    accelerator = torch.accelerator
+
+    def generator(device: torch.device | int | None = None) -> torch.Generator:
+        index = device if isinstance(device, int) else torch.device(device or NAME).index
+        return compiled.default_generator(accelerator.current_device_index() if index is None else index)
+
+    def manual_seed_all(seed: int) -> None:
+        for index in range(compiled.NUM_DEVICES):
+            generator(index).manual_seed(seed)
+
+    def default_stream(device: torch.device | int | None = None) -> torch.Stream:
+        index = device if isinstance(device, int) else torch.device(device or NAME).index
+        index = accelerator.current_device_index() if index is None else index
+        kind = torch.device(NAME, index)
+        return torch.Stream(stream_id=0, device_index=index, device_type=torch.Stream(kind).device_type)
+
+    members: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_initialized": True,  # where it is missing, checkpointing saves no random state of the device
+        "_is_in_bad_fork": lambda: False,
+        "init": lambda: None,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: compiled.NUM_DEVICES,
+        "current_device": accelerator.current_device_index,
+        "set_device": accelerator.set_device_index,
+        "get_device_name": lambda _=None: "simulated accelerator",
+        "synchronize": accelerator.synchronize,
+        "current_stream": accelerator.current_stream,
+        "default_stream": default_stream,
+        "set_stream": accelerator.set_stream,
+        "stream": _on_stream,
+        "Stream": functools.partial(torch.Stream, device=NAME),
+        "Event": functools.partial(torch.Event, device=NAME),
+        "manual_seed": lambda seed: generator().manual_seed(seed),
+        "manual_seed_all": manual_seed_all,
+        "get_rng_state": lambda device=None: generator(device).get_state(),
+        "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "is_bf16_supported": lambda *_: True,
+        "device": _Device,
+        "_DeviceGuard": _Device,
+        "register_host_memory": compiled.register_host,
+        "unregister_host_memory": compiled.unregister_host,
+    }
+    module = types.ModuleType(f"torch.{NAME}")
+    for name, value in members.items():
+        setattr(module, name, value)
+    return module
+
+
+def _on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else stream
+
+
+class _Device:
+    """Makes a device current."""
+
+    def __init__(self, device: torch.device | str | int | None):
+        self._index = device if isinstance(device, int) else torch.device(device or NAME).index
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_device_index()
+        if self._index is not None and self._index >= 0:
+            torch.accelerator.set_device_index(self._index)
+
+    def __exit__(self, *exception: object) -> None:
+        torch.accelerator.set_device_index(self._before)

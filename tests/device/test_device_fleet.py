@@ -1,0 +1,95 @@
+"""Fleets on accelerators: losses equal to plain training on one, within a budget, whatever lies below."""
+
+import pytest
+import torch
+
+from penstock import fleet
+from penstock.testing import GPT
+
+KIB = 2**10
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [tuple(torch.randint(256, (2, 32), generator=generator) for _ in range(2)) for _ in range(4)]
+
+
+def job(name, **changes):
+    settings = {
+        "model": lambda: GPT(num_layers=4, width=64, num_heads=2, context=32),
+        "data": batches,
+        "loss": lambda model, batch: model(*batch),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False),
+        "steps": 6,
+    }
+    return fleet.Job(name=name, **{**settings, **changes})
+
+
+def train_plainly(one, device):
+    torch.manual_seed(one.seed)
+    model = one.model().to(device)
+    optimizer = one.optimizer(list(model.parameters()))
+    losses = []
+    while len(losses) < one.steps:
+        for batch in batches():
+            loss = one.loss(model, tuple(part.to(device) for part in batch))
+            loss.backward()
+            if one.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), one.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses[: one.steps]
+
+
+def equal(losses, expected, device):
+    """To the bit where every operator repeats itself; hardware's attention need not."""
+    return list(losses) == expected if device == "sim" else losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "saved"])
+@pytest.mark.parametrize("below", ["host", "disk"])
+def test_losses_equal_plain_training(device, tmp_path, below, recompute):
+    """Of a model larger than the budget: the device never holds a whole one."""
+    jobs = [job("a"), job("b", seed=1, clip_norm=0.5), job("c", seed=2)]
+    expected = {one.name: train_plainly(one, device) for one in jobs}
+    options = {"host_budget": "64MiB"} if below == "host" else {"disk": tmp_path}
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    budget = 1536 * KIB
+    results = fleet.run(
+        jobs, [f"{device}:0"], budget, progress=None, ablation=fleet.Ablation(recompute=recompute), **options
+    )
+    for one in jobs:
+        assert results[one.name].error is None
+        assert equal(results[one.name].losses, expected[one.name], device)
+    assert torch.accelerator.max_memory_allocated() - before <= budget
+
+
+def test_two_devices_share_the_jobs(device, tmp_path):
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    jobs = [job(name, seed=seed) for seed, name in enumerate("abcd")]
+    expected = {one.name: train_plainly(one, f"{device}:0") for one in jobs}
+    results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1536KiB", host_budget="64MiB", progress=None)
+    for one in jobs:
+        assert results[one.name].error is None
+        assert equal(results[one.name].losses, expected[one.name], device)
+
+
+def test_dropout_draws_what_plain_training_draws(device):
+    class Noisy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            layers = [(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.2)) for _ in range(6)]
+            self.body = torch.nn.Sequential(*[layer for group in layers for layer in group])
+
+        def forward(self, tokens, targets):
+            return (self.body(tokens.float().repeat(1, 2)) - targets.float().repeat(1, 2)).square().mean()
+
+    one = job("noisy", model=Noisy, data=batches)
+    expected = train_plainly(one, device)
+    results = fleet.run([one], [f"{device}:0"], "256KiB", host_budget="16MiB", progress=None)
+    assert results["noisy"].error is None
+    assert equal(results["noisy"].losses, expected, device)
