@@ -25,6 +25,7 @@ demo: $(VENV)/ready
 # What hangs is ended; the longest tests take over a minute on a quiet core, and several times that on a busy one.
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --timeout 900 -n logical --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/device --device sim --timeout 900 -n logical --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/ready
 	$(BIN)/ruff format --check .
@@ -82,7 +83,7 @@ soak-misuse: $(VENV)/ready
 GPU_OUT ?= gpu-results
 gpu:
 	mkdir -p $(GPU_OUT)
-	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/gpu -q 2>&1 | tee $(GPU_OUT)/tests.txt
+	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/device --device cuda -q 2>&1 | tee $(GPU_OUT)/tests.txt
 	PYTHONPATH=src timeout 120 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
 	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
 		--budget 8GiB --host 64GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json

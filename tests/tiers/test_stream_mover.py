@@ -233,8 +233,8 @@ def test_a_failed_direct_write_leaves_the_storage_on_the_device(tmp_path):
     waterfall, file = make_direct(streams, tmp_path, max_in_flight=100 * SIZE)
     file.error = RuntimeError("cuFileWrite failed: 5030")
     device = Device(streams)
-    handle = waterfall.park(device.produce(7), label="7")
-    with pytest.warns(TierDegradedWarning, match="cuFileWrite failed: 5030"):
+    with pytest.warns(TierDegradedWarning, match="cuFileWrite failed: 5030"):  # in either call: the lane may be fast
+        handle = waterfall.park(device.produce(7), label="7")
         waterfall.drain()
     assert handle.state is HandleState.KEPT
     device.consume(handle.get(), 7)

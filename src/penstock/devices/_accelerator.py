@@ -123,3 +123,6 @@ class Accelerator(Backend):
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return None
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """It goes back to PyTorch's cache when its last tensor dies."""

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.errors import InternalError
+
 Stream = Any  # torch.Stream, or a fake's
 StreamEvent = Any  # torch.Event, or a fake's
 
@@ -120,6 +122,7 @@ class Backend(ABC):
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo ``pinned_memory``. The memory is freed when its last tensor dies."""
+        raise InternalError(f"{self!r} has pinned nothing, so not {memory.data_ptr():#x}")
 
     def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002
         """Let it use host memory where that is, at its exact size; return whether it could be."""
@@ -127,3 +130,4 @@ class Backend(ABC):
 
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
+        raise InternalError(f"{self!r} has registered nothing, so not {address:#x}")

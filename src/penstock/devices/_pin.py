@@ -8,7 +8,7 @@ from penstock.devices._of import accelerator_type, backend_of
 
 @checked("penstock.devices.pin(tensor)")
 def pin(memory: torch.Tensor) -> bool:
-    """Register a host tensor's memory where it is, at its exact size (``cudaHostRegister``); return whether it could be.
+    """Register a host tensor's memory where it is, at its exact size, and return whether it could be.
 
     What is registered already is refused, so ask ``memory.is_pinned()`` first. Only CUDA and ROCm can.
     """
@@ -24,7 +24,7 @@ def unpin(address: int) -> None:
 
 
 def pinned_memory(size_bytes: int) -> torch.Tensor | None:
-    """Return new pinned memory, ``uint8`` from the start of a page; ``None`` where the system refuses to pin so much."""
+    """Return new pinned memory, ``uint8`` from the start of a page; ``None`` where the system refuses to pin it."""
     kind = accelerator_type()
     return None if kind is None else backend_of(kind).pinned_memory(size_bytes)
 

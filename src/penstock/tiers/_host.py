@@ -1,7 +1,8 @@
 """The host tier: slabs of memory, pinned where an accelerator will copy from them, sub-allocated to the byte.
 
 PyTorch's pinned allocator rounds every allocation up to a power of two, and every pin blocks the device. Here a slab is
-pinned once, on CUDA at its exact size (``cudaHostRegister``); reservations come out of it in whole pages. Where the system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
+pinned once, on CUDA at its exact size (``cudaHostRegister``); reservations come out of it in whole pages. Where the
+system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
 """
 
 import ctypes
@@ -171,7 +172,7 @@ class _Slab:
         memory = pinned_memory(size_bytes) if pinned else None
         self.is_pinned = memory is not None
         self._memory = map_memory(size_bytes) if memory is None else memory
-        self.view = memoryview(self._memory.numpy())
+        self.view = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         self.allocator = ExtentAllocator(alignment_bytes=_ALIGNMENT_BYTES)
         self.allocator.grow(size_bytes)
         ledger.charge(size_bytes)

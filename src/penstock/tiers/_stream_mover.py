@@ -380,10 +380,7 @@ class StreamMover:
     def _let_oldest_leave(self) -> None:
         """The device waits for the oldest copy out, so that what is queued from now on may take its memory."""
         oldest = self._leaving[0]
-        self._let_wait(oldest.transit.home, oldest.passed)
-        current = self._streams.current()
-        if current != oldest.transit.home:
-            self._streams.wait(current, oldest.passed)
+        self._let_wait(oldest.transit.home, oldest.passed)  # alone: its memory goes to no other stream
         self.waterfall._begun(oldest.handle)  # its room is in use until the copy has passed
         self._passing.append(oldest)
         self._finish_leaving()

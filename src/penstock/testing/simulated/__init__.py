@@ -1,4 +1,4 @@
-"""A simulated accelerator, `"sim"`: device code is tested, and its races are found, on a machine without an accelerator.
+"""A simulated accelerator, `"sim"`: device code is tested, and its races are found, on a machine without one.
 
 - `load`: compiles and registers the device; from then on `torch.device("sim")` works. `why_not`: why it would not;
   `compile_device`: the slow part alone.

@@ -21,16 +21,16 @@ NAME = "sim"
 def load() -> types.ModuleType:
     """Make the simulated accelerator this process's accelerator, and return its module, ``torch.sim``. Idempotent.
 
-    The first call on a machine compiles it, which takes about half a minute and 1.2 GB; later ones find it in the cache.
+    The first call on a machine compiles it, which takes about half a minute and 1.2 GB; later calls find it compiled.
     Raises ``PenstockError`` where ``why_not`` gives a reason, or with what the compiler says.
     """
     reason = why_not()
     if reason is not None:
         raise PenstockError(f"the simulated accelerator cannot be loaded: {reason}")
-    torch.utils.rename_privateuse1_backend(NAME)
+    torch.utils.rename_privateuse1_backend(NAME)  # type: ignore[attr-defined]
     module = _module(extension())
     torch._register_device_module(NAME, module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)  # type: ignore[attr-defined]
     return module
 
 
@@ -83,7 +83,9 @@ def _module(compiled: Any) -> types.ModuleType:
 
     def generator(device: torch.device | int | None = None) -> torch.Generator:
         index = device if isinstance(device, int) else torch.device(device or NAME).index
-        return compiled.default_generator(accelerator.current_device_index() if index is None else index)
+        index = accelerator.current_device_index() if index is None else index
+        chosen: torch.Generator = compiled.default_generator(index)
+        return chosen
 
     def manual_seed_all(seed: int) -> None:
         for index in range(compiled.NUM_DEVICES):

@@ -1,0 +1,279 @@
+"""Every wait in the source is there for a reason: with any one taken away, a training or a check of races fails.
+
+The places are read from the source, so that a new one without a test that misses it fails here. What runs with one of
+them taken away is a scenario on the simulated device, whose race check needs no unlucky timing.
+"""
+
+import ast
+import gc
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock import offload
+from penstock.devices._accelerator import AcceleratorStreams
+from penstock.offload._learn import _DeviceClock
+from penstock.testing import GPT, simulated
+from penstock.tiers import Budget, HandleState, ViewLayout, waterfall_for
+from penstock.unified._order import Order
+
+SOURCE = Path(penstock.__file__).parent
+ROOMS = ("tiers", "offload", "fleet", "unified")
+WAITS = {"wait": None, "share": None, "synchronize": None, "is_done": True}
+"""Methods of `Streams` that keep an order, and what they answer when they are taken away."""
+SIZE = 20_003
+UNNOTICED = {
+    ("tiers/_direct_disk.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
+    ("tiers/_stream_mover.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
+    ("tiers/_stream_mover.py", "wait_for_a_copy", "synchronize", 1): "saves the host from asking again and again",
+}
+"""Places that keep no order, each with what they are for."""
+
+
+def places():
+    """``(file, function, method, number)`` of every wait, and the lines it is on."""
+    found = {}
+    for room in ROOMS:
+        for file in sorted((SOURCE / room).glob("*.py")):
+            for function in ast.walk(ast.parse(file.read_text())):
+                if not isinstance(function, ast.FunctionDef):
+                    continue
+                for call in ast.walk(function):
+                    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and is_wait(call.func):
+                        name = (str(file.relative_to(SOURCE)), function.name, call.func.attr)
+                        number = sum(place[:3] == name for place in found)
+                        found[(*name, number)] = (call.lineno, call.end_lineno)
+    return found
+
+
+def is_wait(method):
+    return method.attr in WAITS and ast.unparse(method.value).rpartition(".")[2].lstrip("_") == "streams"
+
+
+PLACES = places()
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Takes one place away."""
+
+    def take(place):
+        file, lines, method = str(SOURCE / place[0]), PLACES[place], place[2]
+        kept, num_taken = getattr(AcceleratorStreams, method), []
+
+        def instead(self, *arguments):
+            caller = sys._getframe(1)
+            if caller.f_code.co_filename == file and lines[0] <= caller.f_lineno <= lines[1]:
+                num_taken.append(1)
+                return WAITS[method]
+            return kept(self, *arguments)
+
+        monkeypatch.setattr(AcceleratorStreams, method, instead)
+        return num_taken
+
+    return take
+
+
+def move(tmp_path):
+    """Storages leave and come back, in a host tier with room for few, on one stream and on another."""
+    waterfall = waterfall_for("sim", Budget(host=24 * 2**12 * 20), max_in_flight=3 * 4 * SIZE)
+    stream, other = torch.Stream(device="sim"), torch.Stream(device="sim")
+    with stream:
+        for turn in range(4):
+            values = [torch.full((SIZE,), float(turn), device="sim") * number for number in range(8)]
+            layouts = [ViewLayout.of(value) for value in values]
+            handles = [waterfall.park(values.pop(0).untyped_storage()) for _ in range(8)]
+            waterfall.statistics()  # while the stream waits for copies
+            for number in (0, 5):
+                handles[number].finish_out()
+            scratch = [torch.zeros(SIZE, device="sim") for _ in range(4)]
+            del scratch
+            for number, handle in enumerate(handles):
+                if number % 2:
+                    handle.prefetch()
+            for number, (handle, layout) in enumerate(zip(handles, layouts, strict=True)):
+                if number == 3:
+                    with other:
+                        back = layout.rebuild(handle.get())
+                        doubled = back * 2
+                    del back
+                    torch.ones(SIZE, device="sim")
+                    other.synchronize()
+                    assert doubled.cpu().unique().tolist() == [2.0 * turn * number]
+                else:
+                    assert layout.rebuild(handle.get()).cpu().unique().tolist() == [float(turn * number)]
+                handle.release()
+    waterfall.close()
+
+
+def park_on_one_and_another_stream(tmp_path):
+    """A third stream takes back, latest first, what two others have parked and what may not have left yet."""
+    waterfall = waterfall_for("sim", Budget(host="8MiB"), max_in_flight=2 * 4 * SIZE)
+    streams = [torch.Stream(device="sim") for _ in range(3)]
+    for turn in range(6):
+        layouts, handles = [], []
+        with streams[turn % 2]:
+            for number in range(3):
+                value = torch.full((SIZE,), float(turn + number), device="sim")
+                layouts.append(ViewLayout.of(value))
+                handles.append(waterfall.park(value.untyped_storage()))
+                del value
+        with streams[2]:
+            raised = []
+            for number in (2, 1, 0):
+                raised.append(layouts[number].rebuild(handles[number].get()) + 1)
+                handles[number].release()
+        waterfall.drain()  # nobody but the third stream uses the memory from here on
+        with streams[turn % 2]:
+            scratch = [torch.zeros(SIZE, device="sim") for _ in range(3)]
+        with streams[2]:
+            assert [value.cpu().unique().tolist() for value in raised] == [
+                [turn + number + 1.0] for number in (2, 1, 0)
+            ]
+        del scratch
+    waterfall.close()
+
+
+def drain(tmp_path):
+    """After a drain nothing is under way, so that rooms can be given back at once."""
+    waterfall = waterfall_for("sim", Budget(host="8MiB"), max_in_flight="8MiB")
+    values = [torch.full((SIZE,), float(number), device="sim") for number in range(6)]
+    handles = [waterfall.park(values.pop(0).untyped_storage()) for _ in range(6)]
+    waterfall.drain()
+    assert [handle.state for handle in handles] == [HandleState.PARKED] * 6
+    for handle in handles:
+        handle.prefetch()
+    waterfall.drain()
+    assert not waterfall._mover.holds_handles
+    for handle in handles:
+        handle.release()
+    waterfall.close()
+
+
+def read_the_devices_clock(tmp_path):
+    """While the device is still at work."""
+    clock, memory = _DeviceClock(AcceleratorStreams(torch.device("sim", 0)), None), torch.empty(SIZE, pin_memory=True)
+    value = torch.ones(SIZE, device="sim")
+    for _ in range(3):
+        clock.mark()
+        memory.copy_(value, non_blocking=True)
+    clock.mark()
+    assert clock.times(0.0).step_s > 0
+
+
+def move_through_the_disk(tmp_path):
+    """By staging memory that is smaller than what passes through it."""
+    waterfall = waterfall_for("sim", Budget(disk=tmp_path), max_in_flight=3 * 4 * SIZE, verify=True)
+    for turn in range(3):
+        values = [torch.full((SIZE,), float(turn), device="sim") * number for number in range(8)]
+        layouts = [ViewLayout.of(value) for value in values]
+        handles = [waterfall.park(values.pop(0).untyped_storage()) for _ in range(8)]
+        if turn:
+            waterfall.drain()
+        for handle in handles[::2]:
+            handle.prefetch()
+        for number, (handle, layout) in enumerate(zip(handles, layouts, strict=True)):
+            assert layout.rebuild(handle.get()).cpu().unique().tolist() == [float(turn * number)]
+            handle.release()
+    waterfall.drain()
+    assert set(waterfall.statistics().held_bytes.values()) == {0}
+    waterfall.close()
+
+
+def train_with_a_budget(tmp_path):
+    """Recorded, planned and measured cycles of the offloader, whose times are those of the device."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=2, width=64, num_heads=2, context=64).to("sim")
+    tokens = torch.randint(256, (4, 64)).to("sim")
+    offloader = offload.activations(
+        model, host="64MiB", min_size="16KiB", min_saving=0, max_stall=1, max_in_flight="1MiB"
+    )
+    with offloader:
+        for _ in range(4):
+            model(tokens, tokens).backward()
+    assert all(one >= 0 for one in (offloader.statistics().stall_s, offloader.statistics().step_s))
+    offloader.close()
+
+
+def share_memory_between_streams(tmp_path):
+    """Host memory that devices read and write in place, one after another, and then the host."""
+    memory = torch.zeros(SIZE, pin_memory=True)
+    order, streams = Order(), [torch.Stream(device="sim") for _ in range(2)]
+    values = [torch.full((SIZE,), float(number), device="sim") for number in range(4)]
+    torch.accelerator.synchronize()
+    device = torch.device("sim", 0)
+    for number, value in enumerate(values):
+        with streams[number % 2]:
+            order.before_device(device, writes=True)
+            memory.copy_(value, non_blocking=True)
+            order.after_device(device, writes=True)
+        with streams[(number + 1) % 2]:
+            order.before_device(device, writes=False)
+            copy = memory.to("sim", non_blocking=True)
+            order.after_device(device, writes=False)
+    order.before_host(writes=True)
+    assert memory.unique().tolist() == [3.0]
+    del copy
+
+
+SCENARIOS = (
+    move,
+    park_on_one_and_another_stream,
+    drain,
+    read_the_devices_clock,
+    move_through_the_disk,
+    train_with_a_budget,
+    share_memory_between_streams,
+)
+CONDITIONS = ({"lazy": True, "poison": True, "late": 1.0}, {"delay_us": (500, 3000), "poison": True})
+
+
+def trouble(scenario, tmp_path, conditions):
+    """What goes wrong in a scenario: an exception, or a race."""
+    simulated.take_races()
+    with simulated.conditions(**conditions, patience_s=5), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            scenario(tmp_path)
+            gc.collect()
+            torch.accelerator.synchronize()
+        except Exception as error:  # whatever it is, it is noticed
+            return repr(error)[:200]
+        finally:
+            torch.accelerator.synchronize()
+        races = simulated.take_races()
+    return races[0] if races else None
+
+
+@pytest.fixture(autouse=True)
+def _on_simulated_devices_only(kind):
+    if kind != "sim":
+        pytest.skip("races are found on the simulated device")
+
+
+@pytest.mark.parametrize("conditions", CONDITIONS, ids=["lazy", "delayed"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+def test_nothing_is_wrong_with_all_of_them(scenario, conditions, tmp_path):
+    assert trouble(scenario, tmp_path, conditions) is None
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
+def test_each_is_missed(place, without, tmp_path):
+    num_taken, is_noticed = without(place), False
+    for conditions in CONDITIONS:
+        for scenario in SCENARIOS:
+            num_taken.clear()
+            is_noticed |= trouble(scenario, tmp_path, conditions) is not None and bool(num_taken)
+            if is_noticed:
+                break
+        if is_noticed:
+            break
+    assert is_noticed == (place not in UNNOTICED)
+
+
+def test_the_list_of_exceptions_is_of_today():
+    assert set(UNNOTICED) <= set(PLACES)
