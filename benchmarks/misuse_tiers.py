@@ -270,6 +270,11 @@ USES |= {
         call=devices.random_forked, good=lambda _: {"devices": [torch.device("cpu")]}, check=_entered
     ),
     "devices.pin": Use(call=devices.pin, good=lambda _: {"memory": torch.ones(3)}),
+    "devices.map_memory": Use(
+        call=devices.map_memory, good=lambda _: {"size_bytes": 100},
+        check=lambda memory, _: require(memory.nbytes == 100, "exact"),
+    ),
+    "devices.pinned_memory": Use(call=devices.pinned_memory, good=lambda _: {"size_bytes": 100}),
     "devices.accelerator_type": Use(call=devices.accelerator_type, good=lambda _: {}),
     "devices.accelerators": Use(call=devices.accelerators, good=lambda _: {}),
     "devices.kinds": Use(call=devices.kinds, good=lambda _: {}, check=lambda found, _: require("cpu" in found, "cpu")),
@@ -280,6 +285,7 @@ UNCALLED |= {
     "devices.Backend": "abstract; devices.backend_of makes them",
     "devices.Streams": "what a fake is like",
     "devices.unpin": "needs a CUDA device",
+    "devices.unpin_memory": "needs an accelerator",
 }
 
 

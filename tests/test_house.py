@@ -88,6 +88,7 @@ PRIVATE = {
     "remat/_dynamo.py": "Dynamo",
     "remat/_inductor.py": "Inductor",
     "remat/_rest.py": "hooks run outside of Dynamo",
+    "testing/simulated/_load.py": "a kind of device gets its module",
     "tiers/_gate.py": "whether autograd runs backward on this thread",
     "tiers/_layout.py": "a bit of views that no public name has",
     "unified/_tensor.py": "operators of unified tensors run outside of Dynamo",

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from penstock.devices._cuda import Cuda
 from penstock.errors import TierDegradedWarning, TierFullError
 from penstock.probe import ledger
 from penstock.tiers import Budget, HostTier
@@ -124,7 +125,7 @@ def test_memory_that_the_system_refuses_is_not_charged(monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("penstock.tiers._host.mmap.mmap", refuse)
+    monkeypatch.setattr("penstock.devices._host_memory.mmap.mmap", refuse)
     budget = Budget(host="64KiB")
     tier = HostTier("64KiB", pinned=False, budget=budget)
     with pytest.raises(TierFullError, match="Cannot allocate memory"):
@@ -140,9 +141,22 @@ def test_a_tensor_outlives_the_tier(tier):
     assert tensor.sum().item() == 300
 
 
-def test_pinned_slabs_are_registered_once_and_unregistered(monkeypatch):
-    cudart = Cudart(0)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+@pytest.fixture
+def install(monkeypatch):
+    """Lets this machine have a CUDA device, as far as pinning goes."""
+
+    def stand_in(answer):
+        cudart = Cudart(answer)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+        monkeypatch.setattr("penstock.devices._pin.accelerator_type", lambda: "cuda")
+        monkeypatch.setattr("penstock.devices._pin.backend_of", lambda _: Cuda(torch.device("cuda", 0)))
+        return cudart
+
+    return stand_in
+
+
+def test_pinned_slabs_are_registered_once_and_unregistered(install):
+    cudart = install(0)
     tier = HostTier("64KiB", pinned=True)
     extents = [tier.reserve(PAGE), tier.reserve(PAGE)]
     assert tier.is_pinned
@@ -153,9 +167,8 @@ def test_pinned_slabs_are_registered_once_and_unregistered(monkeypatch):
 
 
 @pytest.mark.parametrize("answer", [2, RuntimeError("CUDA error: out of memory")])
-def test_a_refusal_to_pin_warns_once_and_works(monkeypatch, answer):
-    cudart = Cudart(answer)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+def test_a_refusal_to_pin_warns_once_and_works(install, monkeypatch, answer):
+    cudart = install(answer)
     monkeypatch.setattr("penstock.tiers._host._SLAB_BYTES", PAGE)
     tier = HostTier("64KiB", pinned=True)
     with pytest.warns(TierDegradedWarning, match="ulimit -l") as caught:

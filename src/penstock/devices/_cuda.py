@@ -31,7 +31,10 @@ class Cuda(Accelerator):
         self.unregister(memory.data_ptr())
 
     def register(self, memory: torch.Tensor) -> bool:
-        status = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
+        try:
+            status = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
+        except RuntimeError:  # of the first call, which makes the device's context
+            return False
         if status:
             self._forget_error()
         return status == 0
@@ -43,7 +46,7 @@ class Cuda(Accelerator):
         """CUDA reports a refusal once more at the next launch, whoever makes it; so this makes one."""
         try:
             torch.zeros(1, device=self.device)
-        except RuntimeError:
+        except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
             pass
 
 

@@ -4,7 +4,10 @@ import mmap
 
 import torch
 
+from penstock.arguments import checked
 
+
+@checked("penstock.devices.map_memory(2**20)", size_bytes=1)
 def map_memory(size_bytes: int) -> torch.Tensor:
     """Return ``size_bytes`` of zeros as ``uint8``, from the start of a page, and not inherited by forked children.
 

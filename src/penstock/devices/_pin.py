@@ -23,6 +23,7 @@ def unpin(address: int) -> None:
         backend_of(kind).unregister(address)
 
 
+@checked("penstock.devices.pinned_memory(2**20)", size_bytes=1)
 def pinned_memory(size_bytes: int) -> torch.Tensor | None:
     """Return new pinned memory, ``uint8`` from the start of a page; ``None`` where the system refuses to pin it."""
     kind = accelerator_type()
