@@ -85,7 +85,7 @@ def fresh(built, tmp_path_factory):
     return python
 
 
-SUFFIXES = (".py", ".c", ".html", ".css")
+SUFFIXES = (".py", ".c", ".cpp", ".h", ".html", ".css")
 
 
 def source_files(suffix):

@@ -47,8 +47,7 @@ def equal(losses, expected, device):
     return list(losses) == expected if device == "sim" else losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("recompute", [True, False], ids=["recomputed", "saved"])
-@pytest.mark.parametrize("below", ["host", "disk"])
+@pytest.mark.parametrize("below, recompute", [("host", True), ("disk", False)], ids=["host-recomputed", "disk-saved"])
 def test_losses_equal_plain_training(device, tmp_path, below, recompute):
     """Of a model larger than the budget: the device never holds a whole one."""
     jobs = [job("a"), job("b", seed=1, clip_norm=0.5), job("c", seed=2)]

@@ -6,6 +6,8 @@ import torch
 from penstock.relational import CompGCNConv, RelationalGraph, RGATConv, RGCNConv, RGraphSAGEConv, SimpleHGNConv
 from penstock.tiers import Budget
 
+pytestmark = pytest.mark.cuda_only("kernels of Triton's run on CUDA")
+
 MADE = {
     "RGCN": lambda: RGCNConv(24, 40, 6),
     "RGCN bases": lambda: RGCNConv(24, 40, 6, num_bases=3),

@@ -78,6 +78,11 @@ def without(monkeypatch):
     return take
 
 
+def numbers_in(handle, layout):
+    """Which numbers a handle's tensor is made of; not within an assertion, which would print the storage."""
+    return layout.rebuild(handle.get()).cpu().unique().tolist()
+
+
 def move(tmp_path):
     """Storages leave and come back, in a host tier with room for few, on one stream and on another."""
     waterfall = waterfall_for("sim", Budget(host=24 * 2**12 * 20), max_in_flight=3 * 4 * SIZE)
@@ -105,7 +110,7 @@ def move(tmp_path):
                     other.synchronize()
                     assert doubled.cpu().unique().tolist() == [2.0 * turn * number]
                 else:
-                    assert layout.rebuild(handle.get()).cpu().unique().tolist() == [float(turn * number)]
+                    assert numbers_in(handle, layout) == [float(turn * number)]
                 handle.release()
     waterfall.close()
 
@@ -177,7 +182,7 @@ def move_through_the_disk(tmp_path):
         for handle in handles[::2]:
             handle.prefetch()
         for number, (handle, layout) in enumerate(zip(handles, layouts, strict=True)):
-            assert layout.rebuild(handle.get()).cpu().unique().tolist() == [float(turn * number)]
+            assert numbers_in(handle, layout) == [float(turn * number)]
             handle.release()
     waterfall.drain()
     assert set(waterfall.statistics().held_bytes.values()) == {0}

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from penstock import unified
 
+pytestmark = pytest.mark.cuda_only("kernels read host memory in place, which no simulated device does")
 DEVICE = "cuda"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.int64]
 

@@ -536,6 +536,11 @@ def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[t
 
 def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:
     device = torch.device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"`device` must be the CPU or a CUDA device, whose kernels read host memory in place, got {str(device)!r}: "
+            "TieredFeatures(source, host_budget='1GiB', device='cpu')"
+        )
     if budget_bytes and device.type == "cpu":
         raise ValueError(
             "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
