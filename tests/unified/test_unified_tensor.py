@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from penstock import tiers, unified
+from penstock.devices._cuda import Cuda
 from penstock.errors import BudgetError, TierDegradedWarning
 from penstock.probe import ledger
 from penstock.unified import Operand, _advice, _memory, _order, _tensor
@@ -377,6 +378,8 @@ def cuda(monkeypatch):
     runtime = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("penstock.devices._pin.accelerator_type", lambda: "cuda")
+    monkeypatch.setattr("penstock.devices._pin.backend_of", lambda _: Cuda(torch.device("cuda", 0)))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, device=None: False)
     return runtime
 

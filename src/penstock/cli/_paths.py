@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.devices import accelerators
 from penstock.errors import PenstockError
 
 
@@ -37,8 +36,9 @@ def check_directory(name: str, path: Path) -> str:
 
 def check_spill(name: str, path: Path) -> None:
     """Raise ``PenstockError`` for what is no directory to spill to, on a CPU also for one that is main memory."""
-    kind = check_directory(name, path)
+    from penstock.devices import accelerators  # which loads PyTorch
 
+    kind = check_directory(name, path)
     if kind and not accelerators():
         raise PenstockError(
             f"{name} must be on a disk, got {path}, which is main memory ({kind}): without a GPU that is the device "
