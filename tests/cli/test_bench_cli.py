@@ -104,7 +104,6 @@ def test_without_the_tree_it_is_said(monkeypatch, tmp_path):
     assert "need the source tree" in result.stderr
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_step_on_a_gpu(tmp_path):
     document = json.loads(bench("--quick", "--device", "cuda", "--disk", tmp_path, "--json").stdout)
