@@ -173,6 +173,7 @@ USES |= {
             "write": lambda one: {"piece": one.reserve(4096).pieces[0], "view": memoryview(bytes(4096))},
             "read": lambda one: {"piece": one.reserve(4096).pieces[0], "view": memoryview(bytearray(4096))},
         },
+        skips=frozenset({"write_storage", "read_storage", "tensor"}),
     ),
     "testing.GPT": Use(
         call=testing.GPT,

@@ -139,6 +139,7 @@ USES |= {
             "enter": lambda _: {"footprint": tiers.Footprint(step_bytes=10)},
             "leave": lambda _: {"footprint": tiers.Footprint(step_bytes=10)},
             "step_room_bytes": lambda _: {"own": tiers.Footprint(step_bytes=10)},
+            "leads_below": lambda _: {"device": torch.device("cpu")}, "alone": lambda _: {"device": 2**30},
             "named": lambda _: {"holder": "me"}, "held_bytes": lambda _: {"place": "device"},
             "peak_bytes": lambda _: {"place": "device"}, "room_bytes": lambda _: {"place": "device"},
         },
@@ -184,7 +185,7 @@ USES |= {
     "tiers.HostTier": Use(
         call=tiers.HostTier,
         good=lambda case: {"capacity": "1MiB", "pinned": False, "budget": case.budget(host="1MiB")},
-        check=_writes, methods=_TIER_METHODS,
+        check=_writes, methods=_TIER_METHODS, skips=_ON_A_DEVICE,
     ),
     "tiers.EventLog": Use(
         call=tiers.EventLog, good=lambda _: {"capacity": 10},

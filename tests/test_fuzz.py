@@ -20,6 +20,7 @@ from penstock.cli._sweep import read_sweep
 from penstock.errors import CheckpointError, FeatureFileError, FleetStateError, PenstockError
 from penstock.files import check_is_file, parse_json, read_json, read_text
 from penstock.fleet import FleetState, JobState
+from penstock.links import DEVICE, DISK, Link
 from penstock.native import _build, compile_source, keep_source
 from penstock.probe import LaneBandwidth, _bandwidth, bandwidths, ledger
 from penstock.relational import RelationalGraph, read_id_file, read_ntriples
@@ -306,7 +307,7 @@ def test_rates_that_no_disk_has_are_measured_again(tmp_path, monkeypatch, rate):
         for one in ("device->disk", "disk->device")
     )
     monkeypatch.setattr(_bandwidth, "_disk_lanes", lambda *_: lanes)
-    monkeypatch.setattr(_bandwidth, "_lanes_of_disk", lambda: {"device->disk", "disk->device"})
+    monkeypatch.setattr(_bandwidth, "_links_of_disk", lambda: {Link(DEVICE, DISK), Link(DISK, DEVICE)})
     first = bandwidths(tmp_path)
     file = _bandwidth._cache_file()
     content = json.loads(file.read_text())

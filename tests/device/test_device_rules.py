@@ -27,9 +27,8 @@ WAITS = {"wait": None, "share": None, "synchronize": None, "is_done": True}
 """Methods of `Streams` that keep an order, and what they answer when they are taken away."""
 SIZE = 20_003
 UNNOTICED = {
-    ("tiers/_direct_disk.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
-    ("tiers/_stream_mover.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
-    ("tiers/_stream_mover.py", "wait_for_a_copy", "synchronize", 1): "saves the host from asking again and again",
+    ("tiers/_direct_hop.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
+    ("tiers/_stream_hop.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
 }
 """Places that keep no order, each with what they are for."""
 

@@ -7,6 +7,10 @@ import weakref
 
 import torch
 
+from penstock.tiers import EventLog, HostTier, Waterfall
+from penstock.tiers._handles import Handles
+from penstock.tiers._stream_mover import StreamMover
+
 
 class FakeEvent:
     def __init__(self):
@@ -110,3 +114,11 @@ class FakeStreams:
 
     def may_run(self, work):
         return not self.obeys or not isinstance(work, tuple) or work[1].is_passed
+
+
+def waterfall_on(streams, tiers, *, max_in_flight, verify, staging=None):
+    """A waterfall below a fake device, with pageable staging memory, by default of twice ``max_in_flight``."""
+    handles, events = Handles(), EventLog()
+    memory = HostTier(2 * max_in_flight if staging is None else staging, pinned=False)
+    mover = StreamMover(streams, memory, handles, events, max_in_flight_bytes=max_in_flight, verify=verify)
+    return Waterfall(tiers, mover, handles, events)

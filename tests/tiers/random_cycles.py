@@ -10,9 +10,8 @@ import torch
 from penstock.errors import TierDegradedWarning, TierReadError
 from penstock.probe import ledger
 from penstock.testing import FaultyTier
-from penstock.tiers import DiskTier, EventLog, HandleState
-from penstock.tiers._build import _joined
-from penstock.tiers._memory_mover import MemoryMover
+from penstock.tiers import Budget, DiskTier, EventLog, HandleState
+from penstock.tiers._build import build
 
 FAULTS = ("full", "write_error", "read_error", "short_write", "short_read", "corrupt")
 MAX_LIVE = 8
@@ -21,8 +20,15 @@ MAX_LIVE = 8
 def faulty_waterfall(directory, *, capacity="64MiB", max_in_flight_bytes=8 * 2**20, verify=False, **faults):
     """A waterfall below main memory on one directory, and the tier that fails as told."""
     tier = FaultyTier(DiskTier({directory: capacity}), **faults)
-    events = EventLog()
-    return _joined([tier], MemoryMover(events, max_in_flight_bytes=max_in_flight_bytes, verify=verify), events), tier
+    (waterfall,) = build(
+        [None],
+        Budget(tiers=[tier]),
+        [EventLog()],
+        has_host=False,
+        max_in_flight_bytes=max_in_flight_bytes,
+        verify=verify,
+    )
+    return waterfall, tier
 
 
 def run_cycles(seed, num_cycles, directory):

@@ -6,6 +6,7 @@ import random
 import threading
 
 import pytest
+from object_store import ObjectStore
 
 from penstock.directio import BLOCK_BYTES, SpillFile
 from penstock.errors import TierFullError, TierReadError, TierWriteError
@@ -21,6 +22,8 @@ def make_tier(kind, directory, capacity):
     kind = kind.removeprefix("faulty ")
     if kind == "host":
         return HostTier(capacity, pinned=False)
+    if kind == "store":
+        return ObjectStore(capacity)
     if kind != "buffered" and not is_direct(directory):
         pytest.skip("the file system of the temporary directory refuses O_DIRECT")
     if kind != "striped":
@@ -36,7 +39,7 @@ def is_direct(directory):
     return spill.is_direct
 
 
-@pytest.fixture(params=["host", "direct", "buffered", "striped"])
+@pytest.fixture(params=["host", "direct", "buffered", "striped", "store"])
 def kind(request):
     return request.param
 
@@ -55,7 +58,9 @@ def faulty(kind, tmp_path):
         tier.close()
 
 
-@pytest.fixture(params=["host", "direct", "buffered", "striped", "faulty host", "faulty direct", "faulty buffered"])
+@pytest.fixture(
+    params=["host", "direct", "buffered", "striped", "store", "faulty host", "faulty direct", "faulty buffered"]
+)
 def make(request, tmp_path):
     """Makes tiers of every kind, of a given capacity."""
     made = []
@@ -142,7 +147,7 @@ def test_extents_do_not_disturb_each_other(make):
 def test_a_tier_says_what_it_is(make):
     tier = make()
     extent = tier.reserve(BLOCK_BYTES)
-    assert tier.name in ("host", "disk")
+    assert tier.name in ("host", "disk", "store")
     assert tier.alignment_bytes in (1, BLOCK_BYTES)
     assert tier.file_name(extent.pieces[0])
     tier.release(extent)

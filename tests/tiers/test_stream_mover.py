@@ -8,14 +8,12 @@ import warnings
 
 import pytest
 import torch
-from fake_streams import FakeStreams
+from fake_streams import FakeStreams, waterfall_on
 
 from penstock.errors import TierDegradedWarning, TierReadError
 from penstock.testing import FaultyTier
-from penstock.tiers import Budget, DiskTier, EventLog, HandleState
-from penstock.tiers._build import _joined, stream_waterfall
-from penstock.tiers._host import HostTier
-from penstock.tiers._stream_mover import StreamMover
+from penstock.tiers import Budget, DiskTier, EventLog, HandleState, HostTier
+from penstock.tiers._build import build
 
 SIZE = 8192 + 64
 
@@ -80,11 +78,16 @@ def finished(waterfall, device):
 
 
 def make(streams, tmp_path, *, host, disk, max_in_flight=2 * SIZE, verify=True):
-    budget = Budget(host=host, disk=tmp_path if disk else None)
-    disks = [DiskTier(tmp_path, budget=budget)] if disk else []
-    return stream_waterfall(
-        streams, disks, budget, EventLog(), max_in_flight_bytes=max_in_flight, verify=verify, pinned=False
+    (waterfall,) = build(
+        [streams],
+        Budget(host=host, disk=tmp_path if disk else None),
+        [EventLog()],
+        has_host=host is not None,
+        max_in_flight_bytes=max_in_flight,
+        verify=verify,
+        pinned=False,
     )
+    return waterfall
 
 
 @pytest.mark.parametrize("host, disk", [("64KiB", False), ("200KiB", True), (None, True), ("1MiB", False)])
@@ -179,13 +182,10 @@ def view_of(storage):
 
 
 def make_direct(streams, tmp_path, *, host=None, max_in_flight=2 * SIZE):
-    budget = Budget(host=host, disk=tmp_path)
-    tier = DiskTier(tmp_path, budget=budget, direct=False)
+    tier = DiskTier(tmp_path, direct=False)
     tier.open_to_device(DirectFile)
-    waterfall = stream_waterfall(
-        streams, [tier], budget, EventLog(), max_in_flight_bytes=max_in_flight, verify=False, pinned=False
-    )
-    return waterfall, tier._device_files[0]
+    tiers = [tier] if host is None else [HostTier(host, pinned=False), tier]
+    return waterfall_on(streams, tiers, max_in_flight=max_in_flight, verify=False), tier._device_files[0]
 
 
 @pytest.mark.parametrize("host", [None, "40KiB"])
@@ -264,12 +264,9 @@ def test_a_failed_direct_read_raises_and_a_later_one_works(tmp_path):
 
 def test_checksums_need_the_bytes_in_host_memory(tmp_path):
     streams = FakeStreams(0)
-    budget = Budget(disk=tmp_path)
-    tier = DiskTier(tmp_path, budget=budget)
+    tier = DiskTier(tmp_path)
     tier.open_to_device(DirectFile)
-    waterfall = stream_waterfall(
-        streams, [tier], budget, EventLog(), max_in_flight_bytes=2 * SIZE, verify=True, pinned=False
-    )
+    waterfall = waterfall_on(streams, [tier], max_in_flight=2 * SIZE, verify=True)
     device = Device(streams)
     run_step(waterfall, device, random.Random(0))
     waterfall.drain()
@@ -297,8 +294,7 @@ def test_a_device_that_ignores_waits_is_caught(tmp_path):
 
 def faulty_waterfall(streams, tmp_path, *, disk=None, staging="1MiB", **faults):
     tier = FaultyTier(DiskTier(disk or tmp_path), **faults)
-    mover = StreamMover(streams, HostTier(staging, pinned=False), EventLog(), max_in_flight_bytes=2 * SIZE, verify=True)
-    return _joined([tier], mover, mover._events), tier
+    return waterfall_on(streams, [tier], max_in_flight=2 * SIZE, verify=True, staging=staging), tier
 
 
 def test_a_failed_write_leaves_the_bytes_in_host_memory(tmp_path):
@@ -343,7 +339,7 @@ def test_room_of_a_storage_that_stays_is_kept_until_its_write_has_ended(tmp_path
     waterfall, tier = faulty_waterfall(streams, tmp_path, wait=write)
     device = Device(streams)
     handle = kept_with_its_write_under_way(waterfall, device, write)
-    staging = waterfall._mover._staging
+    staging = waterfall._mover._staged.staging
     assert (tier.used_bytes, staging.used_bytes) == (12288, 12288)
     write.may_go_on.set()
     device.consume(handle.get(), 1)
@@ -379,7 +375,7 @@ def test_a_full_disk_waits_for_the_write_of_a_storage_that_stays(tmp_path, is_re
     first.release()
     second.release()
     assert finished(waterfall, device).parked_bytes == SIZE
-    assert waterfall._num_leaving_room == 0
+    assert waterfall._handles.num_leaving_room == 0
     waterfall.close()
 
 
@@ -393,14 +389,14 @@ def test_failed_writes_that_hold_all_staging_memory_stop_no_fetch(tmp_path):
     with pytest.warns(TierDegradedWarning, match="Input/output error"):
         handles += [waterfall.park(device.produce(value)) for value in (2, 3)]
         waterfall.drain()
-    assert waterfall._mover._staging.used_bytes == 24 * 1024
+    assert waterfall._mover._staged.staging.used_bytes == 24 * 1024
     assert [handle.prefetch() for handle in handles] == [True] * 3
     for value, handle in enumerate(handles, 1):
         device.consume(handle.get(), value)
         device.scribble()
         handle.release()
     assert finished(waterfall, device).fetched_bytes == 3 * SIZE
-    assert waterfall._mover._staging.used_bytes == 0
+    assert waterfall._mover._staged.staging.used_bytes == 0
     waterfall.close()
 
 
@@ -423,12 +419,12 @@ def test_a_second_fetch_keeps_its_staging_when_the_first_went_without(tmp_path):
     assert handle.prefetch()
     streams.finish()
     waterfall.reap()  # the first copy has passed; the second one's read is still filling its staging memory
-    assert waterfall._mover._staging.used_bytes == 12288
+    assert waterfall._mover._staged.staging.used_bytes == 12288
     transfer.may_go_on.set()
     device.consume(handle.get(), 1)
     handle.release()
     assert finished(waterfall, device).fetched_bytes == 2 * SIZE
-    assert waterfall._mover._staging.used_bytes == 0
+    assert waterfall._mover._staged.staging.used_bytes == 0
     waterfall.close()
 
 
@@ -469,7 +465,7 @@ def test_a_device_that_takes_no_copy_is_heard_of(tmp_path, monkeypatch, is_on_di
     device.consume(handle.get(), 1)
     handle.release()
     finished(waterfall, device)
-    assert waterfall._mover._staging.used_bytes == 0
+    assert waterfall._mover._staged.staging.used_bytes == 0
     waterfall.close()
 
 
@@ -483,14 +479,14 @@ def test_a_copy_out_that_cannot_begin_leaves_the_bytes_where_they_are(tmp_path, 
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(streams if refused == "copy" else waterfall._mover._to_disk, refused, refuse)
+        patch.setattr(streams if refused == "copy" else waterfall._mover._staged.out, refused, refuse)
         with pytest.warns(TierDegradedWarning, match="can't start new thread"):
             handle = waterfall.park(device.produce(1))
             waterfall.drain()
     device.consume(handle.get(), 1)
     handle.release()
     assert finished(waterfall, device).held_bytes == {"disk": 0}
-    assert waterfall._mover._staging.used_bytes == 0
+    assert waterfall._mover._staged.staging.used_bytes == 0
     waterfall.close()
 
 
@@ -506,12 +502,12 @@ def test_a_fetch_that_could_not_begin_may_be_tried_again(tmp_path, monkeypatch):
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
-        patch.setattr(waterfall._mover._from_disk, "submit", refuse)
+        patch.setattr(waterfall._mover._staged.back, "submit", refuse)
         assert not handle.prefetch()
         with pytest.raises(RuntimeError, match="can't start new thread"):
             handle.get()
     assert handle.state is HandleState.PARKED
-    assert waterfall._mover._staging.used_bytes == 0
+    assert waterfall._mover._staged.staging.used_bytes == 0
     device.consume(handle.get(), 1)
     handle.release()
     finished(waterfall, device)

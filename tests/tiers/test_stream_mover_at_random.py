@@ -8,15 +8,12 @@ import time
 import warnings
 
 import pytest
-from fake_streams import FakeStreams
+from fake_streams import FakeStreams, waterfall_on
 from test_stream_mover import Device, DirectFile, finished
 
 from penstock.errors import TierDegradedWarning, TierReadError
 from penstock.testing import FaultyTier
-from penstock.tiers import Budget, DiskTier, EventLog
-from penstock.tiers._build import _joined
-from penstock.tiers._host import HostTier
-from penstock.tiers._stream_mover import StreamMover
+from penstock.tiers import Budget, DiskTier, HostTier
 
 SEEDS = range(int(os.environ.get("PENSTOCK_SEEDS", "30")))
 SIZES = (64, 8192, 8192 + 64, 5 * 4096 - 1)
@@ -39,10 +36,8 @@ def random_waterfall(streams, choices, tmp_path):
             [{}, {"write_error": 0.1}, {"full": 0.2}, {"read_error": 0.1, "short_read": 0.3, "short_write": 0.3}]
         )
         tiers.append(disk if disk.talks_to_device else FaultyTier(disk, seed=choices.random(), **faults))
-    staging = HostTier(2 * max_in_flight, pinned=False)
-    verify = choices.random() < 0.7
-    mover = StreamMover(streams, staging, EventLog(), max_in_flight_bytes=max_in_flight, verify=verify)
-    return _joined(tiers, mover, mover._events), staging
+    waterfall = waterfall_on(streams, tiers, max_in_flight=max_in_flight, verify=choices.random() < 0.7)
+    return waterfall, waterfall._mover._staged.staging
 
 
 def call_at_random(waterfall, device, choices, num_calls):
@@ -94,7 +89,7 @@ def test_right_bytes_after_any_calls(tmp_path, seed):
         let_go([waterfall])
         finished(waterfall, device)
     assert staging.used_bytes == 0
-    assert waterfall._num_leaving_room == 0
+    assert waterfall._handles.num_leaving_room == 0
     waterfall.close()
 
 
@@ -103,11 +98,10 @@ def test_two_devices_fetch_what_either_parked(tmp_path, seed):
     """Borrowed handles, as a fleet's devices have them, while their originals come and go."""
     choices = random.Random(seed)
     first, staging = random_waterfall(FakeStreams(seed), choices, tmp_path)
-    second_mover = StreamMover(
-        FakeStreams(-seed), HostTier(staging.capacity_bytes, pinned=False), EventLog(),
-        max_in_flight_bytes=staging.capacity_bytes // 2, verify=first._mover._verify,
-    )  # fmt: skip
-    waterfalls = [first, _joined(first.tiers, second_mover, second_mover._events)]
+    second = waterfall_on(
+        FakeStreams(-seed), first.tiers, max_in_flight=staging.capacity_bytes // 2, verify=first._mover._verify
+    )
+    waterfalls = [first, second]
     devices = [Device(one._mover._streams) for one in waterfalls]
     live = []
     with warnings.catch_warnings():
@@ -138,6 +132,6 @@ def test_two_devices_fetch_what_either_parked(tmp_path, seed):
     for waterfall in waterfalls:
         assert waterfall.statistics().num_live_handles == 0
     assert set(first.statistics().held_bytes.values()) == {0}
-    assert staging.used_bytes == second_mover._staging.used_bytes == 0
+    assert staging.used_bytes == second._mover._staged.staging.used_bytes == 0
     for waterfall in waterfalls:
         waterfall.close()

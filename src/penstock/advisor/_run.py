@@ -124,7 +124,7 @@ def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
         own = Footprint(tensors=dict.fromkeys(map(id, task.model.parameters()), 0))
         standing_bytes = left - (account.step_room_bytes(own) or 0)
     return Limits(
-        budget=Budget(device=left, host=account.room_bytes("host"), disk=account.disk_bytes),
+        budget=account.alone(device=left, host=account.room_bytes("host")),
         spelled="budget" if is_shared else _spelled(account),
         reserve_bytes=others_bytes,
         unaccounted_bytes=max(0, others_bytes - standing_bytes),
@@ -137,8 +137,8 @@ def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
     try:
         with task.left_as_found(), quiet():
             step = remat.optimize(
-                task.loss_of, [task.batch], None, optimizer=task.optimizer, reserve=limits.reserve_bytes,
-                disk=limits.budget.disk_bytes or None, host=limits.budget.host_bytes, fullgraph=True,
+                task.loss_of, [task.batch], limits.budget.alone(device=None, host=limits.budget.host_bytes),
+                optimizer=task.optimizer, reserve=limits.reserve_bytes, fullgraph=True,
             )  # fmt: skip
             return step.plan, ""
     except Exception as error:  # whatever capturing may raise: the step cannot be planned

@@ -72,7 +72,7 @@ class Limits:
                 "larger budget"
             )
         device = None if limit is None else limit + extra_bytes
-        return Budget(device=device, host=self.budget.host_bytes, disk=self.budget.disk_bytes)
+        return self.budget.alone(device=device, host=self.budget.host_bytes)
 
 
 def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[Way]:
@@ -82,7 +82,7 @@ def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[
     ways = [_plain(task)]
     if blocks:
         ways.append(_checkpoint(task, blocks))
-    has_tiers = bool(budget.disk_bytes) or (budget.host_bytes is not None and task.device.type != "cpu")
+    has_tiers = budget.leads_below(task.device)
     if has_tiers:
         ways.append(_offload(task, limits, []))
         if blocks:

@@ -53,7 +53,7 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
         if one.budget is None:
             devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
     are_accelerators = torch.device(devices[0].name).type != "cpu"
-    if account.host_bytes is None and (not account.disk_bytes or are_accelerators):
+    if account.host_bytes is None and (not (account.disk_bytes or account.tiers) or are_accelerators):
         account = account.named("fleet")  # whose limit is the fleet's alone
         account.host_bytes = account.held_bytes("host") + int(0.6 * free_bytes(torch.device("cpu")))
     return account

@@ -28,6 +28,7 @@ from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 from penstock.fleet._worker import UnitRecord, Worker, trains_jobs
+from penstock.links import DISK
 from penstock.probe import bandwidths, can_record, record_memory
 from penstock.tiers import (
     Budget,
@@ -139,7 +140,7 @@ class Fleet:
         self._temporary = None if run_dir is not None else _TemporaryFolder()
         self.run_dir = Path(self._temporary.path if self._temporary is not None else str(run_dir))
         """Where checkpoints, metrics and the fleet's state are."""
-        self.host_bytes = None if self._budget.disk_bytes else self._budget.host_bytes
+        self.host_bytes = None if self._budget.disk_bytes or self._budget.tiers else self._budget.host_bytes
         """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what host memory cannot."""
         self.state = FleetState(self.run_dir)
         self.state.refuse_strangers(resume=resume)
@@ -573,13 +574,16 @@ class Fleet:
         """Bytes per second out and in, for one device."""
         if self._rates is None:
             self._rates = (_HOST_RATE, _HOST_RATE)
-            if self._budget.host_bytes is None:
-                found = bandwidths(next(iter(self._budget.disk_bytes)))
-                rates = {one.lane: one.bandwidth_bytes_per_s for one in found}
+            if self._budget.host_bytes is None and self._budget.disk_bytes:
+                rates = [
+                    (one.link, one.bandwidth_bytes_per_s) for one in bandwidths(next(iter(self._budget.disk_bytes)))
+                ]
                 self._rates = (
-                    min(rate for lane, rate in rates.items() if lane.endswith("->disk")),
-                    min(rate for lane, rate in rates.items() if lane.startswith("disk->")),
+                    min(rate for link, rate in rates if link.target == DISK),
+                    min(rate for link, rate in rates if link.source == DISK),
                 )
+            elif self._budget.host_bytes is None:
+                self._rates = self._budget.tiers[0].rates_bytes_per_s()
             self._rates = self._rates[0] / len(self._devices), self._rates[1] / len(self._devices)
         return self._rates
 

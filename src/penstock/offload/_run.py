@@ -432,7 +432,7 @@ def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) ->
         account = budget
     else:
         account = Budget(device=budget, host=host, disk=disk)
-    if account.host_bytes is None and not account.disk_bytes:
+    if account.host_bytes is None and not account.disk_bytes and not account.tiers:
         raise ValueError(
             "nowhere to spill to: give a directory on an SSD, activations(model, disk='/nvme'), or on CUDA some host "
             "memory, activations(model, host='8GiB')"

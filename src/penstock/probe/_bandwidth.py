@@ -20,6 +20,7 @@ from penstock.arguments import checked
 from penstock.devices import accelerators, backend_of
 from penstock.directio import DeviceFile, SpillFile
 from penstock.files import read_json
+from penstock.links import DEVICE, DISK, HOST, Link
 from penstock.probe._gds import gpu_direct_storage
 
 _EXPIRY_S = 7 * 86400
@@ -44,6 +45,11 @@ class LaneBandwidth:
     measured_s: float
     """When, in seconds of ``time.time()``."""
 
+    @property
+    def link(self) -> Link:
+        """From where to where."""
+        return Link.named(self.lane)
+
 
 @checked("penstock.probe.bandwidths('/nvme')")
 def bandwidths(
@@ -63,7 +69,7 @@ def bandwidths(
     known = cache.get(key)
     if (
         known
-        and {one["lane"] for one in known} >= _lanes_of_disk()
+        and {Link.named(one["lane"]) for one in known} >= _links_of_disk()
         and not refresh
         and all(time.time() - lane["measured_s"] < _EXPIRY_S for lane in known)
     ):
@@ -83,13 +89,13 @@ def bandwidths(
     return lanes
 
 
-def _lanes_of_disk() -> set[str]:
-    near = "host" if accelerators() else "device"
-    return {f"{near}->disk", f"disk->{near}"}
+def _links_of_disk() -> set[Link]:
+    near = HOST if accelerators() else DEVICE
+    return {Link(near, DISK), Link(DISK, near)}
 
 
 def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
-    near = "host" if accelerators() else "device"
+    near = HOST if accelerators() else DEVICE
     spill = SpillFile(directory)
     try:
         spill.grow(_SAMPLE_BYTES)
@@ -101,8 +107,8 @@ def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> 
     finally:
         spill.close()
     return (
-        _lane(f"{near}->disk", _SAMPLE_BYTES / write_s, spill.is_direct),
-        _lane(f"disk->{near}", _SAMPLE_BYTES / read_s, spill.is_direct),
+        _lane(Link(near, DISK), _SAMPLE_BYTES / write_s, spill.is_direct),
+        _lane(Link(DISK, near), _SAMPLE_BYTES / read_s, spill.is_direct),
     )
 
 
@@ -116,8 +122,8 @@ def _accelerator_lanes(tick: Callable[[], None]) -> tuple[LaneBandwidth, ...]:
         backend.finish()
 
     return (
-        _lane("device->host", _SAMPLE_BYTES / _timed(lambda: copy(host, device), tick), True),
-        _lane("host->device", _SAMPLE_BYTES / _timed(lambda: copy(device, host), tick), True),
+        _lane(Link(DEVICE, HOST), _SAMPLE_BYTES / _timed(lambda: copy(host, device), tick), True),
+        _lane(Link(HOST, DEVICE), _SAMPLE_BYTES / _timed(lambda: copy(device, host), tick), True),
     )
 
 
@@ -132,8 +138,8 @@ def _direct_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -
         write_s = _timed(lambda: _in_requests(file.write, memory), tick)
         read_s = _timed(lambda: _in_requests(file.read, memory), tick)
     return (
-        _lane("device->disk", _SAMPLE_BYTES / write_s, True),
-        _lane("disk->device", _SAMPLE_BYTES / read_s, True),
+        _lane(Link(DEVICE, DISK), _SAMPLE_BYTES / write_s, True),
+        _lane(Link(DISK, DEVICE), _SAMPLE_BYTES / read_s, True),
     )
 
 
@@ -175,9 +181,9 @@ def _timed(transfer: Callable[[], None], tick: Callable[[], None]) -> float:
     return median(durations_s)
 
 
-def _lane(lane: str, bandwidth_bytes_per_s: float, is_direct: bool) -> LaneBandwidth:
+def _lane(link: Link, bandwidth_bytes_per_s: float, is_direct: bool) -> LaneBandwidth:
     return LaneBandwidth(
-        lane=lane, bandwidth_bytes_per_s=bandwidth_bytes_per_s, is_direct=is_direct, measured_s=time.time()
+        lane=link.name, bandwidth_bytes_per_s=bandwidth_bytes_per_s, is_direct=is_direct, measured_s=time.time()
     )
 
 
@@ -200,8 +206,9 @@ def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody
                 if not all(
                     isinstance(one, float) and 0 < one < _MOST
                     for one in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
-                ) or not isinstance(bandwidth.lane, str):
+                ):
                     return {}
+                Link.named(bandwidth.lane)  # raises where it is none
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
     return cache  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ import torch
 
 from penstock import tiers
 from penstock.directio import refuse_memory
+from penstock.links import DEVICE, DISK, HOST, Link
 from penstock.probe import bandwidths
 
 _BESIDE_COMPUTING = 0.5
@@ -15,17 +16,19 @@ def lane_rates(device: torch.device, account: tiers.Budget) -> tuple[float, floa
 
     Raises ``ValueError`` for directories that are main memory below a CPU.
     """
-    has_host = account.host_bytes is not None and device.type != "cpu"
-    if not account.disk_bytes and not has_host:
+    if not account.leads_below(device):
         return 0.0, 0.0
+    has_host = account.host_bytes is not None and device.type != "cpu"
+    if account.tiers and not account.disk_bytes and not has_host:
+        return account.tiers[0].rates_bytes_per_s()
     if device.type == "cpu":
         refuse_memory(account.disk_bytes)
     directory = next(iter(account.disk_bytes), ".")
-    known = {lane.lane: lane.bandwidth_bytes_per_s for lane in bandwidths(directory)}
+    known = {lane.link: lane.bandwidth_bytes_per_s for lane in bandwidths(directory)}
     if device.type == "cpu":
-        return _BESIDE_COMPUTING * known["device->disk"], _BESIDE_COMPUTING * known["disk->device"]
-    out, back = [known["device->host"]], [known["host->device"]]
+        return _BESIDE_COMPUTING * known[Link(DEVICE, DISK)], _BESIDE_COMPUTING * known[Link(DISK, DEVICE)]
+    out, back = [known[Link(DEVICE, HOST)]], [known[Link(HOST, DEVICE)]]
     if account.disk_bytes and not has_host:
-        out.append(known.get("device->disk", known["host->disk"]))
-        back.append(known.get("disk->device", known["disk->host"]))
+        out.append(known.get(Link(DEVICE, DISK), known[Link(HOST, DISK)]))
+        back.append(known.get(Link(DISK, DEVICE), known[Link(DISK, HOST)]))
     return min(out), min(back)

@@ -264,7 +264,7 @@ def max_batch(
     captured and planned. Raises what ``optimize`` raises, but for ``BudgetError``.
     """
     if isinstance(budget, tiers.Budget):  # trials stand on nobody's account
-        budget = tiers.Budget(device=budget.room_bytes("device"), host=budget.host_bytes, disk=budget.disk_bytes)
+        budget = budget.alone(device=budget.room_bytes("device"), host=budget.host_bytes)
 
     def fits(batch: int) -> bool:
         step, inputs = make(batch)

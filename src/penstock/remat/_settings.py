@@ -55,7 +55,7 @@ class Settings:
     def has_tiers(self) -> bool:
         """Whether there is somewhere to move things to."""
         account = self.account()
-        return bool(account.disk_bytes) or account.host_bytes is not None
+        return bool(account.disk_bytes) or bool(account.tiers) or account.host_bytes is not None
 
     def account(self) -> tiers.Budget:
         """The budget as one account."""

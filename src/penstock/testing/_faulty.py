@@ -55,7 +55,7 @@ class FaultyTier(Tier):
         for name, probability in {**given, "short_write": short_write, "short_read": short_read}.items():
             if probability > 1:
                 raise ValueError(f"`{name}` must be a probability from 0 to 1, got {probability}")
-        self.name = inner.name
+        self.place = inner.place
         self.alignment_bytes = inner.alignment_bytes
         self.is_disk = inner.is_disk
         self.injected: Counter[str] = Counter()

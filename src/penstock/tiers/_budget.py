@@ -13,13 +13,16 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import torch
+
 from penstock.arguments import check_fields, checked
 from penstock.errors import BudgetError, InternalError
+from penstock.tiers._tier import Tier
 from penstock.units import format_bytes, parse_bytes
 
 Size = int | str
@@ -89,17 +92,28 @@ class Budget:
     limit of our own (``disk`` left out means that no disk is used). Give the same object to several rooms and their
     sum stays below it; ``uses()`` says who holds what. Methods are safe to use from any thread.
 
+    ``tiers`` are your own, tried after the disk: subclasses of `Tier` that keep bytes somewhere else, an object store
+    say. Rooms use them and never close them.
+
     Raises ``ValueError`` or ``TypeError`` for sizes that cannot be read.
     """
 
     @checked("Budget(device='40GiB', host='200GiB', disk='/nvme')")
-    def __init__(self, device: Size | None = None, host: Size | None = None, disk: DiskSpec = None):
+    def __init__(
+        self,
+        device: Size | None = None,
+        host: Size | None = None,
+        disk: DiskSpec = None,
+        tiers: Sequence[Tier] = (),
+    ):
         self.device_bytes = None if device is None else parse_bytes(device)
         """Limit on the device; ``None`` sets none."""
         self.host_bytes = None if host is None else parse_bytes(host)
         """Limit on host memory that Penstock takes; ``None`` sets none."""
         self.disk_bytes = _directories(disk)
         """Limit per directory; ``None`` stands for what the file system has free."""
+        self.tiers = tuple(tiers)
+        """Tiers of your own."""
         self._books = _Books()
         self._holder = "others"
 
@@ -109,6 +123,17 @@ class Budget:
 
         disk = ", ".join(f"{str(path)!r}: {shown(limit)}" for path, limit in self.disk_bytes.items())
         return f"Budget(device={shown(self.device_bytes)}, host={shown(self.host_bytes)}, disk={{{disk}}})"
+
+    @checked("budget.leads_below(torch.device('cpu'))")
+    def leads_below(self, device: torch.device) -> bool:
+        """Whether it names a tier below ``device``: for a CPU, whose memory is the host's, other than host memory."""
+        has_host = self.host_bytes is not None and device.type != "cpu"
+        return has_host or bool(self.disk_bytes) or bool(self.tiers)
+
+    @checked("budget.alone(device=2**30)")
+    def alone(self, *, device: int | None, host: int | None = None) -> "Budget":
+        """An account of its own, of which nothing is taken yet, over the same disks and tiers."""
+        return Budget(device=device, host=host, disk=self.disk_bytes, tiers=self.tiers)
 
     @checked("budget.named('offload')")
     def named(self, holder: str) -> "Budget":

@@ -13,6 +13,7 @@ import torch
 from penstock.arguments import checked
 from penstock.directio import BLOCK_BYTES, DeviceFile, SpillFile, warn_of_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError, TierReadError, TierWriteError
+from penstock.links import DISK
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget, DiskSpec
 from penstock.tiers._extents import ExtentAllocator
@@ -36,7 +37,7 @@ class DiskTier(Tier):
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for directories that cannot be used.
     """
 
-    name = "disk"
+    place = DISK
 
     @checked("DiskTier('/nvme')")
     def __init__(self, disk: DiskSpec, *, budget: Budget | None = None, direct: bool = True):

@@ -4,8 +4,26 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.arguments import checked
+from penstock.links import Link
+
+
+class Copy(Protocol):
+    """What is known of one copy."""
+
+    @property
+    def label(self) -> str:
+        """What the bytes are."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many."""
+
+    @property
+    def start_s(self) -> float:
+        """When it began, in seconds of ``time.time()``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +31,7 @@ class Event:
     """Something that took time on a lane, or a wait of the computation for one."""
 
     lane: str
-    """Name of the lane, such as ``"device->disk"``; ``"compute"`` for a stall."""
+    """Name of the link, such as ``"device->disk"``; ``"compute"`` for a stall."""
     kind: str
     """``"park"``, ``"fetch"`` or ``"stall"``."""
     label: str
@@ -60,3 +78,8 @@ class EventLog:
         with self._lock:
             skip = max(0, position - (self._num_recorded - len(self._events)))
             return tuple(self._events)[skip:]
+
+
+def note_copy(events: EventLog, link: Link, kind: str, copy: Copy) -> None:
+    """Records a copy over a link that ends now."""
+    events.add(lane=link.name, kind=kind, label=copy.label, size_bytes=copy.size_bytes, start_s=copy.start_s)

@@ -1,4 +1,4 @@
-"""The receipt for a storage that was put into a tier."""
+"""The receipt for a storage that was put into a tier, and the states it goes through."""
 
 import enum
 from typing import TYPE_CHECKING
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.errors import InternalError
-from penstock.tiers._tier import Extent, Tier
+from penstock.tiers._room import Room
 
 if TYPE_CHECKING:
     from penstock.tiers._waterfall import Waterfall
@@ -28,6 +27,34 @@ class HandleState(enum.Enum):
     """Nowhere: the handle was released."""
 
 
+class Happening(enum.Enum):
+    """What may happen to a handle."""
+
+    LEFT = "the copy out is complete"
+    STAYS = "there is no copy out, or none that counts: no room, it failed, it was taken back, the bytes are wanted"
+    CALLED = "memory is there for the copy in"
+    TAKEN = "the copy in was handed to the computation, or what became of it"
+    REFUSED = "the copy in could not begin"
+    RELEASED = "nobody needs the bytes"
+
+
+TRANSITIONS: dict[tuple[HandleState, Happening], HandleState] = {
+    (HandleState.LEAVING, Happening.LEFT): HandleState.PARKED,
+    (HandleState.LEAVING, Happening.STAYS): HandleState.KEPT,
+    (HandleState.PARKED, Happening.CALLED): HandleState.ARRIVING,
+    (HandleState.ARRIVING, Happening.TAKEN): HandleState.PARKED,
+    (HandleState.ARRIVING, Happening.REFUSED): HandleState.PARKED,
+    (HandleState.LEAVING, Happening.RELEASED): HandleState.RELEASED,
+    (HandleState.PARKED, Happening.RELEASED): HandleState.RELEASED,
+    (HandleState.ARRIVING, Happening.RELEASED): HandleState.RELEASED,
+    (HandleState.KEPT, Happening.RELEASED): HandleState.RELEASED,
+}
+"""All there are. What is not here changes nothing: a copy may end after its handle was released."""
+
+WITHOUT_ROOM = (HandleState.KEPT, HandleState.RELEASED)
+"""States in which a handle needs its room no more."""
+
+
 class Handle:
     """The receipt for a storage that was put into a tier by ``Waterfall.park``.
 
@@ -38,18 +65,14 @@ class Handle:
 
     __slots__ = (
         "__weakref__",
-        "_checksums",
-        "_edges",
         "_error",
-        "_extent",
-        "_in_transit",
         "_is_wanted",
         "_missed_its_tier",
         "_num_moving",
-        "_origin",
+        "_room",
         "_state",
         "_storage",
-        "_tier",
+        "_transit",
         "_was_forwarded",
         "_waterfall",
         "_weak",
@@ -65,20 +88,17 @@ class Handle:
         self.data_pointer = storage.data_ptr()
         self.address_remainder = self.data_pointer % 4096
         self._waterfall = waterfall
+        # All below but `_transit` and `_weak` is changed by `Handles` alone, under its lock.
         self._state = HandleState.LEAVING
         self._storage: torch.UntypedStorage | None = storage
         self._weak = StorageWeakRef(storage)
-        self._tier: Tier | None = None
-        self._extent: Extent | None = None
-        self._edges: tuple[bytes, bytes] = (b"", b"")
-        self._checksums: list[int] = []
-        self._in_transit: object = None  # the mover's: a lane job or a pair of stream events
+        self._room: Room | None = None
+        self._num_moving = 0  # copies that still touch the room, which is given back after the last
         self._is_wanted = False  # prefetched before its copy out ended
         self._was_forwarded = False  # handed back from memory, so that the end of its copy out frees nothing
-        self._num_moving = 0  # copies that still touch the extent; its room is given back after the last
         self._missed_its_tier = False  # a later hop failed: the bytes are still in the memory on the way
         self._error: Exception | None = None
-        self._origin: Handle | None = None  # the handle whose room this one borrows
+        self._transit: object = None  # the mover's notes
 
     def __repr__(self) -> str:
         return f"<Handle {self.label!r} {self.size_bytes} bytes {self._state.value}>"
@@ -105,7 +125,7 @@ class Handle:
     @property
     def device_storage(self) -> torch.UntypedStorage | None:
         """The storage, while the handle itself holds it: kept, or under way in either direction."""
-        with self._waterfall._lock:
+        with self._waterfall._handles.lock:
             return self._storage
 
     def finish_out(self) -> None:
@@ -132,12 +152,6 @@ class Handle:
     def release(self) -> None:
         """Gives the room in the tier back. Bytes on the device that somebody holds stay valid. May be called again."""
         self._waterfall._release(self)
-
-    def _room(self) -> tuple[Tier, Extent]:
-        """Where the bytes are, while they have a place."""
-        if self._tier is None or self._extent is None:
-            raise InternalError(f"{self!r} has no room in a tier")
-        return self._tier, self._extent
 
     def _alive(self) -> torch.UntypedStorage | None:
         """The storage as it was put or last fetched, if somebody still holds it."""

@@ -15,6 +15,7 @@ import torch
 from penstock.arguments import checked
 from penstock.devices import map_memory, pinned_memory, unpin_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
+from penstock.links import HOST
 from penstock.probe import ledger
 from penstock.tiers._budget import Budget
 from penstock.tiers._extents import ExtentAllocator
@@ -32,8 +33,9 @@ class HostTier(Tier):
     Every extent is one piece, so that ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs.
     """
 
-    name = "host"
+    place = HOST
     alignment_bytes = 1
+    is_memory = True
 
     @checked("HostTier('8GiB', pinned=False)")
     def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None):

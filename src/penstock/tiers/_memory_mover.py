@@ -10,17 +10,19 @@ import ctypes
 import mmap
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from penstock.errors import TierFullError, TierReadError
-from penstock.tiers._events import EventLog
-from penstock.tiers._handle import Handle, HandleState
+from penstock.errors import TierFullError
+from penstock.links import DEVICE, DISK, Link
+from penstock.tiers._events import EventLog, note_copy
+from penstock.tiers._handle import Handle
+from penstock.tiers._handles import Box, Handles
 from penstock.tiers._lane import Lane, LaneJob
+from penstock.tiers._room import Room
 from penstock.tiers._tier import Extent, Piece, Tier
-from penstock.tiers._waterfall import Waterfall
 
 _ADDRESS_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -32,27 +34,27 @@ _libc = ctypes.CDLL(None)
 class MemoryMover:
     """Copies between main memory and tiers on two lanes, one out and one in. ``verify`` checks every fetch (CRC-32)."""
 
-    out_lane = "device->disk"
-    in_lane = "disk->device"
-
-    def __init__(self, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
-        self.waterfall: Waterfall  # set by waterfall_for
+    def __init__(self, handles: Handles, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
+        self._handles = handles
         self._events = events
         self._verify = verify
-        self._out = Lane(self.out_lane, num_threads=_WRITE_THREADS, max_in_flight_bytes=max_in_flight_bytes)
-        self._in = Lane(self.in_lane, num_threads=_READ_THREADS, max_in_flight_bytes=2**62)
+        self._out = Lane(Link(DEVICE, DISK).name, num_threads=_WRITE_THREADS, max_in_flight_bytes=max_in_flight_bytes)
+        self._in = Lane(Link(DISK, DEVICE).name, num_threads=_READ_THREADS, max_in_flight_bytes=2**62)
         self._lock = threading.Lock()
-        self._travelling: dict[LaneJob, list[torch.UntypedStorage]] = {}
+        self._travelling: dict[LaneJob, tuple[Box, Tier]] = {}
 
     @property
     def in_flight_peak_bytes(self) -> int:
         """The most bytes that were on their way out at once."""
         return self._out.peak_in_flight_bytes
 
+    def link_to(self, tier: Tier) -> Link:
+        return Link(DEVICE, tier.place)
+
     def make_room(self, size_bytes: int) -> float:
         return self._out.wait_for_room(size_bytes)
 
-    def reserve(self, tiers: Sequence[Tier], handle: Handle) -> tuple[Tier, Extent]:
+    def reserve(self, tiers: Sequence[Tier], handle: Handle) -> Room:
         reasons = []
         for tier in tiers:
             head_bytes, interior_bytes = _interior(handle, tier.alignment_bytes)
@@ -62,11 +64,11 @@ class MemoryMover:
                 reasons.append(str(error))
                 continue
             tail = head_bytes + interior_bytes
-            handle._edges = (
+            edges = (
                 bytes(_memory(handle.data_pointer, head_bytes)),
                 bytes(_memory(handle.data_pointer + tail, handle.size_bytes - tail)),
             )
-            return tier, extent
+            return Room(tier, extent, edges)
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
@@ -76,25 +78,16 @@ class MemoryMover:
     def wait_for_a_copy(self) -> bool:
         return False  # lane threads end by themselves, and a full disk is no reason to hold the computation up
 
-    def start_out(self, handle: Handle) -> None:
-        (tier, extent), storage = handle._room(), handle._storage
-        assert storage is not None
-        handle._checksums = [0] * len(extent.pieces)
-        address = handle.data_pointer + len(handle._edges[0])
-        pieces = []
-        for index, piece in enumerate(extent.pieces):
-            pieces.append(partial(self._write, tier, piece, address, handle._checksums, index))
-            address += piece.size_bytes
-        with self._lock:  # so that the job is known before it can end
-            job = self._out.submit(
-                pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=self._on_left
-            )
-            job.context = handle
-            self._travelling[job] = [storage]
-            handle._in_transit = job
+    def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
+        room.checksums = [0] * len(room.extent.pieces)
+        pieces = [
+            partial(self._write, room, piece, address, number)
+            for number, address, piece in room.pieces(handle.data_pointer + len(room.edges[0]))
+        ]
+        self._submit(self._out, handle, storage, room.tier, pieces, self._on_left)
 
     def cancel_out(self, handle: Handle) -> bool:
-        job = handle._in_transit
+        job = handle._transit
         if not isinstance(job, LaneJob) or not self._out.cancel(job):
             return False
         job.context = None
@@ -106,47 +99,32 @@ class MemoryMover:
         """Main memory has no streams."""
 
     def finish_out(self, handle: Handle) -> float:
-        job = handle._in_transit
+        job = handle._transit
         return job.wait() if isinstance(job, LaneJob) else 0.0
 
-    def start_in(self, handle: Handle) -> None:
-        tier, extent = handle._room()
-        storage = allocate(handle.size_bytes, handle.address_remainder)
-        head, tail = handle._edges
+    def allocate(self, handle: Handle) -> torch.UntypedStorage:
+        return allocate(handle.size_bytes, handle.address_remainder)
+
+    def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
+        head, tail = room.edges
         address = storage.data_ptr()
         _memory(address, len(head))[:] = head
         _memory(address + handle.size_bytes - len(tail), len(tail))[:] = tail
-        handle._storage, handle._state = storage, HandleState.ARRIVING
-        address += len(head)
-        pieces = []
-        for index, piece in enumerate(extent.pieces):
-            pieces.append(partial(self._read, tier, piece, address, handle._checksums, index))
-            address += piece.size_bytes
-        with self._lock:
-            job = self._in.submit(
-                pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=self._on_arrived
-            )
-            job.context = handle
-            self._travelling[job] = [storage]
-            handle._in_transit = job
+        pieces = [
+            partial(self._read, room, piece, at, number) for number, at, piece in room.pieces(address + len(head))
+        ]
+        self._submit(self._in, handle, storage, room.tier, pieces, self._on_arrived)
 
     def finish_in(self, handle: Handle) -> float:
-        job = handle._in_transit
+        job = handle._transit
         assert isinstance(job, LaneJob)
-        waited_s = job.wait()
-        if job.error is not None:
-            handle._error, job.error = job.error, None
-            handle._storage = None
-        return waited_s
+        return job.wait()
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         return self._out.rate_bytes_per_s(), self._in.rate_bytes_per_s()
 
-    def forget(self, handle: Handle) -> None:
-        """Nothing to do: all that is held is in the handle."""
-
-    def borrow(self, handle: Handle, original: Handle) -> None:
-        handle._checksums = original._checksums
+    def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:  # noqa: ARG002
+        return Room(room.tier, room.extent, room.edges, room.checksums, lender=room.lender or original)
 
     def poll(self) -> None:
         """Nothing to do: lane threads report by themselves."""
@@ -162,43 +140,49 @@ class MemoryMover:
         self._out.close()
         self._in.close()
 
+    def _submit(
+        self,
+        lane: Lane,
+        handle: Handle,
+        storage: torch.UntypedStorage,
+        tier: Tier,
+        pieces: Sequence[Callable[[], None]],
+        on_done: Callable[[LaneJob], None],
+    ) -> None:
+        with self._lock:  # so that the job is known before it can end
+            job = lane.submit(pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=on_done)
+            job.context = handle
+            self._travelling[job] = [storage], tier
+            handle._transit = job
+
     def _on_left(self, job: LaneJob) -> None:
-        handle, box = self._landed(job)
-        self._events.add(
-            lane=self.out_lane, kind="park", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
-        )
-        self.waterfall._left(handle, box, job.error)
+        handle, box, tier = self._landed(job)
+        note_copy(self._events, Link(DEVICE, tier.place), "park", job)
+        self._handles.left(handle, box, job.error)
 
     def _on_arrived(self, job: LaneJob) -> None:
-        handle, box = self._landed(job)
-        self._events.add(
-            lane=self.in_lane, kind="fetch", label=job.label, size_bytes=job.size_bytes, start_s=job.start_s
-        )
-        self.waterfall._arrived(handle, box)
+        handle, box, tier = self._landed(job)
+        note_copy(self._events, Link(tier.place, DEVICE), "fetch", job)
+        error, job.error = job.error, None
+        self._handles.arrived(handle, box, error)
 
-    def _landed(self, job: LaneJob) -> tuple[Handle, list[torch.UntypedStorage]]:
+    def _landed(self, job: LaneJob) -> tuple[Handle, Box, Tier]:
         with self._lock:
             handle, job.context = job.context, None
             assert isinstance(handle, Handle)
-            return handle, self._travelling.pop(job)
+            return handle, *self._travelling.pop(job)
 
-    def _write(self, tier: Tier, piece: Piece, address: int, checksums: list[int], index: int) -> None:
+    def _write(self, room: Room, piece: Piece, address: int, number: int) -> None:
         view = _memory(address, piece.size_bytes)
         if self._verify:
-            checksums[index] = zlib.crc32(view)
-        tier.write(piece, view)
+            room.checksums[number] = zlib.crc32(view)
+        room.tier.write(piece, view)
 
-    def _read(self, tier: Tier, piece: Piece, address: int, checksums: list[int], index: int) -> None:
+    def _read(self, room: Room, piece: Piece, address: int, number: int) -> None:
         view = _memory(address, piece.size_bytes)
-        tier.read(piece, view)
-        if self._verify and zlib.crc32(view) != checksums[index]:
-            raise TierReadError(
-                tier=tier.name,
-                file=tier.file_name(piece),
-                offset=piece.offset,
-                size_bytes=piece.size_bytes,
-                reason="the bytes differ from those written (CRC-32)",
-            )
+        room.tier.read(piece, view)
+        if self._verify:
+            room.check(piece, number, view)
 
 
 def _interior(handle: Handle, alignment_bytes: int) -> tuple[int, int]:

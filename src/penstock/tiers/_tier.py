@@ -1,13 +1,20 @@
 """What a tier is: a place where bytes live, which hands out extents and moves bytes in and out of them."""
 
 import abc
+import mmap
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, TypedDict, final
 
+import torch
+
 from penstock.arguments import checked
 from penstock.errors import TierReadError, TierWriteError
+from penstock.links import Place
 
+_SAMPLE_BYTES = 32 * 2**20
 _MAX_IDLE = 3
 """Calls in a row that may move less than a block before a transfer counts as failed."""
 
@@ -48,12 +55,25 @@ class Tier(abc.ABC):
     ``_write_some`` and ``_read_some`` may move fewer bytes than asked, as the system calls do.
     """
 
-    name: str
-    """What errors and events call it: ``"disk"`` or ``"host"``."""
+    _rates: tuple[float, float] | None = None
+    place: Place
+    """What errors, events and reports call it: `DISK`, `HOST`, or a place of your own."""
     alignment_bytes: int
     """What direct transfers want of address, offset and length; 1 where any will do."""
     is_disk: bool = False
-    """Whether what it holds left main memory."""
+    """Whether what it holds is written to a disk, and wears it."""
+    is_memory: bool = False
+    """Whether what it holds lies in host memory, so that a device copies to and from ``tensor(extent)``."""
+
+    @property
+    def name(self) -> str:
+        """Of its place."""
+        return self.place.name
+
+    @property
+    def talks_to_device(self) -> bool:
+        """Whether a device exchanges bytes with it by ``write_storage`` and ``read_storage``."""
+        return False
 
     @property
     @abc.abstractmethod
@@ -85,6 +105,34 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def file_name(self, piece: Piece) -> str:
         """The file or slab of a piece, for messages."""
+
+    @final
+    def rates_bytes_per_s(self) -> tuple[float, float]:
+        """What it carries in and out, in bytes per second, for plans; measured when first asked, with 32 MiB at most.
+
+        Raises ``TierFullError`` where it has no room for that, ``TierWriteError`` and ``TierReadError``.
+        """
+        if self._rates is None:
+            self._rates = self._measured()
+        return self._rates
+
+    @checked("tier.tensor(extent)")
+    def tensor(self, extent: Extent) -> torch.Tensor:
+        """The extent's memory as ``uint8``, valid until it is released. Raises ``ValueError`` unless ``is_memory``."""
+        raise ValueError(
+            f"the {extent.size_bytes} bytes of this extent are not in memory: tier.read(piece, memoryview(buffer)) "
+            f"brings those of one piece from this {self.name} tier"
+        )
+
+    @checked("tier.write_storage(piece, storage)")
+    def write_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
+        """Writes device memory into ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
+        raise ValueError(_not_talking(self, piece, storage, "tier.write(piece, memoryview(buffer))"))
+
+    @checked("tier.read_storage(piece, storage)")
+    def read_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
+        """Fills device memory from ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
+        raise ValueError(_not_talking(self, piece, storage, "tier.read(piece, memoryview(buffer))"))
 
     @abc.abstractmethod
     def _write_some(self, piece: Piece, at: int, view: memoryview) -> int: ...
@@ -134,6 +182,23 @@ class Tier(abc.ABC):
                 raise failure(**self._where(piece, done), reason=f"only {count} of the bytes came through")
             done = reached
 
+    def _measured(self) -> tuple[float, float]:
+        size_bytes = min(_SAMPLE_BYTES, self.capacity_bytes) // self.alignment_bytes * self.alignment_bytes
+        extent = self.reserve(max(size_bytes, self.alignment_bytes))
+        memory = memoryview(mmap.mmap(-1, sum(piece.size_bytes for piece in extent.pieces)))
+        memory[:] = os.urandom(len(memory))  # what compresses gains nothing
+        rates = []
+        try:
+            for transfer in (self.write, self.read):
+                start_s, at = time.perf_counter(), 0
+                for piece in extent.pieces:
+                    transfer(piece, memory[at : at + piece.size_bytes])
+                    at += piece.size_bytes
+                rates.append(at / (time.perf_counter() - start_s))
+        finally:
+            self.release(extent)
+        return rates[0], rates[1]
+
     def _where(self, piece: Piece, done: int) -> _Where:
         return {
             "tier": self.name,
@@ -141,3 +206,10 @@ class Tier(abc.ABC):
             "offset": piece.offset + done,
             "size_bytes": piece.size_bytes - done,
         }
+
+
+def _not_talking(tier: Tier, piece: Piece, storage: torch.UntypedStorage, instead: str) -> str:
+    return (
+        f"this {tier.name} tier does not exchange the {piece.size_bytes} bytes of a piece with {storage.device} by "
+        f"itself: {instead} goes through host memory"
+    )

@@ -1,7 +1,7 @@
 """The waterfall: storages leave the device for the first tier that has room, and come back byte for byte.
 
-The state of each handle changes here, under one lock; how bytes move is the mover's business (`_memory_mover.py` where
-the device is main memory, `_stream_mover.py` for CUDA). Rules kept here:
+What happens to each handle is in `_handles.py`, under one lock; how bytes move is the mover's business
+(`_memory_mover.py` where the device is main memory, `_stream_mover.py` for accelerators). Rules kept here:
 
 - The device copy is dropped only after the copy out is complete, and by the computing thread alone, so that its
   allocator and its profiler see it.
@@ -20,24 +20,26 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import checked
 from penstock.errors import ForkedProcessError, InternalError, TierDegradedWarning, TierFullError
-from penstock.probe import ledger
+from penstock.links import Link
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle, HandleState
+from penstock.tiers._handles import Handles
+from penstock.tiers._room import Room
 from penstock.tiers._statistics import TierStatistics
-from penstock.tiers._tier import Extent, Tier
+from penstock.tiers._tier import Tier
 
 
 class Mover(Protocol):
-    """How bytes move between one device and the tiers. Called by the computing thread, never under the lock."""
+    """How bytes move between one device and the tiers. Called by the computing thread, never under the lock.
 
-    out_lane: str
-    """Name of the lane out of the device, for events."""
-    in_lane: str
-    """Name of the lane into the device, for events."""
+    It reports to the `Handles` of its waterfall how copies end.
+    """
+
+    def link_to(self, tier: Tier) -> Link:
+        """The first link from the device on the way to ``tier``, for events."""
 
     @property
     def in_flight_peak_bytes(self) -> int:
@@ -46,8 +48,8 @@ class Mover(Protocol):
     def make_room(self, size_bytes: int) -> float:
         """Waits until ``size_bytes`` more may be on their way out; returns the seconds the computation waited."""
 
-    def reserve(self, tiers: Sequence[Tier], handle: Handle) -> tuple[Tier, Extent]:
-        """Room for the handle in the first tier that has it; sets ``handle._edges``. Raises ``TierFullError``."""
+    def reserve(self, tiers: Sequence[Tier], handle: Handle) -> Room:
+        """Room for the handle in the first tier that has it. Raises ``TierFullError``."""
 
     @property
     def holds_handles(self) -> bool:
@@ -56,8 +58,8 @@ class Mover(Protocol):
     def wait_for_a_copy(self) -> bool:
         """Waits for a copy whose end may give room back; ``False`` when there is none to wait for."""
 
-    def start_out(self, handle: Handle) -> None:
-        """Begins the copy out; its end is told to ``Waterfall._left``."""
+    def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
+        """Begins the copy out. Raises ``RuntimeError`` where it cannot; then there is none."""
 
     def cancel_out(self, handle: Handle) -> bool:
         """Takes a copy out back, if it has not begun."""
@@ -68,23 +70,23 @@ class Mover(Protocol):
     def finish_out(self, handle: Handle) -> float:
         """Waits for the copy out, or lets the device wait; returns the seconds the computation waited."""
 
-    def start_in(self, handle: Handle) -> None:
-        """Allocates and begins the copy in. Raises ``RuntimeError`` where the device has no memory."""
+    def allocate(self, handle: Handle) -> torch.UntypedStorage:
+        """Memory on the device for a copy in. Raises ``RuntimeError`` where there is none."""
+
+    def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
+        """Begins the copy into ``storage``. Raises ``RuntimeError`` where it cannot; then there is none."""
 
     def finish_in(self, handle: Handle) -> float:
-        """Lets the computation wait for the copy in; returns the seconds it waited. Sets ``handle._error``."""
+        """Lets the computation wait for the copy in; returns the seconds it waited."""
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         """What the way out and the way in carried while busy; ``None`` before anything went that way."""
 
-    def forget(self, handle: Handle) -> None:
-        """Gives back what the mover itself holds for the handle, whose room is being given back."""
-
     def poll(self) -> None:
         """Notices finished copies."""
 
-    def borrow(self, handle: Handle, original: Handle) -> None:
-        """Prepares ``handle`` to be fetched from the room of ``original``, another mover's."""
+    def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
+        """A way to ``room``, that of ``original``, which another mover has filled, for ``handle``."""
 
     def device_stall_s(self) -> float:
         """Seconds that the device's own queue waited for copies, beside what ``make_room`` and ``finish_in`` report."""
@@ -102,29 +104,25 @@ class Waterfall:
     ``park`` and the handles' ``get`` belong to the computing thread; several may compute, one after another.
     """
 
-    def __init__(self, tiers: Sequence[Tier], mover: Mover, events: EventLog):
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        mover: Mover,
+        handles: Handles,
+        events: EventLog,
+        *,
+        not_ours: Sequence[Tier] = (),
+    ):
         self.tiers = tuple(tiers)
+        self._not_ours = tuple(not_ours)
         self.events = events
         self._mover = mover
-        self._lock = threading.RLock()  # a finaliser may release a handle of a closed waterfall
+        self._handles = handles
         self._abandoned: deque[Handle] = deque()
-        self._leftovers: deque[tuple[Handle | None, list[torch.UntypedStorage]]] = deque()
         self.device_changes: list[tuple[float, int]] | None = None
         """Set to a list to collect ``(seconds of time.time(), change in bytes)`` of what handles hold on the device."""
-        self._troubles: deque[str] = deque()
         self._has_warned = False
         self._is_forked_copy = self._is_closed = self._is_gone = False
-        self._counts = {
-            "parked_bytes": 0,
-            "fetched_bytes": 0,
-            "forwarded_bytes": 0,
-            "kept_bytes": 0,
-            "bounced_bytes": 0,
-            "written_to_disk_bytes": 0,
-            "num_live_handles": 0,
-            "num_failed_writes": 0,
-        }
-        self._num_leaving_room = 0  # handles that need their room no more, but for the copies that still touch it
         self._stall_s = 0.0
         _waterfalls.add(self)
 
@@ -137,29 +135,23 @@ class Waterfall:
         """
         self._refuse_if_gone()
         handle = Handle(self, storage, label)
-        with self._lock:
-            self._counts["num_live_handles"] += 1
+        self._handles.add()
         self._note_change(handle.size_bytes)
         start_s = time.time()
         waited_s = self._mover.make_room(handle.size_bytes)
         if waited_s:
-            self._note_stall(handle, self._mover.out_lane, start_s, waited_s)
+            self._note_stall(handle, start_s, waited_s, is_back=False)
         self.reap()
         try:
-            handle._tier, handle._extent = self._reserve(handle)
+            room = self._reserve(handle)
         except TierFullError as error:
-            self._keep(handle, str(error))
+            self._handles.keep(handle, str(error))
         else:
-            edge_bytes = sum(map(len, handle._edges))
-            ledger.charge(edge_bytes)
-            self._counts["bounced_bytes"] += edge_bytes
-            handle._num_moving = 1
+            self._handles.give(handle, room)
             try:
-                self._mover.start_out(handle)
+                self._mover.start_out(handle, storage, room)
             except RuntimeError as error:  # nothing has begun: no thread or no event to be had
-                handle._num_moving = 0
-                self._give_back_room(handle)
-                self._keep(handle, str(error))
+                self._handles.keep(handle, str(error))
         self._warn_of_troubles()
         return handle
 
@@ -170,17 +162,12 @@ class Waterfall:
         The room is that of ``original``, which the new handle keeps alive. Raises ``InternalError`` unless ``original``
         ``is_settled``.
         """
-        if not original.is_settled:
+        room = original._room
+        if room is None or not original.is_settled:
             raise InternalError(f"{original!r} cannot be borrowed: its copy out has not ended")
         handle = Handle(self, torch.UntypedStorage(0), original.label)
-        handle._origin = original._origin or original
-        handle.size_bytes, handle.data_pointer = original.size_bytes, original.data_pointer
-        handle.address_remainder = original.address_remainder
-        handle._tier, handle._extent, handle._edges = original._tier, original._extent, original._edges
-        handle._storage, handle._state = None, HandleState.PARKED
-        self._mover.borrow(handle, original)
-        with self._lock:
-            self._counts["num_live_handles"] += 1
+        self._handles.lend(handle, original, self._mover.borrow(handle, original, room))
+        self._handles.add()
         return handle
 
     def reap(self) -> None:
@@ -188,8 +175,9 @@ class Waterfall:
         self._mover.poll()
         while self._abandoned:
             self._release(self._abandoned.popleft())
-        while self._leftovers:
-            gone, box = self._leftovers.popleft()
+        leftovers = self._handles.leftovers
+        while leftovers:
+            gone, box = leftovers.popleft()
             box.clear()
             if gone is not None and gone._state is HandleState.PARKED and not gone._was_forwarded:
                 self._note_change(-gone.size_bytes)
@@ -203,9 +191,9 @@ class Waterfall:
     def statistics(self) -> TierStatistics:
         """Sums since the beginning."""
         self.reap()
-        with self._lock:
+        with self._handles.lock:
             return TierStatistics(
-                **self._counts,
+                **self._handles.counts,
                 stall_s=self._stall_s + self._mover.device_stall_s(),
                 in_flight_peak_bytes=self._mover.in_flight_peak_bytes,
                 held_bytes={tier.name: tier.used_bytes for tier in self.tiers},
@@ -214,8 +202,8 @@ class Waterfall:
 
     def counts(self) -> dict[str, int]:
         """The sums alone, from any thread."""
-        with self._lock:
-            return dict(self._counts)
+        with self._handles.lock:
+            return dict(self._handles.counts)
 
     @property
     def stall_s(self) -> float:
@@ -227,20 +215,24 @@ class Waterfall:
         return self._mover.rates_bytes_per_s()
 
     def close(self) -> None:
-        """Waits for the copies, ends the lanes and closes the tiers. What is parked can no longer be fetched."""
+        """Waits for the copies, ends the lanes and closes the tiers, but for those of the user's own.
+
+        What is parked can no longer be fetched.
+        """
         if self._is_forked_copy or self._is_closed:
             return
         self._is_closed = True
         self._mover.close()
         self.reap()
         for tier in self.tiers:
-            tier.close()
+            if tier not in self._not_ours:
+                tier.close()
         self._is_gone = True
         self.reap()
 
-    def _reserve(self, handle: Handle) -> tuple[Tier, Extent]:
+    def _reserve(self, handle: Handle) -> Room:
         while True:
-            may_come_back = self._num_leaving_room or self._mover.holds_handles  # asked first: it may end meanwhile
+            may_come_back = self._handles.num_leaving_room or self._mover.holds_handles  # first: it may end meanwhile
             try:
                 return self._mover.reserve(self.tiers, handle)
             except TierFullError:
@@ -254,28 +246,17 @@ class Waterfall:
     def _get(self, handle: Handle) -> torch.UntypedStorage:
         self._refuse_if_gone()
         self.reap()
-        storage = self._on_device(handle)
+        self._cancel_out(handle)
+        storage = self._handles.forward(handle)
         if storage is not None:
             self._mover.hand_back(handle, storage)
             return storage
-        if handle._state is HandleState.PARKED:
-            self._start_in(handle)
-        start_s = time.time()
-        waited_s = self._mover.finish_in(handle)
-        if waited_s:
-            self._note_stall(handle, self._mover.in_lane, start_s, waited_s)
-        with self._lock:
-            storage, handle._storage = handle._storage, None
-            handle._state = HandleState.PARKED
-            if handle._error is not None:
-                error, handle._error = handle._error, None
-                try:
-                    raise error
-                finally:
-                    del error  # else its traceback keeps this frame, and the frame the handle and its room
-            assert storage is not None
-            handle._weak = StorageWeakRef(storage)
-            self._counts["fetched_bytes"] += handle.size_bytes
+        if handle._state is HandleState.ARRIVING or self._start_in(handle):
+            start_s = time.time()
+            waited_s = self._mover.finish_in(handle)
+            if waited_s:
+                self._note_stall(handle, start_s, waited_s, is_back=True)
+        storage = self._handles.take(handle)
         self.reap()  # the copy in held it as well; from now on its life is the caller's affair
         return storage
 
@@ -284,49 +265,47 @@ class Waterfall:
             start_s = time.time()
             waited_s = self._mover.finish_out(handle)
             if waited_s:
-                self._note_stall(handle, self._mover.out_lane, start_s, waited_s)
+                self._note_stall(handle, start_s, waited_s, is_back=False)
         self.reap()
 
     def _prefetch(self, handle: Handle) -> bool:
         self._refuse_if_gone()
         self._cancel_out(handle)
-        with self._lock:
-            if handle._state is HandleState.LEAVING:
-                handle._is_wanted = True  # the end of its copy out will leave it where it is
-                return True
+        if self._handles.want(handle):
+            return True
         if handle._state is not HandleState.PARKED or handle._alive() is not None:
             return handle._state is not HandleState.RELEASED
         try:
-            self._start_in(handle)
+            return self._start_in(handle)
         except RuntimeError:  # out of device memory; get() tries again when more is free, and raises if not
             return False
-        return True
 
-    def _start_in(self, handle: Handle) -> None:
-        self._begun(handle)
+    def _start_in(self, handle: Handle) -> bool:
+        """Whether a copy in has begun: not of what another thread has released meanwhile."""
         self._note_change(handle.size_bytes)  # before the allocation, so that no sum of both ever shows it twice
+        room = None
         try:
-            self._mover.start_in(handle)
+            storage = self._mover.allocate(handle)
+            room = self._handles.call(handle, storage)
+            if room is not None:
+                self._mover.start_in(handle, storage, room)
         except BaseException:
-            with self._lock:
-                if handle._state is HandleState.ARRIVING:
-                    handle._state, handle._storage = HandleState.PARKED, None
             self._note_change(-handle.size_bytes)
-            self._landed(handle)
+            if room is not None:
+                self._handles.refuse(handle)
             raise
+        if room is None:
+            self._note_change(-handle.size_bytes)
+        return room is not None
 
     def _release(self, handle: Handle) -> None:
         self._cancel_out(handle)
-        with self._lock:
-            if handle._state is HandleState.RELEASED:
-                return
-            needed_room = handle._state is not HandleState.KEPT
-            handle._state = HandleState.RELEASED
-            self._counts["num_live_handles"] -= 1
-            is_moving = handle._num_moving > 0
-            self._num_leaving_room += is_moving and needed_room
-        if not is_moving:
-            self._give_back(handle)
+        self._handles.release(handle)
+
+    def _cancel_out(self, handle: Handle) -> None:
+        """Takes the copy out back, if it has not begun: the storage is wanted, or wanted no more."""
+        if handle._state is HandleState.LEAVING and self._mover.cancel_out(handle):
+            self._handles.take_back(handle)
 
     def _abandon(self, handle: Handle) -> None:
         """Notes a handle to be released: finalisers run anywhere, even while this thread holds the lock."""
@@ -335,128 +314,27 @@ class Waterfall:
         elif not self._is_forked_copy:
             self._abandoned.append(handle)
 
-    def _on_device(self, handle: Handle) -> torch.UntypedStorage | None:
-        """The storage without a copy, where it has not left or somebody still holds it."""
-        self._cancel_out(handle)
-        with self._lock:
-            if handle._state is HandleState.RELEASED:
-                raise ValueError(f"{handle!r} was released; get() comes before release()")
-            if handle._state is HandleState.ARRIVING:
-                return None
-            storage = handle._storage if handle._storage is not None else handle._alive()
-            if storage is not None:
-                handle._was_forwarded = True
-                self._counts["forwarded_bytes"] += handle.size_bytes
-            return storage
-
-    def _cancel_out(self, handle: Handle) -> None:
-        """Takes the copy out back, if it has not begun: the storage is wanted, or wanted no more."""
-        if handle._state is HandleState.LEAVING and self._mover.cancel_out(handle):
-            handle._num_moving = 0
-            handle._state = HandleState.KEPT
-            self._give_back_room(handle)
-
-    def _left(self, handle: Handle, box: list[torch.UntypedStorage], error: Exception | None) -> None:
-        """The copy out has ended. May run on a lane thread, which must not be the one to drop what is in ``box``."""
-        has_moved = box[0].nbytes() != handle.size_bytes or box[0].data_ptr() != handle.data_pointer
-        with self._lock:
-            if handle._state is HandleState.LEAVING:
-                self._settle(handle, error, has_moved)
-            self._leftovers.append((handle, box))  # last: what the computing thread drops must be the last reference
-        self._landed(handle)
-
-    def _settle(self, handle: Handle, error: Exception | None, has_moved: bool) -> None:
-        """Parked, or kept: wanted again, or the copy failed, or somebody freed the storage under it. Holds the lock."""
-        if error is None and not has_moved and not handle._is_wanted:
-            handle._state, handle._storage = HandleState.PARKED, None
-            self._counts["parked_bytes"] += handle.size_bytes
-            if handle._tier is not None and handle._tier.is_disk:
-                self._counts["written_to_disk_bytes"] += handle.size_bytes
-            return
-        handle._state = HandleState.KEPT
-        self._num_leaving_room += 1
-        if handle._is_wanted:
-            return
-        self._counts["kept_bytes"] += handle.size_bytes
-        if error is not None:
-            self._counts["num_failed_writes"] += 1
-            self._troubles.append(str(error))
-
-    def _write_failed(self, handle: Handle, error: Exception) -> None:
-        """A later hop failed; the bytes are whole in the tier before it."""
-        with self._lock:
-            handle._missed_its_tier = True
-            self._counts["num_failed_writes"] += 1
-            self._troubles.append(str(error))
-
-    def _arrived(self, handle: Handle, box: list[torch.UntypedStorage]) -> None:
-        """The copy in has ended, well or not. May run on a lane thread, as above."""
-        with self._lock:
-            self._leftovers.append((None, box))
-        self._landed(handle)
-
-    def _begun(self, handle: Handle) -> None:
-        """One more copy touches the handle's room, which stays until it has ``_landed``."""
-        with self._lock:
-            handle._num_moving += 1
-
-    def _landed(self, handle: Handle) -> None:
-        """One of the copies that touch the handle's room has ended. After the last, room that nobody needs goes."""
-        with self._lock:
-            handle._num_moving -= 1
-            state = handle._state
-            is_leaving_room = not handle._num_moving and state in (HandleState.RELEASED, HandleState.KEPT)
-            self._num_leaving_room -= is_leaving_room
-        if not is_leaving_room:
-            return
-        if state is HandleState.RELEASED:
-            self._give_back(handle)
-        else:
-            self._give_back_room(handle)
-
-    def _keep(self, handle: Handle, trouble: str) -> None:
-        with self._lock:
-            handle._state = HandleState.KEPT
-            self._counts["kept_bytes"] += handle.size_bytes
-            self._troubles.append(trouble)
-
-    def _give_back(self, handle: Handle) -> None:
-        """Everything that a released handle holds."""
-        self._give_back_room(handle)
-        if handle._storage is not None:
-            self._leftovers.append((None, [handle._storage]))
-            handle._storage = None
-
-    def _give_back_room(self, handle: Handle) -> None:
-        with self._lock:
-            tier, extent = handle._tier, handle._extent
-            handle._tier = handle._extent = None
-            edge_bytes, handle._edges = sum(map(len, handle._edges)), (b"", b"")
-        self._mover.forget(handle)
-        if handle._origin is not None:
-            handle._origin = None
-            return
-        ledger.charge(-edge_bytes)
-        if tier is not None and extent is not None:
-            tier.release(extent)
-
     def _note_change(self, size_bytes: int) -> None:
         if self.device_changes is not None:
             self.device_changes.append((time.time(), size_bytes))
 
-    def _note_stall(self, handle: Handle, lane: str, start_s: float, waited_s: float) -> None:
+    def _note_stall(self, handle: Handle, start_s: float, waited_s: float, *, is_back: bool) -> None:
         self._stall_s += waited_s
-        self.events.add(lane="compute", kind="stall", label=lane, size_bytes=handle.size_bytes, start_s=start_s)
+        room = handle._room
+        link = self._mover.link_to(self.tiers[0] if room is None else room.tier)
+        if is_back:
+            link = Link(link.target, link.source)
+        self.events.add(lane="compute", kind="stall", label=str(link), size_bytes=handle.size_bytes, start_s=start_s)
 
     def _warn_of_troubles(self) -> None:
         """Says once, on the computing thread, that storages stay on the device."""
-        if not self._troubles or self._has_warned:
+        if not self._handles.troubles or self._has_warned:
             return
         self._has_warned = True
         warnings.warn(
-            f"a storage could not be parked and stays on the device: {self._troubles[0]} Training goes on, with a "
-            "higher peak. Free some space or give another directory; statistics().kept_bytes counts what stays, and "
-            "this is said once.",
+            f"a storage could not be parked and stays on the device: {self._handles.troubles[0]} Training goes on, "
+            "with a higher peak. Free some space or give another directory; statistics().kept_bytes counts what "
+            "stays, and this is said once.",
             TierDegradedWarning,
             stacklevel=4,
         )
@@ -479,7 +357,7 @@ _waterfalls: "weakref.WeakSet[Waterfall]" = weakref.WeakSet()
 def _orphan_in_child() -> None:
     for waterfall in list(_waterfalls):
         waterfall._is_forked_copy = True
-        waterfall._lock = threading.RLock()
+        waterfall._handles.lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_orphan_in_child)

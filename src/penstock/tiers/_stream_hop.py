@@ -1,0 +1,196 @@
+"""The hop between device memory and pinned host memory: copies on two streams of their own, one each way.
+
+The host runs ahead of the device, so a copy is queued here, not done here. `poll` notices what has passed.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.devices import Stream, StreamEvent, Streams
+from penstock.links import DEVICE, HOST, Link
+from penstock.tiers._events import EventLog, note_copy
+from penstock.tiers._handle import Handle
+from penstock.tiers._handles import Box, Handles
+from penstock.tiers._transit import Transit
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A copy queued on a stream and not yet seen to have passed."""
+
+    handle: Handle
+    box: Box
+    transit: Transit
+    started: StreamEvent
+    passed: StreamEvent
+    start_s: float
+    source: torch.Tensor | None = None
+    """Of a copy in: the host memory it reads, which may live for this copy alone."""
+    on_passed: Callable[[], None] | None = None
+    """Of a copy in: what becomes possible when it has passed."""
+
+    @property
+    def label(self) -> str:
+        return self.handle.label
+
+    @property
+    def size_bytes(self) -> int:
+        return self.handle.size_bytes
+
+
+class _Rate:
+    """Bytes per second of the copies on one stream, by the device's own clock."""
+
+    def __init__(self) -> None:
+        self._copied_bytes = 0
+        self._busy_s = 0.0
+
+    def add(self, copy: _Copy, streams: Streams) -> None:
+        self._copied_bytes += copy.size_bytes
+        self._busy_s += streams.elapsed_s(copy.started, copy.passed)
+
+    def bytes_per_s(self) -> float | None:
+        return self._copied_bytes / self._busy_s if self._busy_s else None
+
+
+class StreamHop:
+    """Copies between a device with streams and host memory, both ways."""
+
+    way_out = Link(DEVICE, HOST)
+    way_in = Link(HOST, DEVICE)
+
+    def __init__(self, streams: Streams, handles: Handles, events: EventLog):
+        self.in_flight_bytes = 0
+        """On their way out, and not given up by the device."""
+        self.peak_in_flight_bytes = 0
+        """The most that ``in_flight_bytes`` was."""
+        self.out_rate, self.in_rate = _Rate(), _Rate()
+        self._streams = streams
+        self._handles = handles
+        self._events = events
+        self._out, self._in = streams.create(), streams.create()
+        self._lock = threading.Lock()  # of the copies in, which lane threads queue too
+        self._leaving: deque[_Copy] = deque()
+        self._passing: deque[_Copy] = deque()  # the device has given their storages up, and waits for them
+        self._arriving: deque[_Copy] = deque()
+        self._stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
+        self._stall_s = 0.0
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether there is a copy out whose storage the device still holds."""
+        return bool(self._leaving)
+
+    @property
+    def holds_handles(self) -> bool:
+        """Whether it holds handles that may be nobody's by now."""
+        return bool(self._arriving or self._passing)
+
+    def send(self, handle: Handle, storage: torch.UntypedStorage, transit: Transit, target: torch.Tensor) -> None:
+        """Queues the copy out, into host memory of at least the storage's size, after what produced the bytes."""
+        self._streams.wait(self._out, transit.produced)
+        started = self._streams.record(self._out)
+        self._streams.copy(self._out, target[: handle.size_bytes], as_bytes(storage))
+        transit.left = self._streams.record(self._out)
+        self._leaving.append(_Copy(handle, [storage], transit, started, transit.left, time.time()))
+        self.in_flight_bytes += handle.size_bytes
+        self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
+
+    def bring(
+        self,
+        handle: Handle,
+        box: Box,
+        transit: Transit,
+        source: torch.Tensor,
+        on_passed: Callable[[], None] | None = None,
+    ) -> None:
+        """Queues the copy in, after what used its memory before and its own copy out. May run on a lane thread."""
+        with self._lock:
+            self._streams.wait(self._in, transit.ready)
+            if transit.left is not None:
+                self._streams.wait(self._in, transit.left)
+            started = self._streams.record(self._in)
+            self._streams.copy(self._in, as_bytes(box[0]), source[: handle.size_bytes])
+            transit.arrived = self._streams.record(self._in)
+            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, time.time(), source, on_passed))
+        transit.is_queued.set()
+
+    def let_wait(self, stream: Stream, event: StreamEvent) -> None:
+        """Lets ``stream`` wait for a copy, and notes how long that takes the device."""
+        if self._streams.is_done(event):
+            return
+        start = self._streams.record(stream)
+        self._streams.wait(stream, event)
+        self._stalls.append((start, self._streams.record(stream)))
+
+    def let_oldest_leave(self) -> None:
+        """The device waits for the oldest copy out, so that what is queued from now on may take its memory."""
+        oldest = self._leaving[0]
+        self.let_wait(oldest.transit.home, oldest.passed)  # alone: its memory goes to no other stream
+        self._handles.begun(oldest.handle)  # its room is in use until the copy has passed
+        self._passing.append(oldest)
+        self._finish_leaving()
+
+    def let_go(self, transit: Transit) -> None:
+        """The computation waits for that copy in; what is queued from now on comes after it."""
+        with self._lock:
+            for copy in self._arriving:
+                if copy.transit is transit:
+                    copy.box.clear()
+
+    def wait_for_a_copy(self) -> bool:
+        """Blocks until a copy has passed whose end may give room back; ``False`` when there is none."""
+        for copies in (self._arriving, self._passing, self._leaving):
+            if copies:
+                self._streams.synchronize(copies[0].passed)
+                return True
+        return False
+
+    def poll(self) -> None:
+        """Reports what has passed."""
+        while self._passing and self._streams.is_done(self._passing[0].passed):
+            copy = self._passing.popleft()
+            self.out_rate.add(copy, self._streams)
+            self._handles.landed(copy.handle)
+        while self._leaving and self._streams.is_done(self._leaving[0].passed):
+            self.out_rate.add(self._leaving[0], self._streams)
+            self._finish_leaving()
+        while True:
+            with self._lock:
+                if not self._arriving or not self._streams.is_done(self._arriving[0].passed):
+                    break
+                copy = self._arriving.popleft()
+            self.in_rate.add(copy, self._streams)
+            note_copy(self._events, self.way_in, "fetch", copy)
+            if copy.on_passed is not None:
+                copy.on_passed()
+            self._handles.arrived(copy.handle, copy.box, None)
+
+    def stall_s(self) -> float:
+        """Seconds that the device's streams waited for copies."""
+        while self._stalls and self._streams.is_done(self._stalls[0][1]):
+            self._stall_s += self._streams.elapsed_s(*self._stalls.popleft())
+        return self._stall_s
+
+    def drain(self) -> None:
+        """Blocks until all copies have passed, and reports them."""
+        for copies in (self._passing, self._leaving, self._arriving):
+            for copy in list(copies):
+                self._streams.synchronize(copy.passed)
+        self.poll()
+
+    def _finish_leaving(self) -> None:
+        copy = self._leaving.popleft()
+        self.in_flight_bytes -= copy.size_bytes
+        note_copy(self._events, self.way_out, "park", copy)
+        self._handles.left(copy.handle, copy.box, None)
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The storage as ``uint8``."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
