@@ -85,6 +85,8 @@ _TIER_METHODS: Mapping[str, Callable[[Any], Arguments]] = {
     "read": lambda tier: {"piece": _reserved(tier).pieces[0], "view": buffer(4096)},
     "view": lambda tier: {"extent": _reserved(tier)},
     "tensor": lambda tier: {"extent": _reserved(tier)},
+    "prepare": lambda _: {"size_bytes": 4096},
+    "allow": lambda _: {"capacity_bytes": 2**20},
 }
 _ON_A_DEVICE = frozenset({"write_storage", "read_storage", "open_to_device", "talks_to_device"})
 
@@ -248,6 +250,7 @@ RECORDS |= {
 }  # fmt: skip
 UNCALLED |= {
     "tiers.Size": "a type",
+    "tiers.IN_FLIGHT_S": "a number",
     "tiers.DiskSpec": "a type",
     "tiers.Generators": "what a user's own class is like",
     "tiers.Tier": "abstract; DiskTier and HostTier stand for it",
@@ -321,6 +324,10 @@ USES |= {
         call=probe.bandwidths, good=lambda case: {"directory": case.disk()},
         check=lambda lanes, _: require(all(one.bandwidth_bytes_per_s > 0 for one in lanes), "bandwidths"),
     ),
+    "probe.link_rate_bytes_per_s": Use(
+        call=probe.link_rate_bytes_per_s, good=lambda _: {"device": torch.device("cpu")},
+        check=lambda rate, _: require(rate is None, "main memory has no link"),
+    ),
     "probe.machine": Use(call=probe.machine, good=lambda case: {"directory": case.disk()}),
     "probe.gpu_direct_storage": Use(call=probe.gpu_direct_storage, good=lambda case: {"directory": case.disk()}),
     "probe.in_rounds": Use(
@@ -347,7 +354,8 @@ RECORDS |= {
     "probe.Place": lambda: probe.Place(name="host", description="", capacity_bytes=1, free_bytes=1),
     "probe.MachineReport": lambda: probe.MachineReport(places=(), lanes=(), features=()),
     "probe.PeakReport": lambda: probe.PeakReport(
-        peak_bytes=1, start_bytes=0, activation_bytes=1, released_bytes=0, rss_bytes=1, reserved_bytes=0, timeline=(),
+        peak_bytes=1, start_bytes=0, activation_bytes=1, released_bytes=0, rss_bytes=1,
+        requested_bytes=1, reserved_bytes=0, timeline=(),
         result=None,
     ),
     "probe.Ratio": lambda: probe.Ratio(1.0, 1.0, 1.0),

@@ -5,7 +5,7 @@ import torch
 
 from penstock import devices
 from penstock.devices import _of
-from penstock.devices._accelerator import Accelerator
+from penstock.devices._accelerator import Accelerator, AcceleratorAllocator
 
 
 class Notes:
@@ -23,7 +23,7 @@ class Notes:
             "current_stream": lambda _: self.stream,
             "synchronize": lambda device: self.calls.append(("synchronize", device)),
             "set_device_index": lambda device: self.calls.append(("set device", device)),
-            "memory_stats": dict,
+            "memory_stats": lambda _=None: {},
             "get_memory_info": lambda _: (10, 30),
             "memory_allocated": lambda _: 4,
             "max_memory_allocated": lambda _: 5,
@@ -176,13 +176,74 @@ def test_waiting_for_a_stream_and_for_all(notes):
 def test_an_allocator_counts(notes):
     backend = Accelerator(DEVICE)
     allocator = backend.allocator
-    allocator.reset_peaks()
-    counts = (
-        allocator.allocated_bytes(),
-        allocator.peak_bytes(),
-        allocator.reserved_bytes(),
-        allocator.peak_reserved_bytes(),
-    )
-    assert counts == (4, 5, 6, 7)
+    with allocator.watching() as watch:
+        assert watch.peaks() == devices.Peaks(allocated_bytes=5, requested_bytes=5, reserved_bytes=7)
+    assert (allocator.allocated_bytes(), allocator.reserved_bytes()) == (4, 6)
     assert backend.memory_bytes() == (10, 30)
     assert notes.calls == [("reset", DEVICE)]
+
+
+def test_each_watch_has_a_beginning_of_its_own(monkeypatch):
+    """The allocator has one for the whole process."""
+    highest = {"now": 100, "peak": 100}
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: highest["peak"])
+    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda _: 2 * highest["peak"])
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: {"requested_bytes.all.peak": highest["peak"] - 1})
+
+    def reset(_):
+        highest["peak"] = highest["now"]
+
+    def rise_to(peak):
+        highest["peak"] = max(highest["peak"], peak)
+
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
+    allocator = AcceleratorAllocator(DEVICE)
+    rise_to(900)
+    with allocator.watching() as outer:
+        rise_to(500)
+        with allocator.watching() as inner:
+            rise_to(300)
+            assert inner.peaks() == devices.Peaks(300, 299, 600)
+            inner.restart()
+            rise_to(200)
+            assert inner.peaks() == devices.Peaks(200, 199, 400)
+        assert outer.peaks() == devices.Peaks(500, 499, 1000)
+    assert allocator._watches == []
+
+
+class Clocked:
+    """Streams of a device whose clock and the host's are one, with ``float32`` milliseconds as PyTorch tells them."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def create(self):
+        return self
+
+    def record(self, stream):
+        return self.now_s
+
+    def synchronize(self, event):
+        """It is over."""
+
+    def elapsed_s(self, start, end):
+        return torch.tensor((end - start) * 1e3, dtype=torch.float32).item() / 1e3
+
+
+def test_a_devices_marks_are_on_the_hosts_clock_for_days(monkeypatch):
+    streams = Clocked()
+    monkeypatch.setattr("penstock.devices._timeline.time.time", lambda: 1e6 + streams.now_s)
+    timeline = devices.DeviceTimeline(streams)
+    for _ in range(20_000):
+        streams.now_s += 10.0
+        assert timeline.host_s(streams.record(streams)) == pytest.approx(1e6 + streams.now_s, abs=1e-3)
+
+
+def test_a_threads_workspaces_are_taken_before_they_are_measured(notes, monkeypatch):
+    held = iter([1000, 1000 + 32 * 2**20])
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: next(held))
+    backend = Accelerator(DEVICE)
+    backend.device = torch.device("cpu")
+    assert backend.warm_up() == 32 * 2**20
+    assert notes.calls == [("finish", "current")]
+    assert devices.backend_of("cpu").warm_up() == 0

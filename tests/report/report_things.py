@@ -46,7 +46,7 @@ def planned(budget_bytes=7 * MIB, **options):
 def peak_report(timeline=((100.0, 5 * MIB), (101.0, 9 * MIB), (102.0, 6 * MIB))):
     return PeakReport(
         peak_bytes=9 * MIB, start_bytes=5 * MIB, activation_bytes=4 * MIB, released_bytes=0, rss_bytes=50 * MIB,
-        reserved_bytes=9 * MIB, timeline=tuple(timeline), result=None,
+        requested_bytes=9 * MIB, reserved_bytes=9 * MIB, timeline=tuple(timeline), result=None,
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class FakeStreams:
         self.streams.append(FakeStream())
         return self.streams[-1]
 
-    def record(self, stream):
+    def record(self, stream, *, is_timed=True):
         event = FakeEvent()
         with self.lock:
             stream.queue.append(event)

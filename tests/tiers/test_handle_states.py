@@ -66,11 +66,15 @@ class PaperMover:
 
     in_flight_peak_bytes = 0
     holds_handles = False
+    max_in_flight_bytes = 2**62
 
     def __init__(self, turns, handles, *, error=None):
         self.turns, self.handles, self.error = turns, handles, error
         self.jobs, self.arrived = deque(), set()
         self.contents = {}
+
+    def bound_in_flight(self, size_bytes):
+        """It moves one copy after the other."""
 
     def link_to(self, tier):
         return Link(DEVICE, tier.place)

@@ -75,7 +75,7 @@ def test_less_than_a_page_holds_nothing(capacity):
 
 
 def test_a_large_reservation_gets_a_slab_of_its_own(monkeypatch):
-    monkeypatch.setattr("penstock.tiers._host._SLAB_BYTES", 4 * PAGE)
+    monkeypatch.setattr("penstock.tiers._host.SLAB_BYTES", 4 * PAGE)
     tier = HostTier(16 * PAGE, pinned=False)
     small, large = tier.reserve(1), tier.reserve(10 * PAGE)
     assert [extent.pieces[0].file for extent in (small, large)] == [0, 1]
@@ -169,7 +169,7 @@ def test_pinned_slabs_are_registered_once_and_unregistered(install):
 @pytest.mark.parametrize("answer", [2, RuntimeError("CUDA error: out of memory")])
 def test_a_refusal_to_pin_warns_once_and_works(install, monkeypatch, answer):
     cudart = install(answer)
-    monkeypatch.setattr("penstock.tiers._host._SLAB_BYTES", PAGE)
+    monkeypatch.setattr("penstock.tiers._host.SLAB_BYTES", PAGE)
     tier = HostTier("64KiB", pinned=True)
     with pytest.warns(TierDegradedWarning, match="ulimit -l") as caught:
         extents = [tier.reserve(PAGE) for _ in range(3)]

@@ -3,7 +3,9 @@
 - `backend_of`: the backend of a device; `has_backend`: whether it has one;
   `is_accelerator`: and is not main memory.
 - `Backend`: time, memory, random states and threads of one device, under one name for every kind.
-- `Streams`, `Allocator`: its queues, and the counters of its memory, so that a fake can stand in for either.
+- `Streams`, `Allocator`: its queues, and the counters of its memory, so that a fake can stand in for either;
+  `PeakWatch`, `Peaks`: how high they went, from a beginning of one's own.
+- `DeviceTimeline`: when a device passed its marks, on the host's clock.
 - `pinned_memory`, `unpin_memory`: host memory from which the accelerator copies without the host's help.
 - `pin`, `unpin`: the same for memory that exists already, at its exact size (CUDA and ROCm).
 - `map_memory`: host memory of exact size.
@@ -15,6 +17,8 @@ Main memory has a backend of its own; all accelerators share one, which CUDA's e
 
 from penstock.devices._backend import Allocator as Allocator
 from penstock.devices._backend import Backend as Backend
+from penstock.devices._backend import Peaks as Peaks
+from penstock.devices._backend import PeakWatch as PeakWatch
 from penstock.devices._backend import Stream as Stream
 from penstock.devices._backend import StreamEvent as StreamEvent
 from penstock.devices._backend import Streams as Streams
@@ -31,3 +35,4 @@ from penstock.devices._pin import pin as pin
 from penstock.devices._pin import pinned_memory as pinned_memory
 from penstock.devices._pin import unpin as unpin
 from penstock.devices._pin import unpin_memory as unpin_memory
+from penstock.devices._timeline import DeviceTimeline as DeviceTimeline

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices._backend import Backend, Stream, StreamEvent, Streams
+from penstock.devices._backend import Allocator, Backend, Peaks, Stream, StreamEvent, Streams
 
 
 class AcceleratorStreams(Streams):
@@ -24,8 +24,8 @@ class AcceleratorStreams(Streams):
     def create(self) -> torch.Stream:
         return torch.Stream(self._device)
 
-    def record(self, stream: Stream) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
+    def record(self, stream: Stream, *, is_timed: bool = True) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=is_timed)
         event.record(stream)
         return event
 
@@ -52,25 +52,25 @@ class AcceleratorStreams(Streams):
         torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage).record_stream(stream)  # type: ignore[call-overload]
 
 
-class AcceleratorAllocator:
+class AcceleratorAllocator(Allocator):
     """The caching allocator's counters."""
 
     def __init__(self, device: torch.device):
+        super().__init__()
         self._device = device
 
     def allocated_bytes(self) -> int:
         return int(torch.accelerator.memory_allocated(self._device))
 
-    def peak_bytes(self) -> int:
-        return int(torch.accelerator.max_memory_allocated(self._device))
-
     def reserved_bytes(self) -> int:
         return int(torch.accelerator.memory_reserved(self._device))
 
-    def peak_reserved_bytes(self) -> int:
-        return int(torch.accelerator.max_memory_reserved(self._device))
+    def _peaks(self) -> Peaks:
+        allocated_bytes = int(torch.accelerator.max_memory_allocated(self._device))
+        requested_bytes = torch.accelerator.memory_stats(self._device).get("requested_bytes.all.peak", allocated_bytes)
+        return Peaks(allocated_bytes, int(requested_bytes), int(torch.accelerator.max_memory_reserved(self._device)))
 
-    def reset_peaks(self) -> None:
+    def _reset_peaks(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
 
@@ -109,6 +109,16 @@ class Accelerator(Backend):
 
     def use(self, *, num_threads: int) -> None:  # noqa: ARG002  # its operators have no threads of the host's
         torch.accelerator.set_device_index(self.device)
+
+    def warm_up(self) -> int:
+        """Workspaces of matrix products: 32 MiB for each thread and stream on an H100 (`CUBLAS_WORKSPACE_CONFIG`)."""
+        before_bytes = self.allocator.allocated_bytes()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            one = torch.ones(16, 16, device=self.device, dtype=dtype)
+            torch.addmm(one[0], one, one)
+            del one
+        self.finish_current()
+        return max(0, self.allocator.allocated_bytes() - before_bytes)
 
     def random_state(self) -> torch.Tensor:
         state: torch.Tensor = self._module.get_rng_state(self.device)

@@ -1,7 +1,10 @@
 """What Penstock asks of a device, under one name for every kind."""
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +24,8 @@ class Streams(Protocol):
     def create(self) -> Stream:
         """A stream of its own, for a lane."""
 
-    def record(self, stream: Stream) -> StreamEvent:
-        """A mark after all that is on ``stream`` so far."""
+    def record(self, stream: Stream, *, is_timed: bool = True) -> StreamEvent:
+        """A mark after all that is on ``stream`` so far; one that is not timed costs the device less."""
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Lets later work on ``stream`` wait for ``event``."""
@@ -46,23 +49,86 @@ class Streams(Protocol):
         """Tells the allocator that ``stream``, too, uses a storage that was allocated on another."""
 
 
-class Allocator(Protocol):
-    """An allocator that counts. Bytes are as it rounds them."""
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The most that an allocator counted at once, each by itself."""
 
+    allocated_bytes: int
+    """Of tensors, as it rounds their sizes."""
+    requested_bytes: int
+    """Of tensors, as they were asked for."""
+    reserved_bytes: int
+    """Taken from the device, for tensors that are and for such as come."""
+
+
+class Allocator(ABC):
+    """An allocator that counts.
+
+    Its own peaks have one beginning for the whole process, so whoever set it would take it from all others. `watching`
+    gives everybody a beginning of his own.
+    """
+
+    def __init__(self) -> None:
+        self._watches: list[PeakWatch] = []
+        self._lock = threading.Lock()
+
+    @abstractmethod
     def allocated_bytes(self) -> int:
-        """What tensors have now."""
+        """What tensors have now, as it rounds their sizes."""
 
-    def peak_bytes(self) -> int:
-        """The most that ``allocated_bytes`` was since ``reset_peaks``."""
-
+    @abstractmethod
     def reserved_bytes(self) -> int:
-        """What it has taken from the device, for tensors that are and for such as come."""
+        """What it has taken from the device."""
 
-    def peak_reserved_bytes(self) -> int:
-        """The most that ``reserved_bytes`` was since ``reset_peaks``."""
+    @abstractmethod
+    def _peaks(self) -> Peaks:
+        """Since `_reset_peaks`."""
 
-    def reset_peaks(self) -> None:
+    @abstractmethod
+    def _reset_peaks(self) -> None:
         """Lets peaks begin with what is there now."""
+
+    @contextmanager
+    def watching(self) -> Iterator["PeakWatch"]:
+        """Peaks from here on, whoever else watches."""
+        watch = PeakWatch(self)
+        with self._lock:
+            self._begin_anew()
+            self._watches.append(watch)
+        try:
+            yield watch
+        finally:
+            with self._lock:
+                self._watches.remove(watch)
+
+    def _begin_anew(self) -> None:
+        """All who watch keep what they have seen. Holds the lock."""
+        for watch in self._watches:
+            watch.note()
+        self._reset_peaks()
+
+
+class PeakWatch:
+    """The peaks of an allocator since somebody began to watch. Made by ``Allocator.watching``."""
+
+    def __init__(self, allocator: Allocator):
+        self._allocator = allocator
+        self._before = Peaks(0, 0, 0)
+
+    def peaks(self) -> Peaks:
+        """Since the beginning, or since ``restart``."""
+        now, before = self._allocator._peaks(), self._before
+        return Peaks(*(max(getattr(now, name), getattr(before, name)) for name in Peaks.__slots__))
+
+    def note(self) -> None:
+        """The allocator's own peaks are about to begin anew."""
+        self._before = self.peaks()
+
+    def restart(self) -> None:
+        """Begins again with what is there now."""
+        with self._allocator._lock:
+            self._allocator._begin_anew()
+            self._before = Peaks(0, 0, 0)
 
 
 class Backend(ABC):
@@ -107,6 +173,10 @@ class Backend(ABC):
     @abstractmethod
     def use(self, *, num_threads: int) -> None:
         """Lets the calling thread compute on it; on a CPU, with that many threads to each operator."""
+
+    def warm_up(self) -> int:
+        """Lets its libraries take what they keep for the calling thread; returns these bytes of its memory."""
+        return 0
 
     @abstractmethod
     def random_state(self) -> torch.Tensor:

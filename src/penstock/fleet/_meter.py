@@ -7,10 +7,10 @@ and that no item on the device counts; blocks that the fleet fetched are not the
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from penstock.devices import backend_of
+from penstock.devices import PeakWatch, backend_of
 from penstock.fleet._accesses import Made
 from penstock.fleet._memory import DeviceMemory
 from penstock.probe import record_memory
@@ -23,6 +23,7 @@ class Meter:
         self._memory = memory
         self._backend = backend_of(memory.device)
         self._allocator = self._backend.allocator
+        self._watch: PeakWatch | None = None
         self.peaks: dict[int, int] = {}
         """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
         self.totals: dict[int, int] = {}
@@ -40,7 +41,8 @@ class Meter:
         if self._allocator is not None:
             items_bytes = self._memory.held_bytes()  # first: it drops what has left
             self._others_bytes = self._allocator.allocated_bytes() - items_bytes
-        with record_memory(self._memory.device, this_thread_only=True) as recording:
+        watching = nullcontext() if self._allocator is None else self._allocator.watching()
+        with record_memory(self._memory.device, this_thread_only=True) as recording, watching as self._watch:
             yield
         if self._allocator is None:
             self._read(recording.blocks)
@@ -53,12 +55,12 @@ class Meter:
     def go_on(self, index: int) -> None:
         """Unit ``index`` computes from now on."""
         items_bytes = self._memory.held_bytes()  # first: what leaves meanwhile is better counted twice than never
-        if self._allocator is None:
+        if self._watch is None:
             alive_bytes = self._made.alive_bytes(self._memory.storages_here())
         else:
             alive_bytes = self._others_bytes
             self._backend.finish()
-            self._allocator.reset_peaks()
+            self._watch.restart()
         self._open = (time.time_ns(), index, alive_bytes, items_bytes)
 
     def pause(self) -> None:
@@ -66,9 +68,9 @@ class Meter:
         if self._open is None:
             return
         (start_ns, index, alive_bytes, items_bytes), self._open = self._open, None
-        if self._allocator is not None:
+        if self._watch is not None:
             self._backend.finish()
-            peak_bytes = self._allocator.peak_bytes() - items_bytes - alive_bytes
+            peak_bytes = self._watch.peaks().allocated_bytes - items_bytes - alive_bytes
             self._note(index, peak_bytes, items_bytes)
         else:
             self._spans.append((start_ns, time.time_ns(), index, alive_bytes, items_bytes))

@@ -8,6 +8,7 @@ shard copied in; within a mini-batch that is the next shard. Shards of the unit 
 import threading
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.devices import backend_of
+from penstock.devices import DeviceTimeline, StreamEvent, Streams, backend_of
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._meter import Meter
@@ -122,6 +123,9 @@ class Worker:
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
         self._has_said_above = False
+        self._timeline: DeviceTimeline | None = None
+        self._spans: deque[tuple[MiniBatch, int, _Span, float]] = deque()
+        """Units that the device has perhaps not ended yet, each with what of it may be computing again."""
         self._take, self._look_ahead = take, look_ahead
         self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
 
@@ -146,7 +150,9 @@ class Worker:
                 self._run_whole(mini, expected)
             else:
                 mini.run_all(_Units(self, mini, expected))
+            self.settle(wait=True)
         except BaseException:
+            self._spans.clear()
             mini.abandon()
             raise
 
@@ -163,7 +169,6 @@ class Worker:
         if not self.verifies or isinstance(mini, WholeBatch):
             with gate.computing():
                 mini.run(index)
-                self.synchronize()
             return
         held_bytes = self.memory.held_bytes()
         with self.measuring, gate.computing(), record_memory(self.device, this_thread_only=True) as recording:
@@ -222,14 +227,32 @@ class Worker:
         items = self.following.first_items(self) if self.following is not None else []
         return items, [], 0
 
-    def synchronize(self) -> None:
-        """Waits for the device."""
-        self.backend.finish_current()
+    def span(self) -> "_Span":
+        """Of a unit that begins now."""
+        streams = self.backend.streams
+        if streams is None:
+            return _HostSpan(self.memory)
+        if self._timeline is None:
+            self._timeline = DeviceTimeline(streams)
+        return _DeviceSpan(streams, self._timeline)
 
-    def note(
+    def note(self, mini: MiniBatch, index: int, span: "_Span", recompute_s: float) -> None:
+        """A unit has ended, or its last operator is on its way to the device."""
+        self._spans.append((mini, index, span, recompute_s))
+        self.settle(wait=False)
+
+    def settle(self, *, wait: bool) -> None:
+        """Notes units that have ended; all of them if it is to wait for the device."""
+        while self._spans and (wait or self._spans[0][2].is_over()):
+            mini, index, span, recompute_s = self._spans.popleft()
+            start_s, waited_s, compute_s = span.seconds()
+            is_backward = mini.tasks[index].kind is UnitKind.BACKWARD
+            self._note(mini, index, start_s, waited_s, compute_s, min(recompute_s, compute_s) if is_backward else 0.0)
+
+    def _note(
         self, mini: MiniBatch, index: int, start_s: float, waited_s: float, compute_s: float, again_s: float
     ) -> None:
-        """A unit has ended: its seconds of waiting, of computing, and of those in which forward ran again."""
+        """Its seconds of waiting, of computing, and of those in which forward ran again."""
         busy, task = self.busy, mini.tasks[index]
         busy.compute_s += compute_s
         busy.stall_s += waited_s
@@ -242,7 +265,7 @@ class Worker:
                 shard=task.shard,
                 device=self.index,
                 start_s=start_s,
-                end_s=time.time(),
+                end_s=start_s + waited_s + compute_s,
                 stall_s=waited_s,
                 recompute_s=again_s,
             )
@@ -252,6 +275,7 @@ class Worker:
         _this_thread.is_worker = True
         try:
             self.backend.use(num_threads=self.num_threads)
+            self.memory.budget_bytes -= self.backend.warm_up()
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
                 turn.run(self)
@@ -263,31 +287,89 @@ class Worker:
             self.following = None
 
 
+class _Span(Protocol):
+    """When a unit waited and computed."""
+
+    def computes(self) -> None:
+        """What it needs is there, or was told to be."""
+
+    def ends(self) -> None:
+        """It has run its last operator, or sent it to the device."""
+
+    def is_over(self) -> bool:
+        """Whether ``seconds`` need not wait."""
+
+    def seconds(self) -> tuple[float, float, float]:
+        """When it began, by ``time.time()``; for how long it waited for bytes, and for how long it computed."""
+
+
+class _HostSpan:
+    """Of a unit that ends when its last operator returns."""
+
+    def __init__(self, memory: DeviceMemory):
+        self._memory = memory
+        self._start_s, self._stalled_s = time.time(), memory.stall_s
+        self._waited_s = self._begin_s = self._compute_s = 0.0
+
+    def computes(self) -> None:
+        self._waited_s = self._memory.stall_s - self._stalled_s
+        self._begin_s = time.perf_counter()
+
+    def ends(self) -> None:
+        self._compute_s = time.perf_counter() - self._begin_s
+
+    def is_over(self) -> bool:
+        return True
+
+    def seconds(self) -> tuple[float, float, float]:
+        return self._start_s, self._waited_s, self._compute_s
+
+
+class _DeviceSpan:
+    """Of a unit that the host runs ahead of: marks on the stream that computes."""
+
+    def __init__(self, streams: Streams, timeline: DeviceTimeline):
+        self._streams, self._timeline = streams, timeline
+        self._marks = [self._mark()]
+
+    def computes(self) -> None:
+        self._marks.append(self._mark())
+
+    def ends(self) -> None:
+        self._marks.append(self._mark())
+
+    def is_over(self) -> bool:
+        return self._streams.is_done(self._marks[-1])
+
+    def seconds(self) -> tuple[float, float, float]:
+        start, begin, end = self._marks
+        self._streams.synchronize(end)
+        waited_s, compute_s = self._streams.elapsed_s(start, begin), self._streams.elapsed_s(begin, end)
+        return self._timeline.host_s(start), waited_s, compute_s
+
+    def _mark(self) -> StreamEvent:
+        return self._streams.record(self._streams.current())
+
+
 class _Units:
     """A mini-batch's units as they come, on a worker."""
 
     def __init__(self, worker: Worker, mini: MiniBatch, expected: Expected):
         self._worker, self._mini, self._expected = worker, mini, expected
-        self._start_s = self._waited_s = self._begin_s = 0.0
+        self._span: _Span
 
     def begin(self, index: int) -> int:
         worker, mini, expected = self._worker, self._mini, self._expected
-        self._start_s, stalled_s = time.time(), worker.memory.stall_s
+        self._span = worker.span()
         transient_bytes = expected.transient_bytes(index)
         needs = worker.bring_in(mini, index, transient_bytes)
         worker.look_at_next(mini, index, needs, expected)
-        self._waited_s = worker.memory.stall_s - stalled_s
-        self._begin_s = time.perf_counter()
+        self._span.computes()
         return transient_bytes
 
     def compute(self, index: int) -> None:
         self._worker.compute(self._mini, index)
 
     def end(self, index: int) -> None:
-        worker, mini = self._worker, self._mini
-        if mini.program.whole is not None:
-            worker.synchronize()
-        compute_s = time.perf_counter() - self._begin_s
-        is_backward = mini.tasks[index].kind is UnitKind.BACKWARD
-        again_s = min(self._expected.recompute_s(index), compute_s) if is_backward else 0.0
-        worker.note(mini, index, self._start_s, self._waited_s, compute_s, again_s)
+        self._span.ends()
+        self._worker.note(self._mini, index, self._span, self._expected.recompute_s(index))

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from penstock.devices import Allocator, StreamEvent, Streams, backend_of, has_backend
+from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams, backend_of, has_backend
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
@@ -26,7 +26,7 @@ from penstock.offload._scope import Shapes
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
-from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
+from penstock.tiers import IN_FLIGHT_S, Budget, Footprint, TierStatistics, Waterfall, gate
 
 _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
@@ -36,6 +36,10 @@ _MAX_ENTERED = 64
 """Calls of the model that are measured from their beginning. A shape that never comes again stays to be fitted."""
 _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
+_MAX_COLD = 3
+"""Cycles of one kind in which memory is mapped before one is recorded all the same."""
+_STORAGES_IN_FLIGHT = 4
+"""Of the largest, that may be on their way out at once."""
 _DERATING = 0.7
 """Share of a measured bandwidth to count on after a plan has stalled."""
 
@@ -44,8 +48,8 @@ _DERATING = 0.7
 class Settings:
     """The offloader's settings that concern whole steps."""
 
-    max_in_flight_bytes: int
-    """Bound on the bytes on their way out; without a plan, fetches run ahead by a quarter of it."""
+    max_in_flight_bytes: int | None
+    """Bound on the bytes on their way out; ``None`` for what suits the link and the storages."""
     min_saving_share: float
     """See ``OffloadProblem``."""
     max_stall_share: float
@@ -73,6 +77,8 @@ class _Lesson:
     signature: tuple[tuple[int, str], ...] = ()
     num_changes: int = 0
     num_replans: int = 0
+    num_cold: int = 0
+    """Cycles that were not recorded because something happened in them that happens once."""
     margin_bytes: int = 0
     room_bytes: int = 0
     """What others left of the account when the plan was made."""
@@ -102,8 +108,12 @@ class Learner:
         self._clock: _HostClock | _DeviceClock | None = None
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
-        self._is_reset = False
-        """Accelerator: whether the allocator counts since the model was called."""
+        self._watch: PeakWatch | None = None
+        """Accelerator: what the allocator counts since the model was called, or since something was saved."""
+        self._is_warm = False
+        """Whether a cycle has run before."""
+        self._slab_bytes = 0
+        """Mapped below the device when the cycle began."""
         self._before_bytes = 0
         """Accelerator: the most that was on the device in this step before anything was saved."""
         self._num_entered = 0
@@ -120,14 +130,17 @@ class Learner:
         self._num_entered += 1
         allocator = backend_of(device).allocator
         if allocator is not None:
-            allocator.reset_peaks()
-            self._is_reset = True
+            self._watch_peaks(allocator)
         elif can_record(device) and not gate.others_compute:
             self._record()
 
     def _record(self) -> None:
         self._meter = contextlib.ExitStack()
         self._memory = self._meter.enter_context(record_memory("cpu"))
+
+    def _watch_peaks(self, allocator: Allocator) -> None:
+        self._meter = contextlib.ExitStack()
+        self._watch = self._meter.enter_context(allocator.watching())
 
     def begin(
         self,
@@ -147,11 +160,12 @@ class Learner:
         backend = backend_of(device)
         self._is_on_cpu = backend.streams is None
         self._clock = None
-        self._before_bytes = backend.allocator.peak_bytes() if backend.allocator is not None and self._is_reset else 0
-        self._is_reset = False
+        self._before_bytes = self._watch.peaks().allocated_bytes if self._watch is not None else 0
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_taught
+        if is_fitting and backend.allocator is not None and self._watch is None:
+            self._watch_peaks(backend.allocator)
         # somebody profiles this cycle, or runs Python while its memory is looked through: the next one teaches
         is_recording = self._meter is not None  # since the step began
         is_blind = (
@@ -166,15 +180,22 @@ class Learner:
         if lesson.is_open and not is_blind:
             if backend.streams is None:
                 self._clock = _HostClock(waterfall)
-            else:
-                self._clock = _DeviceClock(backend.streams, backend.allocator if is_fitting else None)
+            elif self._is_warm:
+                self._clock = _DeviceClock(backend.streams, self._watch if is_fitting else None)
         if is_fitting and self._is_on_cpu and not is_blind and not is_recording:
             self._record()
         waterfall.device_changes = [] if is_fitting else None
+        self._slab_bytes = _mapped_bytes(waterfall)
+        if lesson.plan is not None and lesson.problem is not None:
+            waterfall.bound_in_flight(
+                lesson.plan.max_in_flight_bytes
+                if lesson.problem.budget_bytes is None
+                else lesson.problem.max_in_flight_bytes
+            )
         return Cycle(
             plan=lesson.plan,
             signature=lesson.signature,
-            window_bytes=self._settings.max_in_flight_bytes // 4,
+            window_bytes=waterfall.max_in_flight_bytes // 4,
             budget_bytes=lesson.problem.budget_bytes if lesson.problem else None,
             has_budget=self._settings.account.device_bytes is not None,
             reap=waterfall.reap,
@@ -184,19 +205,22 @@ class Learner:
 
     def finish(self, cycle: Cycle, waterfalls: dict[torch.device, Waterfall], num_steps: int) -> OffloadStatistics:
         """Learns from a finished cycle; returns its statistics. Raises ``BudgetError`` for a hopeless budget."""
-        device, waterfall = next(iter(waterfalls.items()))
+        waterfall = next(iter(waterfalls.values()))
         lesson = self._lesson
         has_plan = lesson.plan is not None
         self._has_stopped = self._meter is not None
-        timeline, peak_bytes = self._measured(device)
+        timeline, peak_bytes = self._measured()
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
         clock, self._clock = self._clock, None
+        self._is_warm = True
         if len(waterfalls) > 1:
             return statistics  # several devices: fetches run ahead of each, unplanned
         if has_plan:
             self._follow_up(lesson, cycle, statistics, waterfall)
+        elif isinstance(clock, _DeviceClock) and lesson.num_cold < _MAX_COLD and self._has_mapped(waterfall):
+            lesson.num_cold += 1  # that took time which no later cycle takes
         elif clock is not None and cycle.num_needs:
             self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
         return replace(statistics, declined=lesson.declined)
@@ -210,7 +234,7 @@ class Learner:
         """Ends measuring a cycle that will not finish."""
         if self._meter is not None:
             self._meter.close()
-        self._meter = self._memory = self._clock = None
+        self._meter = self._memory = self._watch = self._clock = None
 
     def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
         """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
@@ -249,7 +273,7 @@ class Learner:
             memory,
             {
                 "overhead_s": max(0.0, cycle.hook_s - statistics.stall_s) / num_parked,
-                "max_in_flight_bytes": self._settings.max_in_flight_bytes,
+                "max_in_flight_bytes": self._in_flight_bytes(waterfall, cycle),
                 "spread_bytes": _spread_bytes(waterfall, cycle, num_parked),
                 "budget_bytes": self._budget_bytes(),
                 "max_stall_share": self._settings.max_stall_share,
@@ -262,6 +286,19 @@ class Learner:
             lesson.problem = replace(lesson.problem, base_bytes=(first_bytes, *base[1:]))
         lesson.signature = cycle.recording.signature
         self._make_plan(lesson, lesson.problem)
+
+    def _in_flight_bytes(self, waterfall: Waterfall, cycle: Cycle) -> int:
+        """What may be on its way out at once, of which a plan uses what it needs."""
+        asked = self._settings.max_in_flight_bytes
+        if asked is not None:
+            return asked
+        largest_bytes = max((use.size_bytes for use in cycle.recording.uses if use.is_parked), default=0)
+        out, _ = _rates(waterfall)
+        return max(waterfall.max_in_flight_bytes, int(IN_FLIGHT_S * out), _STORAGES_IN_FLIGHT * largest_bytes)
+
+    def _has_mapped(self, waterfall: Waterfall) -> bool:
+        """Whether memory was mapped below the device in this cycle."""
+        return _mapped_bytes(waterfall) > self._slab_bytes
 
     def _budget_bytes(self) -> int | None:
         """Of the measured peak, which has in it all that is on the device; on a CPU, host memory too."""
@@ -352,15 +389,20 @@ class Learner:
             text = refusal(problem, budget_bytes, needed_bytes)
             raise BudgetError(f"{text} (A step planned for it took {peak_bytes} bytes.)") from error
 
-    def _measured(self, device: torch.device) -> tuple[list[tuple[float, int]], int | None]:
+    def _measured(self) -> tuple[list[tuple[float, int]], int | None]:
         """The memory timeline of the cycle and its peak, where they were measured."""
-        allocator = backend_of(device).allocator
-        if allocator is not None:
-            peak = allocator.peak_bytes()
-            return [], max([peak, *(held for _, held in self._clock.memory)] if self._clock else [peak])
-        if self._meter is None or self._memory is None:
+        if self._meter is None:
             return [], None
+        if self._watch is not None:
+            peak_bytes = self._watch.peaks().allocated_bytes
+            if isinstance(self._clock, _DeviceClock):
+                peak_bytes = max([peak_bytes, *(held for _, held in self._clock.memory)])
+            self._meter.close()
+            self._meter = self._watch = None
+            return [], peak_bytes
         self._meter.close()
+        if self._memory is None:
+            return [], None
         report = self._memory.report
         self._meter = self._memory = None
         return list(report.timeline), report.peak_bytes
@@ -411,20 +453,20 @@ class _HostClock:
 class _DeviceClock:
     """Marks on the stream that computes, which the host runs ahead of; waits are taken out in proportion."""
 
-    def __init__(self, streams: Streams, allocator: Allocator | None):
+    def __init__(self, streams: Streams, watch: PeakWatch | None):
         self.memory: list[tuple[float, int]] = []
-        """The peak between two marks, by when the first of them was made; empty without ``allocator``."""
+        """The peak between two marks, by when the first of them was made; empty without ``watch``."""
         self._streams = streams
-        self._allocator = allocator
+        self._watch = watch
         self._events: list[StreamEvent] = []
         self._clock_s: list[float] = []
 
     def mark(self) -> None:
         self._events.append(self._streams.record(self._streams.current()))
-        if self._allocator is not None:
+        if self._watch is not None:
             since_s = self._clock_s[-1] if self._clock_s else time.time()
-            self.memory.append((since_s, self._allocator.peak_bytes()))
-            self._allocator.reset_peaks()
+            self.memory.append((since_s, self._watch.peaks().allocated_bytes))
+            self._watch.restart()
         self._clock_s.append(time.time())
 
     def times(self, stall_s: float) -> CycleTimes:
@@ -439,6 +481,11 @@ def _rates(waterfall: Waterfall) -> tuple[float, float]:
     """Measured bandwidths; a direction that nothing has taken is assumed to be as fast as the other."""
     out, back = waterfall.rates_bytes_per_s()
     return out or back or 1e9, back or out or 1e9
+
+
+def _mapped_bytes(waterfall: Waterfall) -> int:
+    """Host memory that tiers have mapped so far."""
+    return sum(tier.reserved_bytes for tier in waterfall.tiers if tier.is_memory)
 
 
 def _spread_bytes(waterfall: Waterfall, cycle: Cycle, num_parked: int) -> int:

@@ -56,7 +56,7 @@ def activations(
     keep_last: Sequence[str] = (),
     checkpoint_inputs_only: bool = False,
     policy: Policy | None = None,
-    max_in_flight: Size = "128MiB",
+    max_in_flight: Size | None = None,
     min_saving: float = 0.05,
     max_stall: float = 0.10,
     verify: bool = False,
@@ -87,13 +87,15 @@ def activations(
         keep_last: modules whose tensors stay on the device.
         checkpoint_inputs_only: park only the inputs of ``torch.utils.checkpoint`` regions.
         policy: asked for every tensor that the rules above let go; ``False`` keeps it.
-        max_in_flight: bytes that may be on their way out at once; forward waits above it. With a budget, nothing is
-            on its way in steps that are not planned yet, and a plan counts what is.
+        max_in_flight: bytes that may be on their way out at once; forward waits above it. ``None``: whatever gives the
+            lowest peak, of what the link carries in a tenth of a second or four of the largest storages, at least 128
+            MiB. With a budget, nothing is on its way in steps that are not planned yet, and a plan counts what is.
         min_saving: decline below this predicted share of the peak.
         max_stall: decline above this predicted share of the step.
         verify: compare a checksum on every fetch, and check every plan.
 
-    The first step is recorded; from the second on the amount and the order of fetches are planned. Without gradients
+    The first step is recorded; from the second on the amount and the order of fetches are planned. On an accelerator,
+    whose first step is slow for many reasons, it is the second that is recorded. Without gradients
     (``torch.no_grad``) nothing is saved and nothing happens. Raises ``TypeError`` for what is no module, ``ValueError``
     where no tier is given, a directory is main memory (on a CPU), or settings contradict each other,
     ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used, and, after the first step,
@@ -110,7 +112,7 @@ def activations(
     _check_budget(model, account, host)
     _check_patterns(model, modules)
     settings = Settings(
-        max_in_flight_bytes=parse_bytes(max_in_flight),
+        max_in_flight_bytes=None if max_in_flight is None else parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
         max_stall_share=_share("max_stall", max_stall),
         account=account,

@@ -2,7 +2,8 @@
 
 - `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
   `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin.
-- `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week.
+- `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week;
+  `link_rate_bytes_per_s` for an accelerator's, in a moment.
 - `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
   `gpu_direct_storage` for one directory.
 - `in_rounds`, `paired_ratio`, `Ratio`: ways to do the same thing, timed in turn; `provenance`: with what, and where.
@@ -11,6 +12,7 @@
 
 from penstock.probe._bandwidth import LaneBandwidth as LaneBandwidth
 from penstock.probe._bandwidth import bandwidths as bandwidths
+from penstock.probe._bandwidth import link_rate_bytes_per_s as link_rate_bytes_per_s
 from penstock.probe._gds import Feature as Feature
 from penstock.probe._gds import gpu_direct_storage as gpu_direct_storage
 from penstock.probe._ledger import Ledger as Ledger

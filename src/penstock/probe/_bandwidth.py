@@ -1,6 +1,7 @@
 """Bandwidth of each link in each direction, by real transfers, remembered per machine for a week."""
 
 import contextlib
+import functools
 import itertools
 import json
 import mmap
@@ -26,6 +27,7 @@ from penstock.probe._gds import gpu_direct_storage
 _EXPIRY_S = 7 * 86400
 _REQUEST_BYTES = 8 * 2**20
 _SAMPLE_BYTES = 256 * 2**20
+_LINK_SAMPLE_BYTES = 16 * 2**20
 _ROUNDS = 3
 _NUM_THREADS = 4
 _MOST = 1e15
@@ -87,6 +89,27 @@ def bandwidths(
     cache[key] = [asdict(lane) for lane in lanes]
     _store_cache(cache)
     return lanes
+
+
+@functools.cache
+@checked("penstock.probe.link_rate_bytes_per_s(torch.device('cuda', 0))")
+def link_rate_bytes_per_s(device: torch.device) -> float | None:
+    """What the link between an accelerator and pinned host memory carries, in its slower direction.
+
+    By the device's clock, with 16 MiB, when first asked in this process. ``None`` for a CPU, and where there is no
+    memory for it.
+    """
+    backend = backend_of(device)
+    if backend.streams is None:
+        return None
+    try:
+        near = torch.empty(_LINK_SAMPLE_BYTES, dtype=torch.uint8, device=backend.device)
+        host = torch.empty(_LINK_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return None
+    ways = (lambda: host.copy_(near, non_blocking=True), lambda: near.copy_(host, non_blocking=True))
+    seconds = [[backend.seconds(way) for _ in range(1 + _ROUNDS)][1:] for way in ways]
+    return _LINK_SAMPLE_BYTES / max(1e-9, *map(median, seconds))
 
 
 def _links_of_disk() -> set[Link]:

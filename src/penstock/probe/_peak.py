@@ -49,6 +49,8 @@ class PeakReport:
     """Part of ``start_bytes`` that the call released; on CPU the peak still counts it as held. 0 on an accelerator."""
     rss_bytes: int
     """The most main memory the process had resident during the call, libraries and interpreter included."""
+    requested_bytes: int
+    """Accelerator: the most that was asked for; ``peak_bytes`` has it rounded. CPU: equal to ``peak_bytes``."""
     reserved_bytes: int
     """Accelerator: the most the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
     timeline: tuple[tuple[float, int], ...]
@@ -163,19 +165,20 @@ def giving_way(stop: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def _record_counted(backend: Backend, allocator: Allocator, recording: MemoryRecording) -> Iterator[None]:
     backend.finish()
-    allocator.reset_peaks()
-    start = allocator.allocated_bytes()
-    _reset_peak_rss()
-    yield
-    backend.finish()
-    peak = allocator.peak_bytes()
+    with allocator.watching() as watch:
+        start = allocator.allocated_bytes()
+        _reset_peak_rss()
+        yield
+        backend.finish()
+        peaks = watch.peaks()
     recording.report = PeakReport(
-        peak_bytes=peak,
+        peak_bytes=peaks.allocated_bytes,
         start_bytes=start,
-        activation_bytes=peak - start,
+        activation_bytes=peaks.allocated_bytes - start,
         released_bytes=0,
         rss_bytes=_peak_rss_bytes(),
-        reserved_bytes=allocator.peak_reserved_bytes(),
+        requested_bytes=peaks.requested_bytes,
+        reserved_bytes=peaks.reserved_bytes,
         timeline=(),
         result=None,
     )
@@ -214,6 +217,7 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
         activation_bytes=peak - start,
         released_bytes=sum((alive[key] for key, weak in live.items() if weak.expired()), 0) - freed_bytes,
         rss_bytes=rss_bytes,
+        requested_bytes=peak,
         reserved_bytes=peak,
         timeline=timeline,
         result=None,

@@ -82,6 +82,7 @@ def part_of_peak(report: PeakReport, events: Sequence[Event] = ()) -> Part:
         ("held before", format_bytes(report.start_bytes)),
         ("activation peak", format_bytes(report.activation_bytes)),
         ("released of what was held before", format_bytes(report.released_bytes)),
+        ("asked for, at most", format_bytes(report.requested_bytes)),
         ("reserved by the allocator, at most", format_bytes(report.reserved_bytes)),
         ("resident memory of the process, at most", format_bytes(report.rss_bytes)),
     ]

@@ -19,7 +19,8 @@ tensor(999999)
   `Footprint` what a step takes of the device, `Charges` what is given back as a whole; `PlaceUse` and `Holder` say who
   holds what.
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
-- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` one device, `waterfalls_for` several.
+- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` one device, `waterfalls_for` several;
+  `IN_FLIGHT_S`: for how long a link may be busy with what has left.
 - `ViewLayout`: what of a tensor is not in its storage; `version_of`, `check_version`: whether it changed in place.
 - `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
 - `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
@@ -35,6 +36,7 @@ from penstock.tiers._budget import Footprint as Footprint
 from penstock.tiers._budget import Holder as Holder
 from penstock.tiers._budget import PlaceUse as PlaceUse
 from penstock.tiers._budget import Size as Size
+from penstock.tiers._build import IN_FLIGHT_S as IN_FLIGHT_S
 from penstock.tiers._build import waterfall_for as waterfall_for
 from penstock.tiers._build import waterfalls_for as waterfalls_for
 from penstock.tiers._disk import DiskTier as DiskTier

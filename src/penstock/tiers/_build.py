@@ -7,12 +7,12 @@ import torch
 from penstock.arguments import checked
 from penstock.devices import Streams, backend_of
 from penstock.directio import refuse_memory
-from penstock.probe import gpu_direct_storage
+from penstock.probe import gpu_direct_storage, link_rate_bytes_per_s
 from penstock.tiers._budget import Budget
 from penstock.tiers._disk import DiskTier
 from penstock.tiers._events import EventLog
 from penstock.tiers._handles import Handles
-from penstock.tiers._host import HostTier
+from penstock.tiers._host import SLAB_BYTES, HostTier
 from penstock.tiers._malloc import give_back_freed_memory
 from penstock.tiers._memory_mover import MemoryMover
 from penstock.tiers._stream_mover import StreamMover
@@ -22,6 +22,10 @@ from penstock.units import parse_bytes
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20
 """Bytes that may be on their way out at once, unless told otherwise: enough to keep an SSD busy for 25 to 100 ms."""
+IN_FLIGHT_S = 0.1
+"""Of an accelerator's link, for which that many seconds' bytes may be on their way out, if they are more."""
+_STAGING_SHARE = 1 / 8
+"""Of host memory that the budget allows, or of half of all there is, that staging may take."""
 
 
 @checked("waterfall_for('cpu', Budget(disk='/nvme'))")
@@ -29,17 +33,18 @@ def waterfall_for(
     device: torch.device | str,
     budget: Budget,
     *,
-    max_in_flight: int | str = MAX_IN_FLIGHT_BYTES,
+    max_in_flight: int | str | None = None,
     verify: bool = False,
     events: EventLog | None = None,
 ) -> Waterfall:
     """A waterfall below ``device``: host memory first (on accelerators, where the budget names some), then the disks.
 
     The budget's own tiers come last. ``max_in_flight`` bounds the bytes on their way out, which are still on the
-    device. ``verify`` compares a CRC-32 of every request on its way back from disk. Where GPUDirect Storage works, a
-    device and its disks exchange bytes without host memory between them. On a CPU, malloc is told to give large freed
-    blocks back to the system (``_malloc.py``). Raises ``ValueError`` for a device that is not here, for a budget with
-    nothing below it or with main memory, and what ``DiskTier`` raises for directories that cannot be used.
+    device; by default 128 MiB, or on an accelerator what its link carries in a tenth of a second. ``verify`` compares a
+    CRC-32 of every request on its way back from disk. Where GPUDirect Storage works, a device and its disks exchange
+    bytes without host memory between them. On a CPU, malloc is told to give large freed blocks back to the system
+    (``_malloc.py``). Raises ``ValueError`` for a device that is not here, for a budget with nothing below it or with
+    main memory, and what ``DiskTier`` raises for directories that cannot be used.
     """
     backend = backend_of(device)
     streams = backend.streams
@@ -57,7 +62,7 @@ def waterfall_for(
         budget,
         [EventLog() if events is None else events],
         has_host=streams is not None and budget.host_bytes is not None,
-        max_in_flight_bytes=parse_bytes(max_in_flight),
+        max_in_flight_bytes=_in_flight_bytes([backend.device], budget, max_in_flight),
         verify=verify,
     )
     return waterfall
@@ -68,7 +73,7 @@ def waterfalls_for(
     devices: Sequence[torch.device],
     budget: Budget,
     *,
-    max_in_flight: int | str = MAX_IN_FLIGHT_BYTES,
+    max_in_flight: int | str | None = None,
     verify: bool = False,
     events: Sequence[EventLog] = (),
 ) -> list[Waterfall]:
@@ -89,7 +94,7 @@ def waterfalls_for(
         budget,
         list(events) or [EventLog() for _ in devices],
         has_host=has_host,
-        max_in_flight_bytes=parse_bytes(max_in_flight),
+        max_in_flight_bytes=_in_flight_bytes(devices, budget, max_in_flight),
         verify=verify,
     )
 
@@ -117,7 +122,10 @@ def build(
     staging_bytes = 2 * max_in_flight_bytes if is_staged else 0
     host_bytes = (budget.host_bytes or 0) - staging_bytes * len(streams) if has_host else 0
     if host_bytes > 0:
-        below.insert(0, HostTier(host_bytes, pinned=pinned and has_streams, budget=budget))
+        host = HostTier(host_bytes, pinned=pinned and has_streams, budget=budget)
+        if has_streams:
+            host.prepare(SLAB_BYTES)
+        below.insert(0, host)
     waterfalls = []
     for one, log in zip(streams, events, strict=True):
         handles = Handles()
@@ -126,9 +134,23 @@ def build(
             mover = MemoryMover(handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
         else:
             staging = HostTier(staging_bytes, pinned=pinned, budget=budget)
+            staging.prepare(staging_bytes)
             mover = StreamMover(one, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
         waterfalls.append(Waterfall(below, mover, handles, log, not_ours=budget.tiers))
     return waterfalls
+
+
+def _in_flight_bytes(devices: Sequence[torch.device], budget: Budget, asked: int | str | None) -> int:
+    """As asked, or enough that the slowest device's link is never idle, within what staging memory may take."""
+    if asked is not None:
+        return parse_bytes(asked)
+    rates = [rate for device in devices if (rate := link_rate_bytes_per_s(device)) is not None]
+    most_bytes = int(IN_FLIGHT_S * min(rates, default=0.0))
+    if budget.disk_bytes or budget.tiers:
+        host_bytes = budget.host_bytes
+        room_bytes = backend_of("cpu").memory_bytes()[1] // 2 if host_bytes is None else host_bytes
+        most_bytes = min(most_bytes, int(_STAGING_SHARE * room_bytes) // (2 * len(devices)))
+    return max(MAX_IN_FLIGHT_BYTES, most_bytes)
 
 
 def _disks(budget: Budget, *, has_streams: bool) -> list[Tier]:

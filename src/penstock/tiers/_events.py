@@ -59,9 +59,12 @@ class EventLog:
         self._num_recorded = 0
 
     @checked("log.add(lane='out', kind='copy', label='a', size_bytes=4096, start_s=0.0)")
-    def add(self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float) -> Event:
-        """Records an event that began at ``start_s`` (``time.time()``) and ends now."""
-        event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=time.time())
+    def add(
+        self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float, end_s: float | None = None
+    ) -> Event:
+        """Records an event from ``start_s`` to ``end_s`` (``time.time()``); it ends now if that is not given."""
+        end_s = time.time() if end_s is None else end_s
+        event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=end_s)
         with self._lock:
             self._events.append(event)
             self._num_recorded += 1

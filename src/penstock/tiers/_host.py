@@ -5,6 +5,7 @@ pinned once, on CUDA at its exact size (``cudaHostRegister``); reservations come
 system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
 """
 
+import contextlib
 import ctypes
 import threading
 import warnings
@@ -24,7 +25,8 @@ from penstock.units import format_bytes, parse_bytes
 
 _ALIGNMENT_BYTES = 4096
 """Of slabs and of reservations: pages, so that the disk can read and write the same memory directly."""
-_SLAB_BYTES = 512 * 2**20
+SLAB_BYTES = 512 * 2**20
+"""Mapped at once, at least, where the capacity has room for it."""
 
 
 class HostTier(Tier):
@@ -92,6 +94,21 @@ class HostTier(Tier):
             if self._slabs:  # not closed meanwhile
                 self._slabs[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
 
+    @checked("tier.prepare(2**29)", size_bytes=0)
+    def prepare(self, size_bytes: int) -> None:
+        """Maps slabs for that many bytes now, as far as the capacity goes: mapping and pinning take time."""
+        with self._lock:
+            missing = min(size_bytes, self._capacity_bytes) - self._reserved_bytes()
+            if missing >= _ALIGNMENT_BYTES and not self._is_closed:
+                with contextlib.suppress(TierFullError):
+                    self._add_slab(missing // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES)
+
+    @checked("tier.allow(2**30)", capacity_bytes=0)
+    def allow(self, capacity_bytes: int) -> None:
+        """Raises the capacity, if it is below that; a budget that the tier charges may still say no."""
+        with self._lock:
+            self._capacity_bytes = max(self._capacity_bytes, capacity_bytes)
+
     @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
         """The extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until it is released."""
@@ -140,7 +157,7 @@ class HostTier(Tier):
             )
         try:
             try:
-                slab = self._make_slab(min(max(needed, _SLAB_BYTES), room))
+                slab = self._make_slab(min(max(needed, SLAB_BYTES), room))
             except (BudgetError, OSError):  # others hold the rest of it
                 slab = self._make_slab(needed)
         except (BudgetError, OSError) as error:

@@ -35,6 +35,7 @@ class MemoryMover:
     """Copies between main memory and tiers on two lanes, one out and one in. ``verify`` checks every fetch (CRC-32)."""
 
     def __init__(self, handles: Handles, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
+        self.max_in_flight_bytes = max_in_flight_bytes
         self._handles = handles
         self._events = events
         self._verify = verify
@@ -47,6 +48,9 @@ class MemoryMover:
     def in_flight_peak_bytes(self) -> int:
         """The most bytes that were on their way out at once."""
         return self._out.peak_in_flight_bytes
+
+    def bound_in_flight(self, size_bytes: int) -> None:
+        self.max_in_flight_bytes = self._out.max_in_flight_bytes = size_bytes
 
     def link_to(self, tier: Tier) -> Link:
         return Link(DEVICE, tier.place)

@@ -4,16 +4,15 @@ The host runs ahead of the device, so a copy is queued here, not done here. `pol
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from penstock.devices import Stream, StreamEvent, Streams
+from penstock.devices import DeviceTimeline, Stream, StreamEvent, Streams
 from penstock.links import DEVICE, HOST, Link
-from penstock.tiers._events import EventLog, note_copy
+from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._transit import Transit
@@ -28,15 +27,10 @@ class _Copy:
     transit: Transit
     started: StreamEvent
     passed: StreamEvent
-    start_s: float
     source: torch.Tensor | None = None
     """Of a copy in: the host memory it reads, which may live for this copy alone."""
     on_passed: Callable[[], None] | None = None
     """Of a copy in: what becomes possible when it has passed."""
-
-    @property
-    def label(self) -> str:
-        return self.handle.label
 
     @property
     def size_bytes(self) -> int:
@@ -74,6 +68,7 @@ class StreamHop:
         self._handles = handles
         self._events = events
         self._out, self._in = streams.create(), streams.create()
+        self._timeline = DeviceTimeline(streams)
         self._lock = threading.Lock()  # of the copies in, which lane threads queue too
         self._leaving: deque[_Copy] = deque()
         self._passing: deque[_Copy] = deque()  # the device has given their storages up, and waits for them
@@ -97,7 +92,7 @@ class StreamHop:
         started = self._streams.record(self._out)
         self._streams.copy(self._out, target[: handle.size_bytes], as_bytes(storage))
         transit.left = self._streams.record(self._out)
-        self._leaving.append(_Copy(handle, [storage], transit, started, transit.left, time.time()))
+        self._leaving.append(_Copy(handle, [storage], transit, started, transit.left))
         self.in_flight_bytes += handle.size_bytes
         self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
 
@@ -117,7 +112,7 @@ class StreamHop:
             started = self._streams.record(self._in)
             self._streams.copy(self._in, as_bytes(box[0]), source[: handle.size_bytes])
             transit.arrived = self._streams.record(self._in)
-            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, time.time(), source, on_passed))
+            self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, source, on_passed))
         transit.is_queued.set()
 
     def let_wait(self, stream: Stream, event: StreamEvent) -> None:
@@ -155,18 +150,17 @@ class StreamHop:
         """Reports what has passed."""
         while self._passing and self._streams.is_done(self._passing[0].passed):
             copy = self._passing.popleft()
-            self.out_rate.add(copy, self._streams)
+            self._note(self.way_out, "park", copy, self.out_rate)
             self._handles.landed(copy.handle)
         while self._leaving and self._streams.is_done(self._leaving[0].passed):
-            self.out_rate.add(self._leaving[0], self._streams)
+            self._note(self.way_out, "park", self._leaving[0], self.out_rate)
             self._finish_leaving()
         while True:
             with self._lock:
                 if not self._arriving or not self._streams.is_done(self._arriving[0].passed):
                     break
                 copy = self._arriving.popleft()
-            self.in_rate.add(copy, self._streams)
-            note_copy(self._events, self.way_in, "fetch", copy)
+            self._note(self.way_in, "fetch", copy, self.in_rate)
             if copy.on_passed is not None:
                 copy.on_passed()
             self._handles.arrived(copy.handle, copy.box, None)
@@ -187,8 +181,16 @@ class StreamHop:
     def _finish_leaving(self) -> None:
         copy = self._leaving.popleft()
         self.in_flight_bytes -= copy.size_bytes
-        note_copy(self._events, self.way_out, "park", copy)
         self._handles.left(copy.handle, copy.box, None)
+
+    def _note(self, link: Link, kind: str, copy: _Copy, rate: _Rate) -> None:
+        """A copy has passed: what it took by the device's clock, and when that was."""
+        rate.add(copy, self._streams)
+        start_s, end_s = self._timeline.host_s(copy.started), self._timeline.host_s(copy.passed)
+        label = copy.handle.label
+        self._events.add(
+            lane=link.name, kind=kind, label=label, size_bytes=copy.size_bytes, start_s=start_s, end_s=end_s
+        )
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

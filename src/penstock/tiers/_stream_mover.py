@@ -87,7 +87,7 @@ class StreamMover:
         verify: bool,
     ):
         self._streams = streams
-        self._max_in_flight_bytes = max_in_flight_bytes
+        self.max_in_flight_bytes = max_in_flight_bytes
         self._verify = verify
         self._copies = StreamHop(streams, handles, events)
         self._near = _NearRoute(self._copies)
@@ -100,11 +100,16 @@ class StreamMover:
     def in_flight_peak_bytes(self) -> int:
         return max(self._copies.peak_in_flight_bytes, self._direct.out.peak_in_flight_bytes)
 
+    def bound_in_flight(self, size_bytes: int) -> None:
+        self.max_in_flight_bytes = self._direct.out.max_in_flight_bytes = size_bytes
+        if self._staged.staging.capacity_bytes:
+            self._staged.staging.allow(2 * size_bytes)
+
     def link_to(self, tier: Tier) -> Link:
         return Link(DEVICE, tier.place if self._route(tier) is self._direct else HOST)
 
     def make_room(self, size_bytes: int) -> float:
-        most_bytes, out = self._max_in_flight_bytes - size_bytes, self._direct.out
+        most_bytes, out = self.max_in_flight_bytes - size_bytes, self._direct.out
         while self._copies.has_leaving and self._copies.in_flight_bytes + out.in_flight_bytes > most_bytes:
             self._copies.let_oldest_leave()
         return out.wait_for_room(self._copies.in_flight_bytes + size_bytes)
@@ -135,7 +140,7 @@ class StreamMover:
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         home = self._streams.current()
-        transit = handle._transit = Transit(home=home, produced=self._streams.record(home))
+        transit = handle._transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
         self._route(room.tier).send(handle, storage, room, transit)
 
     def cancel_out(self, handle: Handle) -> bool:
@@ -162,7 +167,7 @@ class StreamMover:
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         home, transit = self._streams.current(), handle._transit
         assert isinstance(transit, Transit)
-        transit.begin_in(home, self._streams.record(home))
+        transit.begin_in(home, self._streams.record(home, is_timed=False))
         self._route(room.tier).bring(handle, [storage], room, transit)
 
     def finish_in(self, handle: Handle) -> float:

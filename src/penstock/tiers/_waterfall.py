@@ -38,6 +38,12 @@ class Mover(Protocol):
     It reports to the `Handles` of its waterfall how copies end.
     """
 
+    max_in_flight_bytes: int
+    """Bound on the bytes on their way out. Changed by ``bound_in_flight``."""
+
+    def bound_in_flight(self, size_bytes: int) -> None:
+        """Lets that many bytes be on their way out at once."""
+
     def link_to(self, tier: Tier) -> Link:
         """The first link from the device on the way to ``tier``, for events."""
 
@@ -209,6 +215,17 @@ class Waterfall:
     def stall_s(self) -> float:
         """Seconds the computation has waited for copies, as far as the host knows."""
         return self._stall_s
+
+    @property
+    def max_in_flight_bytes(self) -> int:
+        """How many bytes may be on their way out at once: the computation waits above it."""
+        return self._mover.max_in_flight_bytes
+
+    @checked("waterfall.bound_in_flight(2**27)", size_bytes=0)
+    def bound_in_flight(self, size_bytes: int) -> None:
+        """Lets that many bytes be on their way out from now on, and staging memory grow with it."""
+        if size_bytes != self._mover.max_in_flight_bytes:
+            self._mover.bound_in_flight(size_bytes)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         """Bandwidth out of and into the device while copies were under way; ``None`` before there were any."""

@@ -40,7 +40,7 @@ class Order:
         """Notes what was just queued on the current stream."""
         streams = self._streams_of(device)
         stream = streams.current()
-        access = stream, streams, streams.record(stream)
+        access = stream, streams, streams.record(stream, is_timed=False)
         with self._lock:
             if writes:
                 self._write = access
