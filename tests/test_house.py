@@ -15,7 +15,7 @@ import penstock
 SOURCE = Path(penstock.__file__).parent
 LAYERS = {
     "_version": 0, "errors": 0, "units": 0, "arguments": 0,
-    "devices": 1, "directio": 1, "files": 1, "links": 1, "native": 1,
+    "devices": 1, "directio": 1, "files": 1, "links": 1, "machines": 1, "native": 1,
     "probe": 2,
     "tiers": 3,
     "offload": 4, "remat": 4, "fleet": 4, "unified": 4, "relational": 4,

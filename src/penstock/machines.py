@@ -1,0 +1,181 @@
+"""Machines by their data sheets: what plans are made with where the machine itself is not at hand.
+
+Rates are those of the data sheets, and beside them the shares of them that programs reach, which are ours to assume:
+``matmul_share`` and ``memory_share`` of operators, ``link_share`` of links. Measured rates of a link have a share of 1.
+A modelled time is no measurement: it has no launches of kernels, no caches and no noise.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.arguments import check_fields, checked
+
+_LAUNCH_S = 5e-6
+"""What starting an operator takes at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One device, its link to host memory, and a disk."""
+
+    name: str
+    """As it is asked for: ``"h200"``."""
+    title: str
+    """What it is."""
+    half_flops: float
+    """Floating-point operations per second of matrix products in bfloat16 and float16, without sparsity."""
+    single_flops: float
+    """The same in float32."""
+    memory_bytes: int
+    """Of the device."""
+    memory_bytes_per_s: float
+    """What the device's memory carries."""
+    out_bytes_per_s: float
+    """From the device to host memory."""
+    in_bytes_per_s: float
+    """From host memory to the device."""
+    write_bytes_per_s: float
+    """To the disk."""
+    read_bytes_per_s: float
+    """From the disk."""
+    sources: tuple[str, ...]
+    """Where these figures are from."""
+    matmul_share: float = 0.6
+    """Of ``half_flops`` and ``single_flops`` that matrix products of some size reach."""
+    memory_share: float = 0.8
+    """Of ``memory_bytes_per_s`` that all other operators reach."""
+    link_share: float = 0.8
+    """Of the link's and the disk's rates that copies reach."""
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self, "penstock.machines.MACHINES['h200']",
+            half_flops=1, single_flops=1, memory_bytes=1, memory_bytes_per_s=1, out_bytes_per_s=1, in_bytes_per_s=1,
+            write_bytes_per_s=1, read_bytes_per_s=1, matmul_share=0, memory_share=0, link_share=0,
+        )  # fmt: skip
+
+    @checked("machine.operator_s(flops=1e12, size_bytes=2**30, dtype=torch.bfloat16)", flops=0, size_bytes=0)
+    def operator_s(self, *, flops: float, size_bytes: float, dtype: torch.dtype) -> float:
+        """Seconds of an operator of so many operations that reads and writes so many bytes: the longer of the two."""
+        peak = self.half_flops if dtype in (torch.bfloat16, torch.float16) else self.single_flops
+        return max(
+            _LAUNCH_S, flops / (self.matmul_share * peak), size_bytes / (self.memory_share * self.memory_bytes_per_s)
+        )
+
+    @checked("machine.lane_rates(to_disk=True)")
+    def lane_rates(self, *, to_disk: bool) -> tuple[float, float]:
+        """Bytes per second out of the device and into it, of host memory or of a disk behind that."""
+        out, back = self.out_bytes_per_s, self.in_bytes_per_s
+        if to_disk:
+            out, back = min(out, self.write_bytes_per_s), min(back, self.read_bytes_per_s)
+        return self.link_share * out, self.link_share * back
+
+
+_PM9A3 = "Samsung PM9A3 3.84 TB, product brief: sequential read 6,800 MB/s, write 4,000 MB/s"
+_PCIE_4 = "PCI Express Base Specification 4.0: 16 lanes, 31.5 GB/s each way"
+_PCIE_5 = "PCI Express Base Specification 5.0: 16 lanes, 63 GB/s each way"
+
+MACHINES: dict[str, Machine] = {
+    one.name: one
+    for one in (
+        Machine(
+            name="h200",
+            title="NVIDIA H200 SXM, PCIe 5.0",
+            half_flops=989e12,
+            single_flops=67e12,
+            memory_bytes=141 * 10**9,
+            memory_bytes_per_s=4.8e12,
+            out_bytes_per_s=63e9,
+            in_bytes_per_s=63e9,
+            write_bytes_per_s=4.0e9,
+            read_bytes_per_s=6.8e9,
+            sources=(
+                "NVIDIA H200 Tensor Core GPU data sheet (2024): bfloat16 1,979 TFLOPS with sparsity, float32 67, 141 GB, "
+                "4.8 TB/s",
+                _PCIE_5,
+                _PM9A3,
+            ),
+        ),
+        Machine(
+            name="a100",
+            title="NVIDIA A100 80 GB SXM, PCIe 4.0",
+            half_flops=312e12,
+            single_flops=19.5e12,
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_s=2.039e12,
+            out_bytes_per_s=31.5e9,
+            in_bytes_per_s=31.5e9,
+            write_bytes_per_s=4.0e9,
+            read_bytes_per_s=6.8e9,
+            sources=(
+                "NVIDIA A100 Tensor Core GPU data sheet (2021): bfloat16 312 TFLOPS, float32 19.5, 80 GB, 2,039 GB/s",
+                _PCIE_4,
+                _PM9A3,
+            ),
+        ),
+        Machine(
+            name="a100-40gb-optane",
+            title="NVIDIA A100 40 GB PCIe with four Optane SSDs in RAID 0, as SSDTrain's",
+            half_flops=312e12,
+            single_flops=19.5e12,
+            memory_bytes=40 * 10**9,
+            memory_bytes_per_s=1.555e12,
+            out_bytes_per_s=31.5e9,
+            in_bytes_per_s=31.5e9,
+            write_bytes_per_s=24.4e9,
+            read_bytes_per_s=28.8e9,
+            sources=(
+                "NVIDIA A100 Tensor Core GPU data sheet (2020): bfloat16 312 TFLOPS, float32 19.5, 40 GB, 1,555 GB/s",
+                _PCIE_4,
+                "Intel Optane SSD DC P5800X product brief: sequential read 7.2 GB/s, write 6.1 GB/s; four of them, our "
+                "assumption of the RAID's size",
+            ),
+        ),
+        Machine(
+            name="rtx4090",
+            title="NVIDIA GeForce RTX 4090, PCIe 4.0",
+            half_flops=165.2e12,
+            single_flops=82.6e12,
+            memory_bytes=24 * 2**30,
+            memory_bytes_per_s=1.008e12,
+            out_bytes_per_s=31.5e9,
+            in_bytes_per_s=31.5e9,
+            write_bytes_per_s=6.9e9,
+            read_bytes_per_s=7.45e9,
+            sources=(
+                "NVIDIA Ada GPU architecture white paper (2022): float16 with float32 sums 165.2 TFLOPS without "
+                "sparsity, float32 82.6, 24 GB, 1,008 GB/s",
+                _PCIE_4,
+                "Samsung 990 PRO 2 TB data sheet: sequential read 7,450 MB/s, write 6,900 MB/s",
+            ),
+        ),
+        Machine(
+            name="gh200",
+            title="NVIDIA GH200, NVLink-C2C",
+            half_flops=989e12,
+            single_flops=67e12,
+            memory_bytes=96 * 10**9,
+            memory_bytes_per_s=4.0e12,
+            out_bytes_per_s=170e9 / 0.8,
+            in_bytes_per_s=411e9 / 0.8,
+            write_bytes_per_s=4.0e9,
+            read_bytes_per_s=6.8e9,
+            sources=(
+                "NVIDIA GH200 Grace Hopper Superchip data sheet (2023): bfloat16 990 TFLOPS without sparsity, float32 67, "
+                "96 GB, 4 TB/s",
+                "Measured over NVLink-C2C: 411 GB/s in, 170 out (github.com/NVIDIA/Megatron-LM issue 6491)",
+                _PM9A3,
+            ),
+        ),
+    )
+}
+"""By name."""
+
+
+@checked("penstock.machines.machine_named('h200')")
+def machine_named(name: str) -> Machine:
+    """The machine of that name. Raises ``ValueError`` for one that is not described, with those that are."""
+    if name not in MACHINES:
+        raise ValueError(f"there is no description of {name!r}; there are {', '.join(MACHINES)}")
+    return MACHINES[name]
