@@ -91,8 +91,8 @@ MACHINES: dict[str, Machine] = {
             write_bytes_per_s=4.0e9,
             read_bytes_per_s=6.8e9,
             sources=(
-                "NVIDIA H200 Tensor Core GPU data sheet (2024): bfloat16 1,979 TFLOPS with sparsity, float32 67, 141 GB, "
-                "4.8 TB/s",
+                "NVIDIA H200 Tensor Core GPU data sheet (2024): bfloat16 1,979 TFLOPS with sparsity, float32 67, "
+                "141 GB, 4.8 TB/s",
                 _PCIE_5,
                 _PM9A3,
             ),
@@ -157,16 +157,17 @@ MACHINES: dict[str, Machine] = {
             single_flops=67e12,
             memory_bytes=96 * 10**9,
             memory_bytes_per_s=4.0e12,
-            out_bytes_per_s=170e9 / 0.8,
-            in_bytes_per_s=411e9 / 0.8,
+            out_bytes_per_s=170e9,
+            in_bytes_per_s=411e9,
             write_bytes_per_s=4.0e9,
             read_bytes_per_s=6.8e9,
             sources=(
-                "NVIDIA GH200 Grace Hopper Superchip data sheet (2023): bfloat16 990 TFLOPS without sparsity, float32 67, "
-                "96 GB, 4 TB/s",
+                "NVIDIA GH200 Grace Hopper Superchip data sheet (2023): bfloat16 990 TFLOPS without sparsity, "
+                "float32 67, 96 GB, 4 TB/s",
                 "Measured over NVLink-C2C: 411 GB/s in, 170 out (github.com/NVIDIA/Megatron-LM issue 6491)",
                 _PM9A3,
             ),
+            link_share=1.0,
         ),
     )
 }

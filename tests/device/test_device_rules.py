@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import penstock
-from penstock import offload
-from penstock.devices._accelerator import AcceleratorStreams
+from penstock import fleet, offload
+from penstock.devices._accelerator import Accelerator, AcceleratorStreams
 from penstock.offload._learn import _DeviceClock
 from penstock.testing import GPT, simulated
 from penstock.tiers import Budget, HandleState, ViewLayout, waterfall_for
@@ -25,8 +25,11 @@ SOURCE = Path(penstock.__file__).parent
 ROOMS = ("tiers", "offload", "fleet", "unified")
 WAITS = {"wait": None, "share": None, "synchronize": None, "is_done": True}
 """Methods of `Streams` that keep an order, and what they answer when they are taken away."""
+FINISHES = {"finish": None, "finish_current": None}
+"""The same of `Backend`."""
 SIZE = 20_003
 UNNOTICED = {
+    ("fleet/_pilot.py", "_measured", "finish", 0): "ends what is timed",
     ("tiers/_direct_hop.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
     ("tiers/_stream_hop.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
 }
@@ -50,7 +53,8 @@ def places():
 
 
 def is_wait(method):
-    return method.attr in WAITS and ast.unparse(method.value).rpartition(".")[2].lstrip("_") == "streams"
+    owner = ast.unparse(method.value).rpartition(".")[2].lstrip("_")
+    return (method.attr in WAITS and owner == "streams") or (method.attr in FINISHES and owner.startswith("backend"))
 
 
 PLACES = places()
@@ -62,16 +66,17 @@ def without(monkeypatch):
 
     def take(place):
         file, lines, method = str(SOURCE / place[0]), PLACES[place], place[2]
-        kept, num_taken = getattr(AcceleratorStreams, method), []
+        owner = AcceleratorStreams if method in WAITS else Accelerator
+        kept, num_taken = getattr(owner, method), []
 
         def instead(self, *arguments):
             caller = sys._getframe(1)
             if caller.f_code.co_filename == file and lines[0] <= caller.f_lineno <= lines[1]:
                 num_taken.append(1)
-                return WAITS[method]
+                return {**WAITS, **FINISHES}[method]
             return kept(self, *arguments)
 
-        monkeypatch.setattr(AcceleratorStreams, method, instead)
+        monkeypatch.setattr(owner, method, instead)
         return num_taken
 
     return take
@@ -224,6 +229,28 @@ def share_memory_between_streams(tmp_path):
     del copy
 
 
+def train_a_fleet(tmp_path):
+    """Jobs that go from one device to the other."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [tuple(torch.randint(64, (2, 16), generator=generator) for _ in range(2)) for _ in range(2)]
+    jobs = [
+        fleet.Job(
+            name=name,
+            model=lambda: GPT(num_layers=2, width=32, num_heads=2, context=16, vocabulary=64),
+            data=lambda: batches,
+            loss=lambda model, batch: model(*batch),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False),
+            steps=3,
+            clip_norm=0.5,
+        )
+        for name in "abc"
+    ]
+    results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host_budget="32MiB", progress=None)
+    assert all(one.error is None for one in results.values())
+    assert results["a"].losses == results["b"].losses == results["c"].losses
+    assert all(one.compute_s > 0 for one in results.devices)
+
+
 SCENARIOS = (
     move,
     park_on_one_and_another_stream,
@@ -232,6 +259,7 @@ SCENARIOS = (
     move_through_the_disk,
     train_with_a_budget,
     share_memory_between_streams,
+    train_a_fleet,
 )
 CONDITIONS = ({"lazy": True, "poison": True, "late": 1.0}, {"delay_us": (500, 3000), "poison": True})
 

@@ -67,6 +67,7 @@ class PaperMover:
     in_flight_peak_bytes = 0
     holds_handles = False
     max_in_flight_bytes = 2**62
+    has_staging = False
 
     def __init__(self, turns, handles, *, error=None):
         self.turns, self.handles, self.error = turns, handles, error

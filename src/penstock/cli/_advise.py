@@ -13,6 +13,8 @@ from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
+from penstock.machines import Machine
+from penstock.tiers import Budget
 from penstock.units import format_bytes
 
 _KEYS = ("model", "batch", "loss", "optimizer")
@@ -65,6 +67,18 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
         show=lambda console: _show(advice.explain(), console),
         exit_code=ExitCode.GOOD if fits else ExitCode.NO_BUDGET,
     )
+
+
+def on_machine(
+    target: str, budget: int | None, host: int | None, disk: Path | None, machine: Machine, steps: Steps
+) -> Answer:
+    """What ``machine`` would do, by its data sheet."""
+    from penstock.cli import _modelled
+
+    steps.phase(f"calling {target}")
+    factory = function_of(target, "makes the model", "() returns (model, batch)")
+    subject = subject_of(target, called(target, factory))
+    return _modelled.answer(subject, budget, Budget(host=host, disk=disk), machine, steps)
 
 
 def subject_of(target: str, made: object) -> Subject:

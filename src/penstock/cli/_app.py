@@ -8,7 +8,7 @@ import typer
 from penstock._version import __version__
 from penstock.cli._answer import Answer
 from penstock.cli._bench_names import benchmark_names
-from penstock.cli._choices import Device, PlanMethod
+from penstock.cli._choices import Device, MachineName, PlanMethod
 from penstock.cli._command import DEBUG, command, size
 from penstock.cli._fleet_app import fleet_app
 from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
@@ -30,6 +30,10 @@ app.add_typer(fleet_app, name="fleet")
 
 _Host = Annotated[
     int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
+]
+_Machine = Annotated[
+    MachineName | None,
+    typer.Option(help="Take the times of this machine's data sheet instead of measuring.", show_default=False),
 ]
 _Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False), SPILLS]
 
@@ -100,6 +104,7 @@ def plan(
     disk: _Disk = None,
     host: _Host = None,
     method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
+    machine: _Machine = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the problem and pictures.", show_default=False), FOLDER
     ] = None,
@@ -109,11 +114,16 @@ def plan(
     A factory with a parameter `batch` is also asked for the largest batch that each given budget takes. MODULE:FACTORY
     works too.
 
+    With --machine nothing is measured, and operators take no workspaces.
+
     Example: penstock plan train.py:make_step --budget 6GiB --disk /tmp --out plans
     """
     from penstock.cli import _plan
+    from penstock.machines import machine_named
 
-    return _plan.answer(target, budget or [], {"disk": disk, "host": host, "method": method.value}, out, steps)
+    described = None if machine is None else machine_named(machine.value)
+    options = {"disk": disk, "host": host, "method": method.value, "machine": described}
+    return _plan.answer(target, budget or [], options, out, steps)
 
 
 @command(app, trains=True)
@@ -127,10 +137,12 @@ def advise(
         ),
     ],
     budget: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Bytes of the device at the true peak, such as 6GiB.")
-    ],
+        int | None,
+        typer.Option(parser=size, metavar="SIZE", help="Bytes of the device at the true peak, such as 6GiB."),
+    ] = None,
     host: _Host = None,
     disk: _Disk = None,
+    machine: _Machine = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often every option is timed.")] = 5,
 ) -> Answer:
     """Say which room, or which mix, fits a model into a budget best, with the code to paste. Exit code 3 if none does.
@@ -138,10 +150,19 @@ def advise(
     A batch is what the model is called with: a tensor, a tuple, or a mapping of keywords. `loss` takes (model, batch)
     and returns a scalar; without it the model returns its own. MODULE:FACTORY works too.
 
+    With --machine nothing is measured: the times are those of its data sheet, and --budget may be left out for all of
+    its memory.
+
     Example: penstock advise train.py:make --budget 6GiB --disk /tmp
     """
     from penstock.cli import _advise
 
+    if machine is not None:
+        from penstock.machines import machine_named
+
+        return _advise.on_machine(target, budget, host, disk, machine_named(machine.value), steps)
+    if budget is None:
+        raise typer.BadParameter("needed without --machine: --budget 6GiB", param_hint="--budget")
     return _advise.answer(target, budget, host, disk, rounds, steps)
 
 

@@ -18,6 +18,16 @@ class PlanMethod(StrEnum):
     SWAP = "swap"
 
 
+class MachineName(StrEnum):
+    """Of `penstock.machines.MACHINES`, for an option."""
+
+    H200 = "h200"
+    A100 = "a100"
+    A100_40GB_OPTANE = "a100-40gb-optane"
+    RTX4090 = "rtx4090"
+    GH200 = "gh200"
+
+
 class Scheduler(StrEnum):
     """`penstock.fleet.SchedulerName`, for an option."""
 

@@ -15,6 +15,7 @@ from penstock.cli._answer import Answer, ExitCode
 from penstock.cli._progress import Steps
 from penstock.cli._target import called, function_of, shown_kind
 from penstock.errors import PenstockError
+from penstock.machines import Machine
 from penstock.report import memory_timeline, pareto_curve, plan_marks, plan_timeline, save_asked
 from penstock.units import format_bytes, format_duration
 
@@ -35,6 +36,8 @@ class PlanTable:
     """The smallest budget that works."""
     method: remat.Method
     """What the plans may use."""
+    machine: Machine | None
+    """Whose times they have; ``None`` for measured ones."""
     asked_bytes: tuple[int, ...]
     """Budgets that were asked for."""
     max_batches: dict[int, int]
@@ -68,7 +71,8 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
     step, inputs, optimizer = _step_of(target, factory)
     options = {**options, "optimizer": optimizer}
     method: remat.Method = options["method"]
-    steps.phase("capturing the step and measuring its operators")
+    machine = options["machine"]
+    steps.phase("capturing the step" + (" and measuring its operators" if machine is None else f" for {machine.title}"))
     problem = remat.optimize(step, inputs, None, fullgraph=True, **options).plan.problem
     keep_all_bytes = remat.plan(problem, 2**62).keep_all_peak_bytes
     steps.phase("planning")
@@ -87,6 +91,7 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
         plans=plans,
         smallest_bytes=smallest_bytes,
         method=method,
+        machine=options["machine"],
         asked_bytes=tuple(budgets),
         max_batches=max_batches,
     )
@@ -118,6 +123,11 @@ def show(found: PlanTable, console: Console) -> None:
     console.print(
         f"The smallest budget that works is {found.smallest_bytes} bytes ({format_bytes(found.smallest_bytes)})."
     )
+    if found.machine is not None:
+        console.print(
+            f"By the data sheet of {found.machine.title}; nothing was measured, and operators take no workspaces.",
+            highlight=False,
+        )
 
 
 def write(found: PlanTable, out: Path) -> list[Path]:
@@ -165,7 +175,8 @@ def as_data(found: PlanTable) -> dict[str, object]:
         }
         for budget, plan in zip(found.budgets_bytes, found.plans, strict=True)
     ]
-    return {"smallest_bytes": found.smallest_bytes, "plans": rows}
+    machine = None if found.machine is None else found.machine.name
+    return {"machine": machine, "smallest_bytes": found.smallest_bytes, "plans": rows}
 
 
 def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:

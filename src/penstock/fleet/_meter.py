@@ -21,8 +21,7 @@ class Meter:
 
     def __init__(self, memory: DeviceMemory):
         self._memory = memory
-        self._backend = backend_of(memory.device)
-        self._allocator = self._backend.allocator
+        self._allocator = backend_of(memory.device).allocator
         self._watch: PeakWatch | None = None
         self.peaks: dict[int, int] = {}
         """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
@@ -59,7 +58,6 @@ class Meter:
             alive_bytes = self._made.alive_bytes(self._memory.storages_here())
         else:
             alive_bytes = self._others_bytes
-            self._backend.finish()
             self._watch.restart()
         self._open = (time.time_ns(), index, alive_bytes, items_bytes)
 
@@ -69,7 +67,6 @@ class Meter:
             return
         (start_ns, index, alive_bytes, items_bytes), self._open = self._open, None
         if self._watch is not None:
-            self._backend.finish()
             peak_bytes = self._watch.peaks().allocated_bytes - items_bytes - alive_bytes
             self._note(index, peak_bytes, items_bytes)
         else:

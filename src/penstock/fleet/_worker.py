@@ -150,7 +150,8 @@ class Worker:
                 self._run_whole(mini, expected)
             else:
                 mini.run_all(_Units(self, mini, expected))
-            self.settle(wait=True)
+            self.backend.finish_current()  # its losses are read, and its job may go on elsewhere
+            self.settle()
         except BaseException:
             self._spans.clear()
             mini.abandon()
@@ -239,11 +240,11 @@ class Worker:
     def note(self, mini: MiniBatch, index: int, span: "_Span", recompute_s: float) -> None:
         """A unit has ended, or its last operator is on its way to the device."""
         self._spans.append((mini, index, span, recompute_s))
-        self.settle(wait=False)
+        self.settle()
 
-    def settle(self, *, wait: bool) -> None:
-        """Notes units that have ended; all of them if it is to wait for the device."""
-        while self._spans and (wait or self._spans[0][2].is_over()):
+    def settle(self) -> None:
+        """Notes units that have ended."""
+        while self._spans and self._spans[0][2].is_over():
             mini, index, span, recompute_s = self._spans.popleft()
             start_s, waited_s, compute_s = span.seconds()
             is_backward = mini.tasks[index].kind is UnitKind.BACKWARD
@@ -297,7 +298,7 @@ class _Span(Protocol):
         """It has run its last operator, or sent it to the device."""
 
     def is_over(self) -> bool:
-        """Whether ``seconds`` need not wait."""
+        """Whether ``seconds`` can be told."""
 
     def seconds(self) -> tuple[float, float, float]:
         """When it began, by ``time.time()``; for how long it waited for bytes, and for how long it computed."""
@@ -343,7 +344,6 @@ class _DeviceSpan:
 
     def seconds(self) -> tuple[float, float, float]:
         start, begin, end = self._marks
-        self._streams.synchronize(end)
         waited_s, compute_s = self._streams.elapsed_s(start, begin), self._streams.elapsed_s(begin, end)
         return self._timeline.host_s(start), waited_s, compute_s
 

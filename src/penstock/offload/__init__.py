@@ -2,9 +2,11 @@
 
 - `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
 - `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
+- `modelled_cycle`: the problem of a step on a machine that is not here.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
 """
 
+from penstock.offload._modelled import modelled_cycle as modelled_cycle
 from penstock.offload._plan import OffloadPlan as OffloadPlan
 from penstock.offload._plan import Transfer as Transfer
 from penstock.offload._plan import plan as plan

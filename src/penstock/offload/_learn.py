@@ -8,7 +8,6 @@ somebody else profiles cannot be measured, so it teaches nothing).
 """
 
 import contextlib
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams, backend
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
-from penstock.offload._problem import OffloadProblem
+from penstock.offload._problem import OffloadProblem, in_flight_bytes
 from penstock.offload._recording import CycleTimes, MeasuredMemory
 from penstock.offload._scope import Shapes
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
 from penstock.probe import MemoryRecording, can_record, record_memory
-from penstock.tiers import IN_FLIGHT_S, Budget, Footprint, TierStatistics, Waterfall, gate
+from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
 
 _MAX_CHANGES = 5
 """Cycles that differ from the plan before planning is given up and fetches just run ahead."""
@@ -38,8 +37,6 @@ _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
 _MAX_COLD = 3
 """Cycles of one kind in which memory is mapped before one is recorded all the same."""
-_STORAGES_IN_FLIGHT = 4
-"""Of the largest, that may be on their way out at once."""
 _DERATING = 0.7
 """Share of a measured bandwidth to count on after a plan has stalled."""
 
@@ -292,9 +289,10 @@ class Learner:
         asked = self._settings.max_in_flight_bytes
         if asked is not None:
             return asked
-        largest_bytes = max((use.size_bytes for use in cycle.recording.uses if use.is_parked), default=0)
-        out, _ = _rates(waterfall)
-        return max(waterfall.max_in_flight_bytes, int(IN_FLIGHT_S * out), _STORAGES_IN_FLIGHT * largest_bytes)
+        sizes = [use.size_bytes for use in cycle.recording.uses if use.is_parked]
+        if not self._is_on_cpu and not waterfall.has_staging:
+            return max(waterfall.max_in_flight_bytes, sum(sizes))  # a plan knows what it does to the peak
+        return max(waterfall.max_in_flight_bytes, in_flight_bytes(_rates(waterfall)[0], max(sizes, default=0)))
 
     def _has_mapped(self, waterfall: Waterfall) -> bool:
         """Whether memory was mapped below the device in this cycle."""
@@ -491,13 +489,13 @@ def _mapped_bytes(waterfall: Waterfall) -> int:
 def _spread_bytes(waterfall: Waterfall, cycle: Cycle, num_parked: int) -> int:
     """By how much the edges of parked storages, which stay in memory, may take more in another cycle.
 
-    Where a storage's address lies decides, like a coin, whether they take a block of the disk more. Two sums of
-    ``num_parked`` coins differ by less than four standard deviations, which are sqrt(num_parked / 2) blocks at most.
+    Where a storage's address lies decides whether they take a block of the disk more. Storages of one size often lie
+    alike, so all of them may.
     """
     if waterfall.statistics().bounced_bytes == cycle.statistics_before.bounced_bytes:
         return 0
     block_bytes = max(tier.alignment_bytes for tier in waterfall.tiers)
-    return block_bytes * min(num_parked, math.ceil(4 * math.sqrt(num_parked / 2)))
+    return block_bytes * num_parked
 
 
 def _total(waterfalls: dict[torch.device, Waterfall]) -> TierStatistics:

@@ -35,6 +35,8 @@ MOVING = "parked: on its way out, or back for backward"
 """A part of the peak."""
 _IN_FLIGHT_PARTS = (4, 16, 64, 2**62)
 """Parts of all that may be in flight that are tried, until the budget has room; the last is nothing."""
+_SMALLER = 0.7
+"""Of a bound, that is tried next."""
 _LEAST_IN_FLIGHT_BYTES = 64 * 2**20
 """Smaller bounds are not tried."""
 _NO_STALL_SHARE = 0.005
@@ -111,23 +113,23 @@ class Simulation:
 def plan(problem: OffloadProblem) -> OffloadPlan:
     """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak.
 
-    Without a budget, of the plans with the bound on bytes in flight, with half of it and so on, the one with the lowest
+    Without a budget, of the plans with the bound on bytes in flight, with 0.7 of it and so on, the one with the lowest
     peak.
     """
     made = _plan(problem)
     if problem.budget_bytes is None:
         largest_bytes = max((problem.storages[index].size_bytes for index in _movable(problem)), default=0)
-        bound_bytes = problem.max_in_flight_bytes // 2
+        bound_bytes = int(_SMALLER * problem.max_in_flight_bytes)
         while bound_bytes >= max(largest_bytes, _LEAST_IN_FLIGHT_BYTES) and _is_bound(problem, made):
             other = _plan(replace(problem, max_in_flight_bytes=bound_bytes))
             if (other.peak_bytes, other.stall_s) < (made.peak_bytes, made.stall_s):
                 made = other
-            bound_bytes //= 2
+            bound_bytes = int(_SMALLER * bound_bytes)
     return made
 
 
 def _is_bound(problem: OffloadProblem, made: OffloadPlan) -> bool:
-    """Whether so many bytes are on their way out at once that half of the bound would change something."""
+    """Whether so many bytes are on their way out at once that a smaller bound would change something."""
     ends = sorted(
         change
         for one in made.transfers
@@ -138,7 +140,7 @@ def _is_bound(problem: OffloadProblem, made: OffloadPlan) -> bool:
     for _, change in ends:
         in_flight += change
         most = max(most, in_flight)
-    return most > made.max_in_flight_bytes // 2
+    return most > _SMALLER * made.max_in_flight_bytes
 
 
 def _plan(problem: OffloadProblem) -> OffloadPlan:

@@ -4,6 +4,17 @@ import math
 from dataclasses import dataclass
 
 from penstock.arguments import check_fields
+from penstock.tiers import IN_FLIGHT_S, MAX_IN_FLIGHT_BYTES
+
+TINY_BYTES = 64 * 1024
+"""Storages below this, unless the user wants them parked, are not even counted."""
+_STORAGES_IN_FLIGHT = 4
+"""Of the largest, that may be on their way out at once."""
+
+
+def in_flight_bytes(out_bandwidth_bytes_per_s: float, largest_bytes: int) -> int:
+    """What suits a link and the storages, where staging memory has to be there for it."""
+    return max(MAX_IN_FLIGHT_BYTES, int(IN_FLIGHT_S * out_bandwidth_bytes_per_s), _STORAGES_IN_FLIGHT * largest_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

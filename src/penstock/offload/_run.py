@@ -21,6 +21,7 @@ from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._cycle import Cycle
 from penstock.offload._learn import Learner, Settings
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
+from penstock.offload._problem import TINY_BYTES
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
 from penstock.offload._scope import ModuleScope, is_compiled
 from penstock.offload._statistics import OffloadStatistics
@@ -40,8 +41,6 @@ from penstock.tiers import (
 from penstock.units import format_bytes, parse_bytes
 
 _active = threading.local()
-_TINY_BYTES = 64 * 1024
-"""Storages below this, unless the user wants them parked, are not even counted."""
 
 
 @checked("penstock.offload.activations(model, disk='/nvme')")
@@ -233,7 +232,7 @@ class Offloader:
     def _nothing(self) -> str:
         return (
             f"all {self._num_tiny} tensors that were saved for backward are smaller than "
-            f"{format_bytes(min(self._rules.min_bytes, _TINY_BYTES))}; min_size=0 parks them too"
+            f"{format_bytes(min(self._rules.min_bytes, TINY_BYTES))}; min_size=0 parks them too"
         )
 
     @property
@@ -279,7 +278,7 @@ class Offloader:
         storage = tensor.untyped_storage()
         if self._scope.owns(storage):
             return KeptTensor(tensor)
-        if storage.nbytes() < max(1, min(self._rules.min_bytes, _TINY_BYTES)):
+        if storage.nbytes() < max(1, min(self._rules.min_bytes, TINY_BYTES)):
             self._num_tiny += 1
             return KeptTensor(tensor)
         if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import backend_of, is_accelerator, random_forked
 from penstock.errors import InternalError
+from penstock.machines import Machine
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
@@ -83,6 +84,23 @@ class Costs:
         nearest = min(samples, key=lambda one: abs(math.log(one.work / work)))
         duration_s = nearest.duration_s * work / nearest.work
         return _Sample(work, duration_s, max(one.workspace_bytes for one in samples))
+
+
+class ModelledCosts(Costs):
+    """What operators would cost on a machine that is not here: the longer of computing and moving, no workspaces."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self._machine = machine
+
+    def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
+        seconds = [0.0 if call.op == "placeholder" else self._seconds(call) for call in captured.calls]
+        return seconds, [0] * len(seconds), False
+
+    def _seconds(self, call: fx.Node) -> float:
+        floating = [one.dtype for node in (call, *call.all_input_nodes) for one in tensors_of(node)]
+        dtype = next((one for one in floating if one.is_floating_point), torch.float32)
+        return self._machine.operator_s(flops=_flops(call), size_bytes=_bytes_of(call), dtype=dtype)
 
 
 class _Run:
@@ -167,13 +185,19 @@ def _made_bytes(call: fx.Node) -> int:
 
 def _work(call: fx.Node) -> float:
     """Floating-point operations, or bytes where PyTorch does not count them, and what starting takes."""
+    flops = _flops(call)
+    return _OVERHEAD_FLOPS + flops if flops else _OVERHEAD_BYTES + _bytes_of(call)
+
+
+def _flops(call: fx.Node) -> float:
+    """Floating-point operations, 0 where PyTorch does not count them."""
     from torch.utils.flop_counter import flop_registry  # which imports Triton
 
     packet = getattr(call.target, "overloadpacket", None)
-    if packet in flop_registry:
-        arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
-        return _OVERHEAD_FLOPS + float(flop_registry[packet](*arguments, **keywords, out_val=call.meta.get("val")))
-    return _OVERHEAD_BYTES + _bytes_of(call)
+    if packet not in flop_registry:
+        return 0.0
+    arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
+    return float(flop_registry[packet](*arguments, **keywords, out_val=call.meta.get("val")))
 
 
 def _bytes_of(call: fx.Node) -> float:

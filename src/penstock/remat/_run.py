@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock import tiers
 from penstock.arguments import checked, must_be
 from penstock.errors import BudgetError, CaptureError, GraphBreakWarning
+from penstock.machines import Machine
 from penstock.remat import _dynamo
 from penstock.remat._door import Door
 from penstock.remat._explain import Planned
@@ -179,6 +180,7 @@ def optimize(
     adds_gradients: bool = True,
     method: Method = "hybrid",
     profile: RematProblem | None = None,
+    machine: Machine | None = None,
     compiler: Literal["eager", "inductor"] = "eager",
     verify: bool = False,
     strict: bool = False,
@@ -206,6 +208,8 @@ def optimize(
         method: ``"recompute"`` or ``"swap"`` leave the other out.
         profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``; its times are taken instead
             of measuring. A step with other operators is measured.
+        machine: times, and the rates of swaps, of a machine that is not here (``penstock.machines``) are taken instead
+            of measuring, and operators take no workspaces: to see what it would do, not to train.
         compiler: ``"eager"`` runs the planned graphs node by node, with the results of plain PyTorch to the bit;
             ``"inductor"`` compiles what lies between swaps and random operators. It fuses, so its results are equal
             within rounding, and a step is tried and measured first: one that leaves the budget runs node by node.
@@ -233,6 +237,7 @@ def optimize(
             adds_gradients=adds_gradients,
             method=method,
             profile=profile,
+            machine=machine,
             compiler=compiler,
             verify=verify,
             strict=strict,

@@ -33,7 +33,7 @@ from penstock.remat._optimizer import optimizer_state_bytes
 from penstock.remat._piece import Call, Piece, RehearsalOver, Variant
 from penstock.remat._plan import RematPlan, leanest_plan, lowest_plan, plan, plan_of
 from penstock.remat._problem import Decision, RematProblem
-from penstock.remat._profile import Costs
+from penstock.remat._profile import Costs, ModelledCosts
 from penstock.remat._sequences import Known, Sequences, joined
 from penstock.remat._settings import Settings
 from penstock.remat._together import merged, plans_of
@@ -111,7 +111,7 @@ class Session:
         self.buckets_bytes = 0
         """What DDP holds beside the gradients."""
         self._footprint = Footprint()
-        self._costs = Costs()
+        self._costs = Costs() if settings.machine is None else ModelledCosts(settings.machine)
         self._lock = threading.RLock()
         self._mine = _OfThread()
         self._waiting: dict[int, dict[int, Call]] = {}
@@ -179,7 +179,11 @@ class Session:
         if settings.accumulates:
             static_bytes += captured.gradient_bytes
         device = captured.device
-        out, back = lane_rates(device, settings.account())
+        if settings.machine is None:
+            out, back = lane_rates(device, settings.account())
+        else:
+            has_host = settings.account().host_bytes is not None
+            out, back = settings.machine.lane_rates(to_disk=not has_host) if settings.has_tiers else (0.0, 0.0)
         return _capture.problem_of(
             captured,
             durations_s,
@@ -187,7 +191,7 @@ class Session:
             static_bytes=static_bytes,
             out_bandwidth_bytes_per_s=out,
             in_bandwidth_bytes_per_s=back,
-            swap_page_bytes=BLOCK_BYTES if device.type == "cpu" else 0,
+            swap_page_bytes=BLOCK_BYTES if device.type == "cpu" and settings.machine is None else 0,
         )
 
     def emitted(self, variant: Variant, made: RematPlan) -> _Halves:

@@ -7,6 +7,7 @@ import torch
 
 from penstock import tiers
 from penstock.arguments import check_fields
+from penstock.machines import Machine
 from penstock.remat._problem import Method, RematProblem
 
 Size = int | str
@@ -33,6 +34,8 @@ class Settings:
     """Whether backward adds each gradient to the one that exists where it is made; else it returns all at its end."""
     method: Method = "hybrid"
     """What a plan may use."""
+    machine: Machine | None = None
+    """Whose times are taken instead of measuring: for plans alone, which are not to be run here."""
     profile: RematProblem | None = None
     """A problem of the same step, whose times and workspaces are taken instead of measuring."""
     compiler: Literal["eager", "inductor"] = "eager"

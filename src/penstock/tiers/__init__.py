@@ -37,6 +37,7 @@ from penstock.tiers._budget import Holder as Holder
 from penstock.tiers._budget import PlaceUse as PlaceUse
 from penstock.tiers._budget import Size as Size
 from penstock.tiers._build import IN_FLIGHT_S as IN_FLIGHT_S
+from penstock.tiers._build import MAX_IN_FLIGHT_BYTES as MAX_IN_FLIGHT_BYTES
 from penstock.tiers._build import waterfall_for as waterfall_for
 from penstock.tiers._build import waterfalls_for as waterfalls_for
 from penstock.tiers._disk import DiskTier as DiskTier

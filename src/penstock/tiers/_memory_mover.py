@@ -34,6 +34,8 @@ _libc = ctypes.CDLL(None)
 class MemoryMover:
     """Copies between main memory and tiers on two lanes, one out and one in. ``verify`` checks every fetch (CRC-32)."""
 
+    has_staging = False
+
     def __init__(self, handles: Handles, events: EventLog, *, max_in_flight_bytes: int, verify: bool):
         self.max_in_flight_bytes = max_in_flight_bytes
         self._handles = handles

@@ -100,9 +100,13 @@ class StreamMover:
     def in_flight_peak_bytes(self) -> int:
         return max(self._copies.peak_in_flight_bytes, self._direct.out.peak_in_flight_bytes)
 
+    @property
+    def has_staging(self) -> bool:
+        return self._staged.staging.capacity_bytes > 0
+
     def bound_in_flight(self, size_bytes: int) -> None:
         self.max_in_flight_bytes = self._direct.out.max_in_flight_bytes = size_bytes
-        if self._staged.staging.capacity_bytes:
+        if self.has_staging:
             self._staged.staging.allow(2 * size_bytes)
 
     def link_to(self, tier: Tier) -> Link:

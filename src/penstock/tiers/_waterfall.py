@@ -41,6 +41,10 @@ class Mover(Protocol):
     max_in_flight_bytes: int
     """Bound on the bytes on their way out. Changed by ``bound_in_flight``."""
 
+    @property
+    def has_staging(self) -> bool:
+        """Whether bytes on their way out take as much host memory."""
+
     def bound_in_flight(self, size_bytes: int) -> None:
         """Lets that many bytes be on their way out at once."""
 
@@ -220,6 +224,11 @@ class Waterfall:
     def max_in_flight_bytes(self) -> int:
         """How many bytes may be on their way out at once: the computation waits above it."""
         return self._mover.max_in_flight_bytes
+
+    @property
+    def has_staging(self) -> bool:
+        """Whether bytes on their way out take as much host memory, so that it bounds them."""
+        return self._mover.has_staging
 
     @checked("waterfall.bound_in_flight(2**27)", size_bytes=0)
     def bound_in_flight(self, size_bytes: int) -> None:

@@ -1,0 +1,139 @@
+"""`penstock advise --machine`: what a machine that is not here would do with a step, by its data sheet."""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from penstock import offload, remat
+from penstock.cli._advise import Subject
+from penstock.cli._answer import Answer, ExitCode
+from penstock.cli._progress import Steps
+from penstock.errors import BudgetError
+from penstock.machines import Machine
+from penstock.tiers import Budget
+from penstock.units import format_bytes, format_duration
+
+_FIELDS = ("name", "is_refused", "reason", "peak_bytes", "ratio")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelledOption:
+    """One way to train the step there."""
+
+    name: str
+    """As `penstock.advise` calls it."""
+    peak_bytes: int | None
+    """Predicted; ``None`` where it is refused."""
+    ratio: float | None
+    """Predicted time over that of the plain step."""
+    reason: str = ""
+    """Why it is refused."""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it does not fit."""
+        return bool(self.reason)
+
+
+def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine, steps: Steps) -> Answer:
+    """Plans the step with the machine's times. Exit code 3 where nothing fits ``budget``, by default its memory."""
+    budget = machine.memory_bytes if budget is None else budget
+    steps.phase(f"capturing the step for {machine.title}")
+    loss, account = subject.loss or _called, Budget(host=tiers.host_bytes, disk=tiers.disk_bytes)
+    problem = remat.optimize(
+        lambda batch: loss(subject.model, batch), [subject.batch], account, optimizer=subject.optimizer,
+        machine=machine, fullgraph=True,
+    ).plan.problem  # fmt: skip
+    plain = remat.plan(problem, 2**62)
+    steps.phase("planning")
+    options = [_fits("plain", plain.peak_bytes, 1.0, budget)]
+    methods: list[tuple[str, remat.Method]] = [("remat (recompute)", "recompute"), ("remat (hybrid)", "hybrid")]
+    for name, method in methods if problem.out_bandwidth_bytes_per_s else methods[:1]:
+        options.append(_planned(name, problem, budget, method))
+    if problem.out_bandwidth_bytes_per_s:
+        options.append(_offloaded(subject, plain, budget, machine, to_disk=tiers.host_bytes is None))
+    best = min((one for one in options if one.ratio is not None), key=lambda one: one.ratio or 0.0, default=None)
+    data = {
+        "machine": machine.name,
+        "is_modelled": True,
+        "budget_bytes": budget,
+        "best": best.name if best is not None else None,
+        "plain_peak_bytes": plain.peak_bytes,
+        "plain_step_s": plain.step_s,
+        "options": [
+            {name: getattr(one, name) for name in (*ModelledOption.__slots__, "is_refused")} for one in options
+        ],
+    }
+    return Answer(
+        data=data,
+        show=lambda console: _show(console, options, plain.step_s, budget, machine),
+        exit_code=ExitCode.GOOD if best is not None else ExitCode.NO_BUDGET,
+    )
+
+
+def _fits(name: str, peak_bytes: int, ratio: float, budget: int) -> ModelledOption:
+    if peak_bytes > budget:
+        reason = f"its peak of {format_bytes(peak_bytes)} is above the budget"
+        return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=reason)
+    return ModelledOption(name=name, peak_bytes=peak_bytes, ratio=ratio)
+
+
+def _planned(name: str, problem: remat.RematProblem, budget: int, method: remat.Method) -> ModelledOption:
+    try:
+        made = remat.plan(problem, budget, method=method)
+    except BudgetError as error:
+        return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=str(error).partition(".")[0])
+    return _fits(name, made.peak_bytes, made.step_s / max(made.step_s - made.extra_s, 1e-12), budget)
+
+
+def _offloaded(
+    subject: Subject, plain: remat.RematPlan, budget: int, machine: Machine, *, to_disk: bool
+) -> ModelledOption:
+    """By the offloader's planner, on tensors without bytes; what is not saved counts as in the plain step's peak."""
+    name = "offload"
+    try:
+        model = copy.deepcopy(subject.model).to("meta")
+        batch = torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.to("meta"), subject.batch)
+        loss = subject.loss or _called
+        problem = offload.modelled_cycle(
+            model, lambda: loss(model, batch).backward(), machine, to_disk=to_disk, is_staged=to_disk
+        )
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        reason = f"the step does not run on tensors without bytes: {str(error).splitlines()[0]}"
+        return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=reason)
+    keep_all_bytes = offload.plan(problem).keep_all_peak_bytes
+    beside_bytes = max(0, plain.peak_bytes - keep_all_bytes)
+    try:
+        made = offload.plan(replace(problem, base_bytes=(beside_bytes,) * problem.num_events, budget_bytes=budget))
+    except BudgetError as error:
+        return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=str(error).partition(".")[0])
+    return _fits(name, made.peak_bytes, 1 + made.stall_s / max(problem.step_s, 1e-12), budget)
+
+
+def _called(model: torch.nn.Module, batch: Any) -> Any:
+    """As `penstock.advise` calls a model without a loss of the user's."""
+    if isinstance(batch, dict):
+        made = model(**batch)
+    else:
+        made = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    return made if isinstance(made, torch.Tensor) else made.loss
+
+
+def _show(console: Console, options: list[ModelledOption], step_s: float, budget: int, machine: Machine) -> None:
+    table = Table("way", "peak", "time of plain", "")
+    for one in options:
+        peak = "" if one.peak_bytes is None else format_bytes(one.peak_bytes)
+        table.add_row(one.name, peak, "" if one.ratio is None else f"{one.ratio:.2f}", one.reason)
+    console.print(table)
+    console.print(
+        f"By the data sheet of {machine.title}, for a budget of {format_bytes(budget)}; nothing was measured. The "
+        f"plain step would take {format_duration(step_s)}, at {machine.matmul_share:.0%} of the peak rate of matrix "
+        f"products, {machine.memory_share:.0%} of the memory's and {machine.link_share:.0%} of links'.",
+        highlight=False,
+    )
+    for source in machine.sources:
+        console.print(f"  {source}", highlight=False)

@@ -1,0 +1,135 @@
+"""A cycle on a machine that is not here: the step runs on tensors without bytes, against a clock of operators.
+
+Every operator advances the clock by what a `Machine` needs for its floating-point operations or its bytes. The hooks
+see what autograd saves, as the offloader's do, so that the same planner plans it.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.arguments import checked
+from penstock.machines import Machine
+from penstock.offload._problem import TINY_BYTES, OffloadProblem, in_flight_bytes
+from penstock.offload._recording import CycleTimes, Recording
+from penstock.offload._scope import ModuleScope
+
+
+def _attention(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: Any = None, enable_gqa: bool = False,
+) -> None:  # fmt: skip
+    """What `torch.nn.functional.scaled_dot_product_attention` takes."""
+
+
+_SIGNATURE = inspect.signature(_attention)
+_FREE = {torch.ops.aten.detach, torch.ops.aten.alias, torch.ops.aten.empty, torch.ops.aten.empty_like}
+"""Operators that do nothing on a device, beside views."""
+
+
+@checked("penstock.offload.modelled_cycle(model, lambda: model(batch).backward(), penstock.machines.MACHINES['h200'])")
+def modelled_cycle(
+    model: nn.Module,
+    step: Callable[[], object],
+    machine: Machine,
+    *,
+    to_disk: bool = False,
+    is_staged: bool = False,
+    min_size_bytes: int = 2**20,
+    max_in_flight_bytes: int | None = None,
+) -> OffloadProblem:
+    """What the offloader would plan with if ``step``, a forward and a backward of ``model``, ran on ``machine``.
+
+    ``model`` and what ``step`` gives it are on the ``"meta"`` device: `with torch.device("meta"): model = Model()`. The
+    problem has the saved storages alone, without what else is on the device. Storages go to host memory, or
+    ``to_disk``: straight, or through memory of the host's (``is_staged``), which bounds the bytes on their way.
+
+    Raises ``ValueError`` for a model that is not on ``"meta"``, and whatever PyTorch raises where the step looks at
+    numbers.
+    """
+    if any(one.device.type != "meta" for one in model.parameters()):
+        raise ValueError("the model must be on the meta device: with torch.device('meta'): model = Model()")
+    clock, scope = _Clock(machine), ModuleScope(model, lambda: None)
+    own = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    times_s: list[float] = []
+    recording = Recording(lambda: times_s.append(clock.now_s))
+    seen: dict[int, tuple[int, torch.UntypedStorage]] = {}
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        storage = tensor.untyped_storage()
+        if storage._cdata in own or storage.nbytes() < max(1, min(min_size_bytes, TINY_BYTES)):
+            return tensor, -1
+        if storage._cdata not in seen:
+            must_keep = "kept: small" if storage.nbytes() < min_size_bytes else ""
+            seen[storage._cdata] = recording.pack(storage.nbytes(), scope.current, must_keep), storage
+        return tensor, seen[storage._cdata][0]
+
+    def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
+        tensor, index = packed
+        if index >= 0:
+            recording.need(index)
+        return tensor
+
+    try:
+        with clock, _Attention(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            step()
+    finally:
+        scope.close()
+    rates = machine.lane_rates(to_disk=to_disk)
+    if max_in_flight_bytes is None:
+        sizes = [use.size_bytes for use in recording.uses if not use.must_keep]
+        max_in_flight_bytes = in_flight_bytes(rates[0], max(sizes, default=0)) if is_staged else max(1, sum(sizes))
+    first_s = times_s[0] if times_s else 0.0
+    computed_s = [time_s - first_s for time_s in times_s]
+    return recording.problem(
+        CycleTimes(computed_s=computed_s, clock_s=computed_s, step_s=clock.now_s - first_s),
+        rates,
+        None,
+        {"max_in_flight_bytes": max_in_flight_bytes},
+    )
+
+
+class _Attention(TorchFunctionMode):
+    """Attention as a device's fused kernels have it: they save no matrix of all pairs. "meta" tensors would get one."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            given = _SIGNATURE.bind(*args, **kwargs)
+            given.apply_defaults()
+            query, key, value, mask, dropout, is_causal, *_ = given.arguments.values()
+            if mask is None and query.shape[1:2] == key.shape[1:2] == value.shape[1:2] and query.dim() == 4:
+                return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal)[0]
+        return function(*args, **kwargs)
+
+
+class _Clock(TorchDispatchMode):
+    """Advances with every operator."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_s = 0.0
+        self._machine = machine
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view and function.overloadpacket not in _FREE:
+            self.now_s += operator_s(self._machine, function, args, kwargs or {}, made)
+        return made
+
+
+def operator_s(machine: Machine, function: Any, args: Any, kwargs: Any, made: Any) -> float:
+    """Seconds of one operator of PyTorch's on ``machine``, from the sizes of what it is given and makes."""
+    from torch.utils.flop_counter import flop_registry  # which imports Triton
+
+    tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
+    flops = 0.0
+    if function.overloadpacket in flop_registry:
+        flops = float(flop_registry[function.overloadpacket](*args, **kwargs, out_val=made))
+    floating = next((one.dtype for one in tensors if one.is_floating_point()), torch.float32)
+    return machine.operator_s(flops=flops, size_bytes=sum(one.nbytes for one in tensors), dtype=floating)
