@@ -12,6 +12,7 @@ from torch import nn
 from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
 from benchmarks.soak_case import Case
 from penstock import offload, remat
+from penstock.machines import MACHINES
 
 
 def model() -> nn.Module:
@@ -99,6 +100,14 @@ def _planned_offload(problem: Any, _: Arguments) -> None:
     offload.verify(problem, offload.plan(problem))
 
 
+def _meta_step() -> Arguments:
+    """A step without bytes, on a machine that is not here."""
+    with torch.device("meta"):
+        model, batch = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3))), torch.empty(1024, 1024)
+    step = lambda: model(batch).sum().backward()  # noqa: E731
+    return {"model": model, "step": step, "machine": MACHINES["h200"], "min_size_bytes": 2**20}
+
+
 USES |= {
     "offload.activations": Use(call=offload.activations, good=_activations, check=_offloaded),
     "offload.wrap": Use(
@@ -112,6 +121,10 @@ USES |= {
     "offload.OffloadedModule": Use(
         call=offload.wrap, good=lambda case: {"module": model(), "disk": case.disk()}, check=_wrapped,
         made_by="offload.wrap", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "offload.modelled_cycle": Use(
+        call=offload.modelled_cycle, good=lambda _: _meta_step(),
+        check=lambda problem, _: require(problem.storages and problem.step_s > 0, "a cycle"),
     ),
     "offload.plan": Use(
         call=offload.plan, good=lambda _: {"problem": offload_problem()},

@@ -175,6 +175,7 @@ USES |= {
         methods={
             "park": lambda _: {"storage": torch.arange(1000).untyped_storage()},
             "borrow": lambda waterfall: {"original": _left(waterfall)},
+            "bound_in_flight": lambda _: {"size_bytes": 2**27},
         },
     ),
     "tiers.Handle": Use(
@@ -251,6 +252,7 @@ RECORDS |= {
 UNCALLED |= {
     "tiers.Size": "a type",
     "tiers.IN_FLIGHT_S": "a number",
+    "tiers.MAX_IN_FLIGHT_BYTES": "a number",
     "tiers.DiskSpec": "a type",
     "tiers.Generators": "what a user's own class is like",
     "tiers.Tier": "abstract; DiskTier and HostTier stand for it",
@@ -285,7 +287,10 @@ USES |= {
     "devices.used_device": Use(call=devices.used_device, good=lambda _: {}),
 }  # fmt: skip
 UNCALLED |= {
-    "devices.Allocator": "what a fake is like",
+    "devices.Allocator": "abstract; each backend has its own",
+    "devices.Peaks": "what a PeakWatch answers",
+    "devices.PeakWatch": "Allocator.watching makes them",
+    "devices.DeviceTimeline": "needs an accelerator",
     "devices.Backend": "abstract; devices.backend_of makes them",
     "devices.Streams": "what a fake is like",
     "devices.unpin": "needs a CUDA device",

@@ -81,6 +81,7 @@ PRIVATE = {
     "fleet/_program.py": "torch.export prints the graph so far when it gives up",
     "fleet/_random.py": "a dispatch mode draws a job's random numbers from its own state",
     "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
+    "offload/_modelled.py": "a dispatch mode counts what each operator does",
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",
     "probe/_peak.py": "the profiler's events, and tensors that own no bytes",
     "remat/_aot.py": "AOTAutograd",

@@ -5,17 +5,22 @@ import torch
 from penstock import tiers
 from penstock.directio import refuse_memory
 from penstock.links import DEVICE, DISK, HOST, Link
+from penstock.machines import Machine
 from penstock.probe import bandwidths
 
 _BESIDE_COMPUTING = 0.5
 """Share of the probe's rate that a CPU's lanes reach beside a step that uses all its cores; 0.45 to 0.65 measured."""
 
 
-def lane_rates(device: torch.device, account: tiers.Budget) -> tuple[float, float]:
+def lane_rates(device: torch.device, account: tiers.Budget, machine: Machine | None) -> tuple[float, float]:
     """What the lanes of the waterfall carry, out and back, in bytes per second; zeros without a tier.
 
-    Raises ``ValueError`` for directories that are main memory below a CPU.
+    On ``device``, or by the data sheet of a machine that is not here. Raises ``ValueError`` for directories that are
+    main memory below a CPU.
     """
+    if machine is not None:
+        has_tiers = account.host_bytes is not None or bool(account.disk_bytes)
+        return machine.lane_rates(to_disk=account.host_bytes is None) if has_tiers else (0.0, 0.0)
     if not account.leads_below(device):
         return 0.0, 0.0
     has_host = account.host_bytes is not None and device.type != "cpu"

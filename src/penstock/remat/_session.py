@@ -179,11 +179,7 @@ class Session:
         if settings.accumulates:
             static_bytes += captured.gradient_bytes
         device = captured.device
-        if settings.machine is None:
-            out, back = lane_rates(device, settings.account())
-        else:
-            has_host = settings.account().host_bytes is not None
-            out, back = settings.machine.lane_rates(to_disk=not has_host) if settings.has_tiers else (0.0, 0.0)
+        out, back = lane_rates(device, settings.account(), settings.machine)
         return _capture.problem_of(
             captured,
             durations_s,
