@@ -10,7 +10,7 @@ VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
 RUN := $(BIN)/python
 
-.PHONY: demo test check bench docs pictures gpu gpu-relational gpu-unified soak soak-rooms soak-files soak-tiers soak-fleets soak-misuse
+.PHONY: demo test check bench docs pictures gpu soak soak-rooms soak-files soak-tiers soak-fleets soak-misuse
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -79,22 +79,8 @@ soak-misuse: $(VENV)/ready
 	mkdir -p $(OUT)
 	OMP_NUM_THREADS=1 $(RUN) -m benchmarks.misuse --json $(OUT)/misuse.json
 
-# From the source tree, with the Python of the machine: nothing is installed. Results land in one folder.
+# What only a GPU can show, in the order of what is worth most. From the source tree, with the Python of the machine:
+# nothing is installed. Results land in one folder; what has come to its end is not run again.
 GPU_OUT ?= gpu-results
 gpu:
-	mkdir -p $(GPU_OUT)
-	PYTHONPATH=src timeout 240 $(PYTHON) -m pytest tests/device --device cuda -q 2>&1 | tee $(GPU_OUT)/tests.txt
-	PYTHONPATH=src timeout 120 $(PYTHON) -m benchmarks.offload --device cuda --quick --json $(GPU_OUT)/offload.json
-	PYTHONPATH=src timeout 200 $(PYTHON) -m benchmarks.fleet_training --device cuda --layers 24 --width 2048 --length 512 \
-		--budget 8GiB --host 64GiB --jobs 4 --part equality --part ablations --json $(GPU_OUT)/fleet-training.json
-	PYTHONPATH=src timeout 110 $(PYTHON) -m benchmarks.remat --device cuda --quick --part budgets --json $(GPU_OUT)/remat.json
-
-gpu-relational:
-	mkdir -p $(GPU_OUT)
-	PYTHONPATH=src timeout 550 $(PYTHON) -m benchmarks.relational --device cuda --width 64 --rounds 5 --part peers --part first \
-		--json $(GPU_OUT)/relational.json
-
-gpu-unified:
-	mkdir -p $(GPU_OUT)
-	PYTHONPATH=src timeout 300 $(PYTHON) -m benchmarks.unified --device cuda --part link --part epochs --rounds 5 \
-		--json $(GPU_OUT)/unified.json
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(GPU_OUT)

@@ -1,0 +1,189 @@
+"""What a GPU has to show, in the order of what is worth most: `make gpu`.
+
+    python -m benchmarks.gpu                          # all phases, half an hour
+    python -m benchmarks.gpu --phase 2 --minutes 5    # one of them
+    python -m benchmarks.gpu --device sim --quick     # on the simulated device: shows that everything runs
+
+Each item (`benchmarks.gpu_items`) runs in a process of its own, within what is left of its phase. Every row is written
+when it is known; a failure is a row and stops nothing; an item that has come to its end is not run again, unless
+``--again``. The folder then has ``gpu.json`` and ``gpu.md``, with hardware and versions.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_items import ITEMS, PHASES, Context, Item
+from penstock.devices import kinds
+from penstock.probe import provenance
+
+ROOT = Path(__file__).parents[1]
+_ROW = "ROW "
+"""Begins a line of a child's output that is a row."""
+_LEAST_S = 5.0
+"""An item is not begun with less left of its phase."""
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Runs what is asked for; returns the rows of the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--phase", type=int, choices=PHASES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--minutes", type=float, help="of each phase, instead of its own")
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, and measures nothing")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of rows and tables")
+    parser.add_argument("--data", type=Path, help="folder of data sets; without it graphs are made")
+    parser.add_argument("--again", action="store_true", help="also what has come to its end before")
+    parser.add_argument("--item", help=argparse.SUPPRESS)  # what a child runs
+    given = parser.parse_args(arguments)
+    if given.item is not None:
+        child(given)
+        return []
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.again:
+        (given.out / "rows.jsonl").unlink(missing_ok=True)
+    for phase in given.phase or PHASES:
+        run_phase(phase, given)
+    rows = rows_of(given.out)
+    write(given, rows)
+    return rows
+
+
+def run_phase(phase: int, given: argparse.Namespace) -> None:
+    """Its items in order, as far as the time goes."""
+    ends_s = time.monotonic() + 60 * (PHASES[phase] if given.minutes is None else given.minutes)
+    for item in ITEMS:
+        if item.phase != phase or has_ended(given.out, item.name) or (given.quick and not item.is_quick):
+            continue
+        left_s = ends_s - time.monotonic()
+        if left_s < _LEAST_S:
+            print(f"phase {phase}: no time left for {item.name}", flush=True)
+            continue
+        print(f"phase {phase}: {item.name}, at most {left_s:.0f} s", flush=True)
+        run_item(item, given, left_s)
+
+
+def run_item(item: Item, given: argparse.Namespace, limit_s: float) -> None:
+    """In a process of its own; each of its rows is kept at once."""
+    options = ["--item", item.name, "--device", given.device, "--out", str(given.out)]
+    options += ["--quick"] * given.quick + (["--data", str(given.data)] if given.data is not None else [])
+    said: list[str] = []
+    start_s, is_late = time.monotonic(), False
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        reader = threading.Thread(target=_read, args=(process, item, given.out, said))
+        reader.start()
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join()
+    if is_late:
+        keep(given.out, _end(item, "late", f"stopped after {limit_s:.0f} s"))
+        return
+    if process.returncode:
+        keep(given.out, _end(item, "failed", "\n".join(said[-12:]) or f"exit code {process.returncode}"))
+    else:
+        keep(given.out, _end(item, "done", f"{time.monotonic() - start_s:.0f} s"))
+
+
+def _read(process: "subprocess.Popen[str]", item: Item, out: Path, said: list[str]) -> None:
+    """Keeps rows as they come; what else is said stays for the case that the item fails."""
+    assert process.stdout is not None
+    about = {"item": item.name, "phase": item.phase, "headline": item.headline, "paper": item.paper}
+    for line in process.stdout:
+        if line.startswith(_ROW):
+            keep(out, {**about, **json.loads(line.removeprefix(_ROW))})
+        elif line.strip():
+            said.append(line.rstrip())
+
+
+def child(given: argparse.Namespace) -> None:
+    """Runs one item, and prints its rows."""
+    if given.device == "sim":
+        from penstock.testing import simulated
+
+        simulated.load()
+    elif given.device not in kinds():
+        raise SystemExit("PyTorch finds no CUDA device here; --device sim --quick shows that everything runs")
+    (item,) = (one for one in ITEMS if one.name == given.item)
+    context = Context(device=given.device, quick=given.quick, data=given.data, out=given.out)
+    for found in item.run(context):
+        print(_ROW + json.dumps(found.row()), flush=True)
+
+
+def keep(out: Path, row: dict[str, Any]) -> None:
+    """At the end of the folder's rows."""
+    with (out / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    """All rows so far; a line that was cut short is none."""
+    file, found = out / "rows.jsonl", []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def has_ended(out: Path, name: str) -> bool:
+    """Whether an item has come to its end. One that failed or was late is run again."""
+    return any(row["item"] == name and row.get("state") == "done" for row in rows_of(out))
+
+
+def _end(item: Item, state: str, note: str) -> dict[str, Any]:
+    return {"item": item.name, "phase": item.phase, "state": state, "note": note}
+
+
+def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The two tables. A simulated device has no speed, so its numbers are left out."""
+    about = provenance("cuda" if given.device == "cuda" else "cpu")
+    is_measured = given.device == "cuda" and not given.quick
+    document = {"provenance": about, "device": given.device, "quick": given.quick, "rows": rows}
+    (given.out / "gpu.json").write_text(json.dumps(document, indent=1))
+    lines = [
+        f"{about['device']}, PyTorch {about['torch']}, CUDA {about['cuda']}, {about['cores']} cores, {about['date']}, "
+        f"Penstock {about['penstock']}",
+        "",
+        "| headline | paper | what | peer here | ours | note |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if "ours" in row:
+            ours, peer = (shown(row[name], row["unit"]) if is_measured else "runs" for name in ("ours", "peer_value"))
+            cells = [row["headline"], row["paper"], row["name"], f"{row['peer']} {peer}" if row["peer"] else "", ours]
+            lines.append(f"| {' | '.join(cells)} | {row['note'] if is_measured else ''} |")
+        elif row["state"] != "done":
+            note = row["note"].replace("\n", " ").replace("|", "/")
+            lines.append(f"| {row['item']} | | {row['state']} | | | {note} |")
+    (given.out / "gpu.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def shown(value: float | None, unit: str) -> str:
+    """A number with its unit."""
+    if value is None:
+        return ""
+    text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{text} {unit}".strip()
+
+
+if __name__ == "__main__":
+    main()
