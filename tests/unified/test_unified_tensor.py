@@ -496,7 +496,7 @@ class FakeStreams:
     def current(self):
         return self.stream
 
-    def record(self, stream):
+    def record(self, stream, *, is_timed=True):
         self.count += 1
         return f"{stream}{self.count}"
 
