@@ -94,6 +94,21 @@ ENTRIES = {
             Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
         ),
     ),
+    "modelled": Entry(
+        shows="The papers' workloads planned for machines by their data sheets; nothing of it is measured",
+        command="modelled --only ssdtrain --only hydra",
+        figures=(
+            Figure(
+                label="activation peak {} on SSDTrain's machine",
+                metric="SSDTrain: activation peak",
+                name=".*a100-40gb-optane",
+                of="value",
+                form=".0%",
+            ),
+            Figure(label="{} of what the best schedule saves", metric="SSDTrain: activation peak"),
+            Figure(label="{} of naive model parallelism's rate", metric="Hydra: over model parallelism", of="value"),
+        ),
+    ),
     "cpu-advisor": Entry(
         shows="What `advise` picks and predicts beside training with every option",
         command="advisor --scale 0.6",
