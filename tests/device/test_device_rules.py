@@ -30,6 +30,12 @@ FINISHES = {"finish": None, "finish_current": None}
 SIZE = 20_003
 UNNOTICED = {
     ("fleet/_pilot.py", "_measured", "finish", 0): "ends what is timed",
+    (
+        "fleet/_worker.py",
+        "run_minibatch",
+        "finish_current",
+        0,
+    ): "ends a mini-batch, so that times of its units are told",
     ("tiers/_direct_hop.py", "_move", "synchronize", 0): "GPUDirect Storage is simulated in tests/tiers alone",
     ("tiers/_stream_hop.py", "wait_for_a_copy", "synchronize", 0): "saves the host from asking again and again",
 }
@@ -305,6 +311,25 @@ def test_each_is_missed(place, without, tmp_path):
         if is_noticed:
             break
     assert is_noticed == (place not in UNNOTICED)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_is_still_leaving_may_be_written_to_if_that_is_said_before(is_told):
+    simulated.take_races()
+    with simulated.conditions(**CONDITIONS[1], patience_s=5):
+        waterfall = waterfall_for("sim", Budget(host="8MiB"))
+        value = torch.ones(SIZE, device="sim")
+        handle = waterfall.park(value.untyped_storage())
+        handle.get()
+        if is_told:
+            handle.before_write()
+        value.mul_(2)
+        handle.release()
+        waterfall.drain()
+        assert value.cpu().unique().tolist() == [2.0]
+        waterfall.close()
+    races = simulated.take_races()
+    assert bool(races) != is_told, races
 
 
 def test_the_list_of_exceptions_is_of_today():

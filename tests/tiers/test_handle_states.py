@@ -107,6 +107,9 @@ class PaperMover:
         self.turns.point(until=lambda: handle.state is not HandleState.LEAVING)
         return 0.0
 
+    def before_write(self, handle):
+        self.turns.point()
+
     def allocate(self, handle):
         self.turns.point()
         return torch.UntypedStorage(handle.size_bytes)

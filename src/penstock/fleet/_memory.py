@@ -173,6 +173,12 @@ class DeviceMemory:
             self.stall_s += time.perf_counter() - start_s
         return item.storages
 
+    def before_write(self, item: Item) -> None:
+        """It is going to be written to on the device: copies out that still read it come first."""
+        for handle in item.handles or ():
+            if handle is not None:
+                handle.before_write()
+
     def write(self, item: Item) -> None:
         """Begins to copy out what has no copy below; it stays usable on the device."""
         if item.storages is not None and not item.has_copy_below:

@@ -150,7 +150,7 @@ class Worker:
                 self._run_whole(mini, expected)
             else:
                 mini.run_all(_Units(self, mini, expected))
-            self.backend.finish_current()  # its losses are read, and its job may go on elsewhere
+            self.backend.finish_current()  # so that all its units are over, and told
             self.settle()
         except BaseException:
             self._spans.clear()
@@ -202,6 +202,8 @@ class Worker:
             memory.prefetch(item)
         for item in needs:
             memory.get(item)
+            if mini.tasks[index].kind is not UnitKind.FORWARD:  # gradients are summed, parameters stepped
+                memory.before_write(item)
         return needs
 
     def look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:

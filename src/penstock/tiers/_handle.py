@@ -149,6 +149,13 @@ class Handle:
         """
         return self._waterfall._get(self)
 
+    def before_write(self) -> None:
+        """Lets the device wait for a copy out that still reads the storage, which is about to be written to.
+
+        The copy below is then of no use: ``release`` the handle.
+        """
+        self._waterfall._before_write(self)
+
     def release(self) -> None:
         """Gives the room in the tier back. Bytes on the device that somebody holds stay valid. May be called again."""
         self._waterfall._release(self)

@@ -108,6 +108,9 @@ class MemoryMover:
         job = handle._transit
         return job.wait() if isinstance(job, LaneJob) else 0.0
 
+    def before_write(self, handle: Handle) -> None:
+        """What a lane reads meanwhile is of no use to anybody, and does no harm."""
+
     def allocate(self, handle: Handle) -> torch.UntypedStorage:
         return allocate(handle.size_bytes, handle.address_remainder)
 

@@ -165,6 +165,13 @@ class StreamMover:
             self._copies.let_oldest_leave()
         return 0.0
 
+    def before_write(self, handle: Handle) -> None:
+        transit = handle._transit
+        if isinstance(transit, Transit) and transit.direct is not None:
+            transit.direct.wait()
+        elif isinstance(transit, Transit) and transit.left is not None:
+            self._copies.let_wait(self._streams.current(), transit.left)
+
     def allocate(self, handle: Handle) -> torch.UntypedStorage:
         return self._streams.allocate(handle.size_bytes)
 

@@ -80,6 +80,9 @@ class Mover(Protocol):
     def finish_out(self, handle: Handle) -> float:
         """Waits for the copy out, or lets the device wait; returns the seconds the computation waited."""
 
+    def before_write(self, handle: Handle) -> None:
+        """Lets the device's later work wait until the copy out has read the storage."""
+
     def allocate(self, handle: Handle) -> torch.UntypedStorage:
         """Memory on the device for a copy in. Raises ``RuntimeError`` where there is none."""
 
@@ -293,6 +296,10 @@ class Waterfall:
             if waited_s:
                 self._note_stall(handle, start_s, waited_s, is_back=False)
         self.reap()
+
+    def _before_write(self, handle: Handle) -> None:
+        if handle._state in (HandleState.LEAVING, HandleState.KEPT):
+            self._mover.before_write(handle)
 
     def _prefetch(self, handle: Handle) -> bool:
         self._refuse_if_gone()
