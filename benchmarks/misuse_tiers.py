@@ -281,6 +281,8 @@ USES |= {
         check=lambda memory, _: require(memory.nbytes == 100, "exact"),
     ),
     "devices.pinned_memory": Use(call=devices.pinned_memory, good=lambda _: {"size_bytes": 100}),
+    "devices.on_node": Use(call=devices.on_node, good=lambda _: {"node": None}, check=_entered),
+    "devices.stay_on_node": Use(call=devices.stay_on_node, good=lambda _: {"node": None}),
     "devices.accelerator_type": Use(call=devices.accelerator_type, good=lambda _: {}),
     "devices.accelerators": Use(call=devices.accelerators, good=lambda _: {}),
     "devices.kinds": Use(call=devices.kinds, good=lambda _: {}, check=lambda found, _: require("cpu" in found, "cpu")),

@@ -51,7 +51,7 @@ def backend(monkeypatch):
 def test_it_overrides_what_its_docstring_lists():
     own = {name for name in vars(Cuda) if name in vars(Accelerator) or hasattr(Accelerator, name)} - set(vars(object))
     own -= {"__module__", "__doc__", "__abstractmethods__", "_abc_impl", "__firstlineno__", "__static_attributes__"}
-    assert own == {"pinned_memory", "unpin", "register", "unregister"}
+    assert own == {"numa_node", "pinned_memory", "unpin", "register", "unregister"}
     assert all(f"`{name}`" in _cuda.__doc__ for name in own)
 
 

@@ -8,7 +8,7 @@
 - `DeviceTimeline`: when a device passed its marks, on the host's clock.
 - `pinned_memory`, `unpin_memory`: host memory from which the accelerator copies without the host's help.
 - `pin`, `unpin`: the same for memory that exists already, at its exact size (CUDA and ROCm).
-- `map_memory`: host memory of exact size.
+- `map_memory`: host memory of exact size; `on_node`, `stay_on_node`: memory and threads near to a device.
 - `accelerator_type`, `accelerators`, `kinds`: what this machine has; `used_device`: what this process computes on.
 - `random_forked`: draws that leave no trace.
 
@@ -23,6 +23,8 @@ from penstock.devices._backend import Stream as Stream
 from penstock.devices._backend import StreamEvent as StreamEvent
 from penstock.devices._backend import Streams as Streams
 from penstock.devices._host_memory import map_memory as map_memory
+from penstock.devices._numa import on_node as on_node
+from penstock.devices._numa import stay_on_node as stay_on_node
 from penstock.devices._of import accelerator_type as accelerator_type
 from penstock.devices._of import accelerators as accelerators
 from penstock.devices._of import backend_of as backend_of

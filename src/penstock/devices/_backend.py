@@ -166,6 +166,11 @@ class Backend(ABC):
     def name(self) -> str:
         """What its maker calls it."""
 
+    @property
+    def numa_node(self) -> int | None:
+        """The node of host memory that it is near to; ``None`` where the system does not say, or has but one kind."""
+        return None
+
     @abstractmethod
     def memory_bytes(self) -> tuple[int, int]:
         """Bytes of its memory that no process has, and of all of it."""

@@ -4,6 +4,7 @@ Overrides, and why each:
 
 - `pinned_memory`, `unpin`: PyTorch's pinned memory is rounded up to a power of two; mapped and registered it has its
   exact size, and goes back to the system.
+- `numa_node`: PyTorch tells a device's place on the bus under names of CUDA's own.
 - `register`, `unregister`: memory that exists already is registered where it is, so that kernels read it in place.
 
 `tests/devices/test_cuda.py` holds the order of the calls, with a runtime that takes notes.
@@ -15,6 +16,7 @@ import torch
 
 from penstock.devices._accelerator import Accelerator
 from penstock.devices._host_memory import map_memory
+from penstock.devices._numa import node_of_pci
 
 _PORTABLE_AND_MAPPED = 1 | 2
 """For every device of the process, and into their address space."""
@@ -22,6 +24,15 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 class Cuda(Accelerator):
     """A device of CUDA or ROCm."""
+
+    @property
+    def numa_node(self) -> int | None:
+        found = torch.cuda.get_device_properties(self.device)
+        parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+        if None in parts:  # older versions do not tell
+            return None
+        domain, bus, slot = parts
+        return node_of_pci(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
 
     def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:
         memory = map_memory(size_bytes)

@@ -56,9 +56,14 @@ def machine(
 
 
 def _devices() -> tuple[Place, ...]:
-    found = [(backend_of(device), f"{device} {backend_of(device).name}") for device in accelerators()]
+    found = [(backend_of(device), _described(backend_of(device))) for device in accelerators()]
     found = found or [(backend_of("cpu"), f"main memory, {os.cpu_count()} cores (no accelerator)")]
     return tuple(_place("device", description, backend) for backend, description in found)
+
+
+def _described(backend: Backend) -> str:
+    node = "" if backend.numa_node is None else f", NUMA node {backend.numa_node}"
+    return f"{backend.device} {backend.name}{node}"
 
 
 def _place(name: str, description: str, backend: Backend) -> Place:

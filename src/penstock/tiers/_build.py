@@ -64,6 +64,7 @@ def waterfall_for(
         has_host=streams is not None and budget.host_bytes is not None,
         max_in_flight_bytes=_in_flight_bytes([backend.device], budget, max_in_flight),
         verify=verify,
+        nodes=[backend.numa_node],
     )
     return waterfall
 
@@ -96,6 +97,7 @@ def waterfalls_for(
         has_host=has_host,
         max_in_flight_bytes=_in_flight_bytes(devices, budget, max_in_flight),
         verify=verify,
+        nodes=[backend_of(device).numa_node for device in devices],
     )
 
 
@@ -108,12 +110,15 @@ def build(
     max_in_flight_bytes: int,
     verify: bool,
     pinned: bool = True,
+    nodes: Sequence[int | None] = (),
 ) -> list[Waterfall]:
     """One waterfall for each of ``streams``, ``None`` for main memory, over the same tiers.
 
     Every device with streams has staging memory of its own on the way to what it cannot reach, out of the budget's
-    host bytes.
+    host bytes. That memory and the threads that copy are on the device's node, of ``nodes``; host memory that several
+    share is where all of them are, or anywhere.
     """
+    nodes = list(nodes) or [None] * len(streams)
     has_streams = streams[0] is not None
     if not has_streams:
         refuse_memory(budget.disk_bytes)
@@ -122,20 +127,23 @@ def build(
     staging_bytes = 2 * max_in_flight_bytes if is_staged else 0
     host_bytes = (budget.host_bytes or 0) - staging_bytes * len(streams) if has_host else 0
     if host_bytes > 0:
-        host = HostTier(host_bytes, pinned=pinned and has_streams, budget=budget)
+        near = nodes[0] if len(set(nodes)) == 1 else None
+        host = HostTier(host_bytes, pinned=pinned and has_streams, budget=budget, node=near)
         if has_streams:
             host.prepare(SLAB_BYTES)
         below.insert(0, host)
     waterfalls = []
-    for one, log in zip(streams, events, strict=True):
+    for one, log, node in zip(streams, events, nodes, strict=True):
         handles = Handles()
         mover: Mover
         if one is None:
             mover = MemoryMover(handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
         else:
-            staging = HostTier(staging_bytes, pinned=pinned, budget=budget)
+            staging = HostTier(staging_bytes, pinned=pinned, budget=budget, node=node)
             staging.prepare(staging_bytes)
-            mover = StreamMover(one, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
+            mover = StreamMover(
+                one, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify, node=node
+            )
         waterfalls.append(Waterfall(below, mover, handles, log, not_ours=budget.tiers))
     return waterfalls
 

@@ -26,9 +26,18 @@ _THREADS = 4
 class DirectHop:
     """The two lanes between a device and tiers that talk to it."""
 
-    def __init__(self, streams: Streams, handles: Handles, events: EventLog, *, max_in_flight_bytes: int):
-        self.out = Lane(Link(DEVICE, DISK).name, num_threads=_THREADS, max_in_flight_bytes=max_in_flight_bytes)
-        self.back = Lane(Link(DISK, DEVICE).name, num_threads=_THREADS, max_in_flight_bytes=2**62)
+    def __init__(
+        self,
+        streams: Streams,
+        handles: Handles,
+        events: EventLog,
+        *,
+        max_in_flight_bytes: int,
+        node: int | None = None,
+    ):
+        out, back = Link(DEVICE, DISK).name, Link(DISK, DEVICE).name
+        self.out = Lane(out, num_threads=_THREADS, max_in_flight_bytes=max_in_flight_bytes, node=node)
+        self.back = Lane(back, num_threads=_THREADS, max_in_flight_bytes=2**62, node=node)
         self._streams = streams
         self._handles = handles
         self._events = events

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.arguments import checked
-from penstock.devices import map_memory, pinned_memory, unpin_memory
+from penstock.devices import map_memory, on_node, pinned_memory, unpin_memory
 from penstock.errors import BudgetError, TierDegradedWarning, TierFullError
 from penstock.links import HOST
 from penstock.probe import ledger
@@ -33,6 +33,7 @@ class HostTier(Tier):
     """Bytes in host memory, at most ``capacity``; ``pinned``: an accelerator copies from them.
 
     Every extent is one piece, so that ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs.
+    Pinned ones lie on the NUMA node ``node``.
     """
 
     place = HOST
@@ -40,10 +41,11 @@ class HostTier(Tier):
     is_memory = True
 
     @checked("HostTier('8GiB', pinned=False)")
-    def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None):
+    def __init__(self, capacity: int | str, *, pinned: bool, budget: Budget | None = None, node: int | None = None):
         self._capacity_bytes = parse_bytes(capacity)
         self._pinned = pinned
         self._budget = budget
+        self._node = node
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._is_closed = False
@@ -177,7 +179,8 @@ class HostTier(Tier):
         if self._budget is not None:
             self._budget.charge("host", size_bytes)
         try:
-            return _Slab(size_bytes, self._pinned)
+            with on_node(self._node):  # pinning touches every page
+                return _Slab(size_bytes, self._pinned)
         except OSError:
             if self._budget is not None:
                 self._budget.credit("host", size_bytes)

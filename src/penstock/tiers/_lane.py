@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.devices import stay_on_node
 from penstock.errors import ForkedProcessError
 
 _IDLE_S = 10.0
@@ -55,10 +56,11 @@ class LaneJob:
 
 
 class Lane:
-    """A serial queue of copies. ``submit`` from any thread; ``close`` when done."""
+    """A serial queue of copies. ``submit`` from any thread; ``close`` when done. Its threads stay on ``node``."""
 
-    def __init__(self, name: str, *, num_threads: int, max_in_flight_bytes: int):
+    def __init__(self, name: str, *, num_threads: int, max_in_flight_bytes: int, node: int | None = None):
         self.name = name
+        self.node = node
         self.num_threads = num_threads
         self.max_in_flight_bytes = max_in_flight_bytes
         self.in_flight_bytes = 0
@@ -204,6 +206,7 @@ def _do_nothing(_: LaneJob) -> None:
 
 
 def _work(lane: Lane) -> None:
+    stay_on_node(lane.node)
     while True:
         with lane._condition:
             item = lane._next_piece()

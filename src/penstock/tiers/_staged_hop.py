@@ -60,10 +60,11 @@ class StagedHop:
         *,
         wait_for_a_copy: Callable[[], bool],
         verify: bool,
+        node: int | None = None,
     ):
         self.staging = staging
-        self.out = Lane(Link(HOST, DISK).name, num_threads=_THREADS, max_in_flight_bytes=2**62)
-        self.back = Lane(Link(DISK, HOST).name, num_threads=_THREADS, max_in_flight_bytes=2**62)
+        self.out = Lane(Link(HOST, DISK).name, num_threads=_THREADS, max_in_flight_bytes=2**62, node=node)
+        self.back = Lane(Link(DISK, HOST).name, num_threads=_THREADS, max_in_flight_bytes=2**62, node=node)
         self.condition = threading.Condition(threading.RLock())
         """Notified when staging memory has become free."""
         self._streams = streams

@@ -85,6 +85,7 @@ class StreamMover:
         *,
         max_in_flight_bytes: int,
         verify: bool,
+        node: int | None = None,
     ):
         self._streams = streams
         self.max_in_flight_bytes = max_in_flight_bytes
@@ -92,9 +93,16 @@ class StreamMover:
         self._copies = StreamHop(streams, handles, events)
         self._near = _NearRoute(self._copies)
         self._staged = StagedHop(
-            streams, staging, self._copies, handles, events, wait_for_a_copy=self.wait_for_a_copy, verify=verify
+            streams,
+            staging,
+            self._copies,
+            handles,
+            events,
+            wait_for_a_copy=self.wait_for_a_copy,
+            verify=verify,
+            node=node,
         )
-        self._direct = DirectHop(streams, handles, events, max_in_flight_bytes=max_in_flight_bytes)
+        self._direct = DirectHop(streams, handles, events, max_in_flight_bytes=max_in_flight_bytes, node=node)
 
     @property
     def in_flight_peak_bytes(self) -> int:
