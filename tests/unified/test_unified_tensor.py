@@ -4,7 +4,10 @@ import copy
 import gc
 import itertools
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -566,3 +569,16 @@ def test_several_processes_share_one_table(tmp_path):
     for one in workers:
         one.join()
     assert (shared[3] == 103).all() and (shared[7] == 107).all()
+
+
+def test_numbers_that_change_from_call_to_call_are_no_part_of_a_kernel():
+    """Triton compiles a kernel anew for an argument that is 1, or divisible by 16, unless it is told not to."""
+    pytest.importorskip("triton")
+    source = (
+        "from penstock.unified import _kernels\n"
+        "for kernel in (_kernels.gather_rows, _kernels.sample_neighbours):\n"
+        "    print(*[one.name for one in kernel.params if one.do_not_specialize])\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split("\n")[:2] == ["num_wanted", "size seed_low seed_high"]

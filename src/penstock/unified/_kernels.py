@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_wanted"])  # another number of rows is no other kernel
 def gather_rows(
     table, index, positions, out, bad, scale, num_wanted, num_rows, first, stride,
     WIDTH: tl.constexpr, LINE: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -51,7 +51,7 @@ def _hashed(value):
     return value ^ (value >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size", "seed_low", "seed_high"])  # 1 would be a constant, which has no dtype
 def sample_neighbours(
     starts, index, nodes, offsets, neighbours, edges, size, seed_low, seed_high,
     FANOUT: tl.constexpr, SLOTS: tl.constexpr, REPLACE: tl.constexpr, BLOCK: tl.constexpr,
