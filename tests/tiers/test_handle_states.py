@@ -306,13 +306,15 @@ def test_every_order_of_a_few_threads(scenario):
 def test_a_table_that_lets_the_released_come_back_is_found_out(before, monkeypatch):
     state, happening, after = before
     monkeypatch.setitem(TRANSITIONS, (state, happening), after)
-    num_found = 0
-    for scenario in SCENARIOS:
-        try:
-            every_order(scenario, most_switches=3)
-        except AssertionError:
-            num_found += 1
-    assert num_found > 0
+    assert any(is_found_out(scenario) for scenario in SCENARIOS)
+
+
+def is_found_out(scenario):
+    try:
+        every_order(scenario, most_switches=2)
+    except AssertionError:
+        return True
+    return False
 
 
 class Calls(RuleBasedStateMachine):

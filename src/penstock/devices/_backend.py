@@ -70,7 +70,7 @@ class Allocator(ABC):
 
     def __init__(self) -> None:
         self._watches: list[PeakWatch] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may end a watch
 
     @abstractmethod
     def allocated_bytes(self) -> int:
@@ -103,7 +103,7 @@ class Allocator(ABC):
 
     def _begin_anew(self) -> None:
         """All who watch keep what they have seen. Holds the lock."""
-        for watch in self._watches:
+        for watch in tuple(self._watches):
             watch.note()
         self._reset_peaks()
 

@@ -278,7 +278,7 @@ class Worker:
         _this_thread.is_worker = True
         try:
             self.backend.use(num_threads=self.num_threads)
-            self.memory.budget_bytes -= self.backend.warm_up()
+            self.backend.warm_up()  # what libraries keep for this thread is no unit's
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
                 turn.run(self)

@@ -8,6 +8,7 @@ somebody else profiles cannot be measured, so it teaches nothing).
 """
 
 import contextlib
+import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -206,6 +207,8 @@ class Learner:
         lesson = self._lesson
         has_plan = lesson.plan is not None
         self._has_stopped = self._meter is not None
+        if isinstance(self._clock, _DeviceClock):
+            self._clock.finish()  # so that all waits of this cycle are known, and none is the next one's
         timeline, peak_bytes = self._measured()
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
@@ -467,9 +470,15 @@ class _DeviceClock:
             self._watch.restart()
         self._clock_s.append(time.time())
 
+    def finish(self) -> None:
+        """Blocks until the device has passed every mark; they may be on several streams."""
+        for event in self._events:
+            self._streams.synchronize(event)
+
     def times(self, stall_s: float) -> CycleTimes:
-        self._streams.synchronize(self._events[-1])
-        elapsed_s = [self._streams.elapsed_s(self._events[0], event) for event in self._events]
+        self.finish()
+        elapsed_s = [max(0.0, self._streams.elapsed_s(self._events[0], event)) for event in self._events]
+        elapsed_s = list(itertools.accumulate(elapsed_s, max))
         computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
         computed_s = [second * computing for second in elapsed_s]
         return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])

@@ -122,8 +122,7 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         bound_bytes = int(_SMALLER * problem.max_in_flight_bytes)
         while bound_bytes >= max(largest_bytes, _LEAST_IN_FLIGHT_BYTES) and _is_bound(problem, made):
             other = _plan(replace(problem, max_in_flight_bytes=bound_bytes))
-            if (other.peak_bytes, other.stall_s) < (made.peak_bytes, made.stall_s):
-                made = other
+            made = min(made, other, key=lambda one: (bool(one.declined), one.peak_bytes, one.stall_s))
             bound_bytes = int(_SMALLER * bound_bytes)
     return made
 

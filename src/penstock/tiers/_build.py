@@ -25,7 +25,7 @@ MAX_IN_FLIGHT_BYTES = 128 * 2**20
 IN_FLIGHT_S = 0.1
 """Of an accelerator's link, for which that many seconds' bytes may be on their way out, if they are more."""
 _STAGING_SHARE = 1 / 8
-"""Of host memory that the budget allows, or of half of all there is, that staging may take."""
+"""Of host memory that the budget allows, or of half of what is free, that staging may take."""
 
 
 @checked("waterfall_for('cpu', Budget(disk='/nvme'))")
@@ -140,7 +140,7 @@ def build(
             mover = MemoryMover(handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
         else:
             staging = HostTier(staging_bytes, pinned=pinned, budget=budget, node=node)
-            staging.prepare(staging_bytes)
+            staging.prepare(min(staging_bytes, SLAB_BYTES))
             mover = StreamMover(
                 one, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify, node=node
             )
@@ -156,7 +156,7 @@ def _in_flight_bytes(devices: Sequence[torch.device], budget: Budget, asked: int
     most_bytes = int(IN_FLIGHT_S * min(rates, default=0.0))
     if budget.disk_bytes or budget.tiers:
         host_bytes = budget.host_bytes
-        room_bytes = backend_of("cpu").memory_bytes()[1] // 2 if host_bytes is None else host_bytes
+        room_bytes = backend_of("cpu").memory_bytes()[0] // 2 if host_bytes is None else host_bytes
         most_bytes = min(most_bytes, int(_STAGING_SHARE * room_bytes) // (2 * len(devices)))
     return max(MAX_IN_FLIGHT_BYTES, most_bytes)
 

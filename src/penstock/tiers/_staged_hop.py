@@ -208,6 +208,7 @@ class StagedHop:
         if on_passed is not None:
             on_passed()
         self._handles.arrived(handle, box, error)
+        del error  # else its traceback keeps this frame, and the frame the handle and its room
         transit.is_queued.set()
 
     def _drop(self, room: StagedRoom) -> None:

@@ -125,8 +125,10 @@ class StreamHop:
 
     def let_oldest_leave(self) -> None:
         """The device waits for the oldest copy out, so that what is queued from now on may take its memory."""
-        oldest = self._leaving[0]
-        self.let_wait(oldest.transit.home, oldest.passed)  # alone: its memory goes to no other stream
+        oldest, current = self._leaving[0], self._streams.current()
+        self.let_wait(oldest.transit.home, oldest.passed)
+        if current != oldest.transit.home:  # which may have allocated it, and may get it back
+            self.let_wait(current, oldest.passed)
         self._handles.begun(oldest.handle)  # its room is in use until the copy has passed
         self._passing.append(oldest)
         self._finish_leaving()
@@ -148,6 +150,7 @@ class StreamHop:
 
     def poll(self) -> None:
         """Reports what has passed."""
+        self._sum_stalls()
         while self._passing and self._streams.is_done(self._passing[0].passed):
             copy = self._passing.popleft()
             self._note(self.way_out, "park", copy, self.out_rate)
@@ -167,9 +170,12 @@ class StreamHop:
 
     def stall_s(self) -> float:
         """Seconds that the device's streams waited for copies."""
+        self._sum_stalls()
+        return self._stall_s
+
+    def _sum_stalls(self) -> None:
         while self._stalls and self._streams.is_done(self._stalls[0][1]):
             self._stall_s += self._streams.elapsed_s(*self._stalls.popleft())
-        return self._stall_s
 
     def drain(self) -> None:
         """Blocks until all copies have passed, and reports them."""
