@@ -6,6 +6,7 @@ A modelled time is no measurement: it has no launches of kernels, no caches and 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,6 +173,14 @@ MACHINES: dict[str, Machine] = {
     )
 }
 """By name."""
+
+
+def counted_flops(function: Any, arguments: Any, keywords: Any, made: Any) -> float:  # any: an operator's own
+    """Floating-point operations of a call of one of PyTorch's operators; 0 where PyTorch does not count them."""
+    from torch.utils.flop_counter import flop_registry  # which imports Triton
+
+    packet = getattr(function, "overloadpacket", None)
+    return float(flop_registry[packet](*arguments, **keywords, out_val=made)) if packet in flop_registry else 0.0
 
 
 @checked("penstock.machines.machine_named('h200')")

@@ -240,10 +240,13 @@ def test_a_devices_marks_are_on_the_hosts_clock_for_days(monkeypatch):
 
 
 def test_a_threads_workspaces_are_taken_before_they_are_measured(notes, monkeypatch):
-    held = iter([1000, 1000 + 32 * 2**20])
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda _: next(held))
+    multiplied = []
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *given: multiplied.append(given[1].dtype) or addmm(*given))
     backend = Accelerator(DEVICE)
     backend.device = torch.device("cpu")
-    assert backend.warm_up() == 32 * 2**20
+    backend.warm_up()
+    assert multiplied == [torch.float32, torch.bfloat16, torch.float16]
     assert notes.calls == [("finish", "current")]
-    assert devices.backend_of("cpu").warm_up() == 0
+    devices.backend_of("cpu").warm_up()
+    assert len(multiplied) == 3

@@ -38,9 +38,7 @@ class Subject:
 
 def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds: int, steps: Steps) -> Answer:
     """Asks `penstock.advise`. Exit code 3 where every option is refused."""
-    steps.phase(f"calling {target}")
-    factory = function_of(target, "makes the model", "() returns (model, batch)")
-    subject = subject_of(target, called(target, factory))
+    subject = _subject_from(target, steps)
     steps.phase(f"measuring what fits {format_bytes(budget)}")
     said: list[str] = []
 
@@ -75,10 +73,14 @@ def on_machine(
     """What ``machine`` would do, by its data sheet."""
     from penstock.cli import _modelled
 
+    subject = _subject_from(target, steps)
+    return _modelled.answer(subject, budget, Budget(host=host, disk=disk), machine, steps)
+
+
+def _subject_from(target: str, steps: Steps) -> Subject:
     steps.phase(f"calling {target}")
     factory = function_of(target, "makes the model", "() returns (model, batch)")
-    subject = subject_of(target, called(target, factory))
-    return _modelled.answer(subject, budget, Budget(host=host, disk=disk), machine, steps)
+    return subject_of(target, called(target, factory))
 
 
 def subject_of(target: str, made: object) -> Subject:

@@ -43,9 +43,9 @@ def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine
     """Plans the step with the machine's times. Exit code 3 where nothing fits ``budget``, by default its memory."""
     budget = machine.memory_bytes if budget is None else budget
     steps.phase(f"capturing the step for {machine.title}")
-    loss, account = subject.loss or _called, Budget(host=tiers.host_bytes, disk=tiers.disk_bytes)
+    loss = subject.loss or _called
     problem = remat.optimize(
-        lambda batch: loss(subject.model, batch), [subject.batch], account, optimizer=subject.optimizer,
+        lambda batch: loss(subject.model, batch), [subject.batch], tiers, optimizer=subject.optimizer,
         machine=machine, fullgraph=True,
     ).plan.problem  # fmt: skip
     plain = remat.plan(problem, 2**62)
@@ -64,9 +64,7 @@ def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine
         "best": best.name if best is not None else None,
         "plain_peak_bytes": plain.peak_bytes,
         "plain_step_s": plain.step_s,
-        "options": [
-            {name: getattr(one, name) for name in (*ModelledOption.__slots__, "is_refused")} for one in options
-        ],
+        "options": [{name: getattr(one, name) for name in _FIELDS} for one in options],
     }
     return Answer(
         data=data,
@@ -102,7 +100,7 @@ def _offloaded(
         problem = offload.modelled_cycle(
             model, lambda: loss(model, batch).backward(), machine, to_disk=to_disk, is_staged=to_disk
         )
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except RuntimeError as error:
         reason = f"the step does not run on tensors without bytes: {str(error).splitlines()[0]}"
         return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=reason)
     keep_all_bytes = offload.plan(problem).keep_all_peak_bytes

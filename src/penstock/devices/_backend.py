@@ -179,9 +179,8 @@ class Backend(ABC):
     def use(self, *, num_threads: int) -> None:
         """Lets the calling thread compute on it; on a CPU, with that many threads to each operator."""
 
-    def warm_up(self) -> int:
-        """Lets its libraries take what they keep for the calling thread; returns these bytes of its memory."""
-        return 0
+    def warm_up(self) -> None:  # noqa: B027  # most have nothing to take
+        """Lets its libraries take what memory they keep for the calling thread."""
 
     @abstractmethod
     def random_state(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.arguments import checked
-from penstock.machines import Machine
+from penstock.machines import Machine, counted_flops
 from penstock.offload._problem import TINY_BYTES, OffloadProblem, in_flight_bytes
 from penstock.offload._recording import CycleTimes, Recording
 from penstock.offload._scope import ModuleScope
@@ -125,11 +125,7 @@ class _Clock(TorchDispatchMode):
 
 def operator_s(machine: Machine, function: Any, args: Any, kwargs: Any, made: Any) -> float:
     """Seconds of one operator of PyTorch's on ``machine``, from the sizes of what it is given and makes."""
-    from torch.utils.flop_counter import flop_registry  # which imports Triton
-
     tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
-    flops = 0.0
-    if function.overloadpacket in flop_registry:
-        flops = float(flop_registry[function.overloadpacket](*args, **kwargs, out_val=made))
+    flops = counted_flops(function, args, kwargs, made)
     floating = next((one.dtype for one in tensors if one.is_floating_point()), torch.float32)
     return machine.operator_s(flops=flops, size_bytes=sum(one.nbytes for one in tensors), dtype=floating)

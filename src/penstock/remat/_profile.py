@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import backend_of, is_accelerator, random_forked
 from penstock.errors import InternalError
-from penstock.machines import Machine
+from penstock.machines import Machine, counted_flops
 from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
@@ -191,13 +191,8 @@ def _work(call: fx.Node) -> float:
 
 def _flops(call: fx.Node) -> float:
     """Floating-point operations, 0 where PyTorch does not count them."""
-    from torch.utils.flop_counter import flop_registry  # which imports Triton
-
-    packet = getattr(call.target, "overloadpacket", None)
-    if packet not in flop_registry:
-        return 0.0
-    arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta["val"])
-    return float(flop_registry[packet](*arguments, **keywords, out_val=call.meta.get("val")))
+    arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta.get("val"))
+    return counted_flops(call.target, arguments, keywords, call.meta.get("val"))
 
 
 def _bytes_of(call: fx.Node) -> float:
