@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from loops import EVERYTHING, assert_same_parameters, everything_parked, gpt2, nothing_left, texts
-from torch import multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.integrations import LightningOffload, PenstockCallback, offloading
 from penstock.tiers import Budget
-
-NUM_RANKS = 2
+from ranks import NUM_RANKS, run_in_ranks
 
 
 def hugging_face(folder, disk):
@@ -103,13 +101,10 @@ def lightning(folder, disk):
 def _rank(rank, train, folder):
     for logger in ("transformers", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
     }  # fmt: skip
-    store = torch.distributed.FileStore(f"{folder}/store", NUM_RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     disk = Path(tempfile.mkdtemp(dir=folder))
     with nothing_left(gpt2(), disk):
         plain, model, summary, num_cycles = train(folder, disk)
@@ -120,11 +115,9 @@ def _rank(rank, train, folder):
     both = [torch.empty_like(digest) for _ in range(NUM_RANKS)]
     torch.distributed.all_gather(both, digest)
     assert torch.equal(*both)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("train", [hugging_face, accelerate, lightning])
 def test_two_ranks_train_as_without_it(tmp_path, train):
     pytest.importorskip({"hugging_face": "transformers"}.get(train.__name__, train.__name__))
-    multiprocessing.start_processes(_rank, (train, tmp_path), nprocs=NUM_RANKS, start_method="forkserver")
+    run_in_ranks(_rank, train, tmp_path, directory=tmp_path)

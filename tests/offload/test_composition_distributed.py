@@ -2,8 +2,6 @@
 
 import contextlib
 import datetime as dt
-import pickle
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,7 +17,7 @@ from _helpers import (
     plain,
     settle,
 )
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,28 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import offload
 from penstock.tiers import Waterfall
-
-NUM_PROCESSES = 2
-
-
-def run_in_processes(function, directory):
-    """Calls ``function(rank, disk)`` in two processes of one gloo group."""
-    multiprocessing.start_processes(
-        _child, (pickle.dumps(function), str(directory)), nprocs=NUM_PROCESSES, start_method="forkserver"
-    )
-
-
-def _child(rank, function, directory):
-    torch.set_num_threads(1)
-    disk = Path(directory) / f"disk {rank}"
-    disk.mkdir()
-    store = distributed.FileStore(f"{directory}/store", NUM_PROCESSES)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=NUM_PROCESSES)
-    try:
-        pickle.loads(function)(rank, disk)
-        distributed.barrier()
-    finally:
-        distributed.destroy_process_group()
+from ranks import NUM_RANKS, run_in_ranks
 
 
 def step_on_own_batch(rank):
@@ -145,8 +122,8 @@ def fully_sharded(rank, disk):
                     model = Mlp(call=call)
                     options = {"mp_policy": policy, "reshard_after_forward": reshard}
                     for block in model.blocks:
-                        fully_shard(block, mesh=init_device_mesh("cpu", (NUM_PROCESSES,)), **options)
-                    return fully_shard(model, mesh=init_device_mesh("cpu", (NUM_PROCESSES,)), **options)
+                        fully_shard(block, mesh=init_device_mesh("cpu", (NUM_RANKS,)), **options)
+                    return fully_shard(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)), **options)
 
                 seen = []
                 keep = lambda tensor, seen=seen: not seen.append(tensor)  # noqa: E731
@@ -169,7 +146,7 @@ def fully_sharded_after_the_offloader_was_made(rank, disk):
             for index in range(5):
                 if index == 2:
                     for block in model.blocks:
-                        fully_shard(block, mesh=init_device_mesh("cpu", (NUM_PROCESSES,)))
+                        fully_shard(block, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
                 model.zero_grad()
                 with offloader or contextlib.nullcontext():
                     runs[-1].append(step_on_own_batch(rank)(model, index, pause))
@@ -202,13 +179,13 @@ class Normed(Mlp):
 def tensor_parallel(rank, disk):
     def build():
         model = Mlp()
-        mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
         for block in model.blocks:
             parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         return model
 
     run = assert_trains_equal(build, step_on_own_batch(0), disk)
-    hidden_bytes = 3 * 96 * 64 // NUM_PROCESSES * 4  # of each block: what GELU saves, and what the next layer saves
+    hidden_bytes = 3 * 96 * 64 // NUM_RANKS * 4  # of each block: what GELU saves, and what the next layer saves
     assert run.statistics[-1].saved_bytes > 2 * hidden_bytes
 
 
@@ -217,7 +194,7 @@ def tensor_parallel_with_distributed_activations(rank, disk):
 
     def build():
         model = Normed()
-        mesh = init_device_mesh("cpu", (NUM_PROCESSES,))
+        mesh = init_device_mesh("cpu", (NUM_RANKS,))
         for block in model.blocks:
             plan = {
                 "0": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
@@ -247,7 +224,7 @@ def tensor_parallel_with_distributed_activations(rank, disk):
         return loss.detach()
 
     assert_trains_equal(build, step, disk, policy=lambda tensor: not seen.append(tensor))
-    assert (4, 24 // NUM_PROCESSES, 32) in {tensor.shape for tensor in seen}  # the local parts
+    assert (4, 24 // NUM_RANKS, 32) in {tensor.shape for tensor in seen}  # the local parts
 
 
 def unfinished_collective(rank, disk):
@@ -255,7 +232,7 @@ def unfinished_collective(rank, disk):
 
     The second process joins the collective only when the first has parked its result, or waits for it.
     """
-    store = distributed.FileStore(str(disk.parent / "order"), NUM_PROCESSES)
+    store = distributed.FileStore(str(disk.parent / "order"), NUM_RANKS)
     park = Waterfall.park
 
     def park_and_tell(waterfall, storage, label=""):
@@ -305,7 +282,7 @@ def pipelined(schedule_type, rank, disk):
 
     def build():
         stage = Stage(rank)
-        pipeline_stage = pipelining.PipelineStage(stage, rank, NUM_PROCESSES, torch.device("cpu"))
+        pipeline_stage = pipelining.PipelineStage(stage, rank, NUM_RANKS, torch.device("cpu"))
         schedules.append(schedule_type(pipeline_stage, n_microbatches=4, loss_fn=nn.functional.mse_loss))
         return stage
 
@@ -333,6 +310,12 @@ def forwards_then_backwards(rank, disk):
     pipelined(pipelining.ScheduleGPipe, rank, disk)
 
 
+def _with_own_disk(rank, function, directory):
+    disk = directory / f"disk {rank}"
+    disk.mkdir()
+    function(rank, disk)
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -350,4 +333,4 @@ def forwards_then_backwards(rank, disk):
     ids=lambda function: function.__name__,
 )
 def test_two_processes(tmp_path, function):
-    run_in_processes(function, tmp_path)
+    run_in_ranks(_with_own_disk, function, tmp_path, directory=tmp_path)

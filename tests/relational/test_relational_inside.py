@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import penstock
 from penstock.relational import HGTConv, RelationalGraph, RGATConv, RGCNConv
+from ranks import run_in_ranks
 
 
 class Model(nn.Module):
@@ -142,18 +143,15 @@ def test_blocks_from_workers(graph):
 
 
 def train_in_a_group(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     torch.manual_seed(0)
     parallel = nn.parallel.DistributedDataParallel(Model(), find_unused_parameters=True)
     graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
     parallel(torch.ones(60, 8), graph).square().mean().backward()
-    torch.save([one.grad for one in parallel.module.parameters() if one.grad is not None], f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    torch.save([one.grad for one in parallel.module.parameters() if one.grad is not None], folder / f"{rank}.pt")
 
 
 def test_ddp_gives_the_mean_of_its_ranks(tmp_path, model):
-    torch.multiprocessing.start_processes(train_in_a_group, (str(tmp_path),), nprocs=2, start_method="forkserver")
+    run_in_ranks(train_in_a_group, tmp_path, directory=tmp_path)
     each = []
     for rank in range(2):
         graph = random_graph(60, 300, 4, torch.Generator().manual_seed(rank))
