@@ -35,7 +35,7 @@ class Notes:
             monkeypatch.setattr(torch.accelerator, name, answer)
         monkeypatch.setattr(_of, "_is_here", lambda _: True)
         monkeypatch.setattr(torch, "Stream", lambda device: Stream(self, f"new on {device}"))
-        monkeypatch.setattr(torch, "Event", lambda device, enable_timing: Event(self, device, enable_timing))
+        monkeypatch.setattr(torch, "Event", lambda device, **given: Event(self, device, **given))
 
 
 class Stream:
@@ -56,8 +56,8 @@ class Stream:
 
 
 class Event:
-    def __init__(self, notes, device, enable_timing):
-        assert device == DEVICE and enable_timing
+    def __init__(self, notes, device, enable_timing, blocking):
+        assert device == DEVICE and enable_timing and blocking  # waiting threads sleep
         self.notes, self.number = notes, sum(call[0] == "record" for call in notes.calls)
 
     def record(self, stream):

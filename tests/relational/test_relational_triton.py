@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from penstock.relational._tune import Choices, schedules
+
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
 
 
-def run(what, *, interpret):
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE)}
+def run(what, *, interpret, **variables):
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE), **variables}
     outcome = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "triton_process.py"), what],
         env=environment, capture_output=True, text=True, check=False,
@@ -43,3 +45,28 @@ def test_all_kernels_compile_for_sm_90():
 
 def test_repeated_calls_are_equal_to_the_bit_and_schedules_nearly_so():
     assert run("repeated", interpret=True).count("equal") == 4
+
+
+def test_few_schedules_are_compiled_and_a_second_process_times_none(tmp_path):
+    """Three of each kernel; when layers are made anew, the choice is read from the cache."""
+    caches = {name: str(tmp_path / name) for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME")}
+    rgcn, rgat = "tuned 3 kernels 9 variants", "tuned 11 kernels 27 variants"
+    first, second = (run("tuned", interpret=False, **caches).splitlines() for _ in range(2))
+    assert first == [f"{rgcn} 9 timed", f"{rgat} 27 timed", f"{rgcn} 0 timed", f"{rgat} 0 timed"]
+    assert all(one.endswith(" 0 timed") for one in second)
+
+
+def test_a_damaged_file_of_choices_counts_as_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tried = schedules(16, 20)
+    Choices("layer", "NVIDIA H200").keep("step1", (4, 2), tried[1])
+    (file,) = tmp_path.rglob("*.json")
+    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried) == tried[1]
+    assert Choices("layer", "NVIDIA A100").find("step1", (4, 2), tried) is None
+    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried[:1]) is None  # one that is no longer tried
+    for text in ("", "[1, 2]", '{"step1 4x2": 3}', '{"step1 4x2": {"rows": 3}}', "\0"):
+        file.write_text(text)
+        choices = Choices("layer", "NVIDIA H200")
+        assert choices.find("step1", (4, 2), tried) is None
+    choices.keep("step1", (4, 2), tried[2])
+    assert Choices("layer", "NVIDIA H200").find("step1", (4, 2), tried) == tried[2]

@@ -1,6 +1,7 @@
 """What test_relational_triton.py runs in a process of its own: Triton decides at import whether it interprets."""
 
 import contextlib
+import functools
 import itertools
 import sys
 from unittest import mock
@@ -10,7 +11,7 @@ from relational_layers import heads, many_functions, plain, random_graph, rgat, 
 
 from penstock import relational
 from penstock.relational import _run, _triton
-from penstock.relational._triton import Schedule
+from penstock.relational._tune import Choices, Schedule
 
 LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_functions}
 # Every pair of values of every two passes occurs.
@@ -156,6 +157,44 @@ def compile_all():
             with scheduled(schedule):
                 found = one(graph, **tensors(name, graph, 5, torch.float32, generator))
                 (found[0] if isinstance(found, tuple) else found).sum().backward()
+
+
+def tuned():
+    """How many variants a layer compiles for its traversals, and how many runs are timed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+    triton.runtime.driver.set_active(Driver())
+    timed, functions = [], set()
+
+    def seconds(run):
+        timed.append(run)
+        return (5, 3, 4)[len(timed) % 3]
+
+    def launch(kernel, grid, arguments, constants, *, warps):
+        functions.add(kernel)
+
+    calls = {name: call for name, call in shipped() if name in ("RGCNConv", "RGATConv")}
+    for _, call in itertools.product(range(2), calls.values()):
+        timed.clear()
+        functions.clear()
+        with (
+            mock.patch.object(_triton, "launch", launch), mock.patch.object(_triton, "_seconds", seconds),
+            mock.patch.object(_triton, "_is_timed", return_value=True), only("triton"),
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+            mock.patch.object(
+                _triton.CompiledTriton, "choices",
+                functools.cache(lambda self, device: Choices(self.module.__name__, "NVIDIA H200")),
+            ),
+        ):  # fmt: skip
+            call(torch.float32)
+        generated = [one for one in functions if one.__module__.startswith("relational_layer_")]
+        num_variants = sum(len(one.device_caches[0][0]) for one in generated)
+        print("tuned", len(generated), "kernels", num_variants, "variants", len(timed), "timed", flush=True)
 
 
 def shipped():

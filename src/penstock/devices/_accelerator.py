@@ -25,7 +25,7 @@ class AcceleratorStreams(Streams):
         return torch.Stream(self._device)
 
     def record(self, stream: Stream, *, is_timed: bool = True) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=is_timed)
+        event = torch.Event(self._device, enable_timing=is_timed, blocking=True)  # who waits for it leaves his core
         event.record(stream)
         return event
 

@@ -7,12 +7,13 @@ Python, and the user is told once.
 
 - `load`: a library by the name of its source.
 - `compile_source`, `can_compile`: the same for source text that is made at run time, and whether it is possible.
-- `keep_source`: source text as a file in the same cache.
+- `keep_source`: text as a file in the same cache, `cache_folder`.
 - `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
 - `find_compiler`, `describe_compiler`, `has_libraries`: what there is on this machine.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
 
+from penstock.native._build import cache_folder as cache_folder
 from penstock.native._build import can_compile as can_compile
 from penstock.native._build import compile_source as compile_source
 from penstock.native._build import describe_compiler as describe_compiler

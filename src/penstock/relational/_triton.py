@@ -1,7 +1,8 @@
 """Runs lowered programs by Triton: generated kernels for traversals, `_triton_kernels` for products.
 
-On CUDA the schedule of every kernel is measured when it first meets a graph of a new shape, so results are equal to the
-bit within a process. Under ``torch.use_deterministic_algorithms`` nothing is measured, and they are between processes.
+On CUDA a few schedules of every kernel are timed when it first meets a graph of a new shape, and the fastest is kept in
+the cache folder, so that results are equal to the bit from then on. Nothing is timed under
+``torch.use_deterministic_algorithms``, and they are equal on all machines of the kind.
 Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on tensors of the CPU, very slowly.
 """
 
@@ -26,6 +27,7 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
 from penstock.relational._lower import Kernel, lower
 from penstock.relational._steps import Compiled, Run
+from penstock.relational._tune import Choices, Schedule, compile_side_by_side, schedules
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 """What it computes in, by Triton's names."""
@@ -35,20 +37,6 @@ _SPLIT_ROWS = 1024
 """Of one sum of outer products."""
 _NARROW = 16
 """Rows of fewer numbers (scores, their sums and maxima) are kept in float32 in layers of half precision."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How a traversal's rows are shared out."""
-
-    rows: int
-    """Of an instance at a time."""
-    lanes: bool
-    """Whether these are one row each of as many groups, not many rows of one."""
-    split: int
-    """Rows of a group at most that one instance goes through; longer ones are split, and their parts added in order."""
-    warps: int
-    """Of an instance."""
 
 
 class CompiledTriton(Compiled):
@@ -63,8 +51,10 @@ class CompiledTriton(Compiled):
         self.source, self.kernels = emit(self.lowered, DTYPES[dtype])
         self.find_last_uses()
         self.module = _module(self.source)
-        self.schedules: dict[tuple[str, tuple[int, ...]], Schedule] = {}
-        """As measured, by kernel and shape of graph."""
+
+    def choices(self, device: torch.device) -> Choices:
+        """The schedules that were the fastest on devices of this kind."""
+        return _choices(self.module.__name__, f"{torch.cuda.get_device_name(device)} {_triton_version()}")
 
     @staticmethod
     def is_available(device: torch.device, dtype: torch.dtype) -> bool:
@@ -112,44 +102,63 @@ class _Run(Run):
             rows = _rows_of(kernel.tile)
             launch(function, (_ceil(count, rows),), [count, self.seed, *arguments], {"ROWS": rows}, warps=4)
             return
-        run = functools.partial(self._go_through, kernel, function, arguments)
-        run(self._schedule(kernel, run))
+        self._go_through(kernel, function, arguments, self._schedule(kernel, function, arguments))
 
     def _go_through(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], chosen: Schedule) -> None:
+        launched = self._launched(kernel, arguments, chosen)
+        launch(function, launched.grid, launched.arguments, launched.constants, warps=chosen.warps)
+        for at, part in launched.parts.items():
+            one = self.program[at]
+            assert isinstance(one, Reduce)
+            self._add_parts(launched.split, part, self.value(at), math.prod(one.shape), is_max=one.kind == "max")
+
+    def _launched(self, kernel: TritonKernel, arguments: Sequence[Any], chosen: Schedule) -> "_Launch":
         graph, step = self.graph, kernel.traversal
         assert step.by is not None
         tasks = tasks_of(graph, step.over, step.by, chosen.split)
         positions, _ = graph.order(step.over, step.by)
-        sums = [at for at in step.roots if isinstance(self.program[at], Reduce)]
-        parts = [torch.empty(tasks.num_parts, math.prod(self.program[at].shape), device=graph.device) for at in sums]
+        parts = {
+            at: torch.empty(tasks.num_parts, math.prod(self.program[at].shape), device=graph.device)
+            for at in step.roots
+            if isinstance(self.program[at], Reduce)
+        }
         grid = (_ceil(len(tasks.groups), chosen.rows) if chosen.lanes else len(tasks.groups),)
         given = [
             tasks.groups, tasks.begins, tasks.ends, tasks.part_numbers, _or_any(positions, tasks.groups),
-            len(tasks.groups), self.seed, *arguments, *parts,
+            len(tasks.groups), self.seed, *arguments, *parts.values(),
         ]  # fmt: skip
         flags = {"HAS_POSITIONS": positions is not None, "LANES": chosen.lanes, "ROWS": chosen.rows}
-        launch(function, grid, given, flags, warps=chosen.warps)
-        for at, part in zip(sums, parts, strict=True):
-            one = self.program[at]
-            assert isinstance(one, Reduce)
-            self._add_parts(tasks.split, part, self.value(at), math.prod(one.shape), is_max=one.kind == "max")
+        return _Launch(grid, given, flags, parts, tasks.split)
 
-    def _schedule(self, kernel: TritonKernel, run: Callable[[Schedule], None]) -> Schedule:
+    def _schedule(self, kernel: TritonKernel, function: Any, arguments: Sequence[Any]) -> Schedule:
         graph, step = self.graph, kernel.traversal
         assert step.by is not None
         mean = graph.count(step.over) / max(1, graph.count(step.by))
-        every = schedules(kernel.tile, mean)
-        if torch.are_deterministic_algorithms_enabled() or graph.device.type != "cuda":
-            return every[0]
+        tried = schedules(_rows_of(kernel.tile), mean)
+        if torch.are_deterministic_algorithms_enabled() or not _is_timed(graph.device):
+            return tried[0]
         shape = tuple(graph.count(domain).bit_length() for domain in (step.over, step.by))
-        found = self.compiled.schedules.get((kernel.name, shape))
-        if found is not None:
-            return found
+        choices = self.compiled.choices(graph.device)
+        chosen = choices.find(kernel.name, shape, tried)
+        if chosen is not None:
+            return chosen
         if torch.cuda.is_current_stream_capturing():
-            return every[0]  # measured when it is next called
-        found = min(every, key=lambda one: _seconds(functools.partial(run, one)))
-        self.compiled.schedules[kernel.name, shape] = found
-        return found
+            return tried[0]  # measured when it is next called
+        self._compile(kernel, function, arguments, tried)
+        chosen = min(tried, key=lambda one: _seconds(lambda: self._go_through(kernel, function, arguments, one)))
+        choices.keep(kernel.name, shape, chosen)
+        return chosen
+
+    def _compile(
+        self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], tried: Sequence[Schedule]
+    ) -> None:
+        """All side by side."""
+
+        def compiler(one: Schedule) -> Callable[[], object]:
+            made = self._launched(kernel, arguments, one)
+            return lambda: function.warmup(*made.arguments, grid=made.grid, **made.constants, num_warps=one.warps)
+
+        compile_side_by_side([compiler(one) for one in tried])
 
     def multiply(self, place: int) -> None:
         one = self.program[place]
@@ -242,6 +251,19 @@ class _Run(Run):
 
 
 @dataclass(frozen=True, slots=True)
+class _Launch:
+    """A traversal's kernel with all that it is given."""
+
+    grid: tuple[int, ...]
+    arguments: list[Any]
+    constants: dict[str, Any]
+    parts: dict[int, torch.Tensor]
+    """Of each sum, ``[num_parts, numbers of a row]``."""
+    split: "Split"
+    """How they come together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """Results that several parts make, ``int32`` each."""
 
@@ -330,24 +352,16 @@ def _int32(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
     return [one.to(device, torch.int32).contiguous() for one in tensors]
 
 
-def schedules(tile: int, mean_rows: float) -> list[Schedule]:
-    """What a traversal may try, the likeliest first; ``tile``: numbers of a row, ``mean_rows``: of a group."""
-    rows = _rows_of(tile)
-    by_group = [Schedule(min(rows, count), lanes=False, split=1024, warps=warps) for count, warps in _BY_GROUP]
-    by_lane = [Schedule(min(rows, count), lanes=True, split=128, warps=warps) for count, warps in _BY_LANE]
-    found = [*by_group, *by_lane] if mean_rows >= 8 else [*by_lane, *by_group]
-    return list(dict.fromkeys(found))
-
-
-_BY_GROUP = ((16, 2), (8, 1), (32, 4), (64, 8))
-_BY_LANE = ((8, 2), (4, 1), (16, 4), (32, 4))
-
-
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], *, warps: int
 ) -> None:
     """Starts a kernel on the current device, or under the interpreter."""
     kernel[grid](*arguments, **constants, num_warps=warps)
+
+
+def _is_timed(device: torch.device) -> bool:
+    """Whether it is the device, not the interpreter."""
+    return device.type == "cuda"
 
 
 def _seconds(run: Callable[[], None]) -> float:
@@ -375,6 +389,18 @@ def _module(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@functools.lru_cache(maxsize=1024)
+def _choices(source: str, device: str) -> Choices:
+    return Choices(source, device)
+
+
+def _triton_version() -> str:
+    """Another version compiles other kernels."""
+    import triton
+
+    return str(triton.__version__)
 
 
 @functools.cache
