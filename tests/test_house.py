@@ -132,7 +132,6 @@ NAMES_CUDA = {
     "unified/_draw.py": "kernels",
     "unified/_functions.py": "names of attributes and methods of tensors",
     "unified/_gather.py": "kernels",
-    "unified/_loader.py": "kernels",
     "unified/_memory.py": "memory that kernels read in place",
     "unified/_tensor.py": "kernels",
     "unified/_tiered.py": "kernels",

@@ -436,7 +436,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
 
 def test_split_sorts_by_tier(either):
     places = torch.tensor([-1, 0, 2, -1, 1], dtype=torch.int32)
-    slots, positions, counts = _tiered.split(places, 1, torch.tensor([0, 1, 2, -1, -2, 1]))
+    (slots, positions), counts = _tiered.split(places, 1, torch.tensor([0, 1, 2, -1, -2, 1]))
     assert counts == [2, 2, 2]
     assert slots.tolist() == [0, 0, 1, 0, 0, 3]
     assert positions.tolist() == [1, 5, 2, 3, 0, 4]

@@ -39,8 +39,10 @@ class Drawer:
     def __init__(self, graph: Graph, device: torch.device):
         self.graph, self.device = graph, device
         self._on_link: tuple[UnifiedTensor, UnifiedTensor] | None = None
+        self._positions: torch.Tensor | None = graph.positions
         if device.type == "cuda":
             self._on_link = wrap(graph.starts), wrap(graph.sources)
+            self._positions = None if graph.positions is None else wrap(graph.positions)
 
     def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
         """Up to ``fanout`` (-1: all) of the edges that enter each node."""
@@ -61,8 +63,7 @@ class Drawer:
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
         """Which edges of the graph as it was given."""
-        positions = self.graph.positions
-        return edges if positions is None else positions[edges.to(positions.device)].to(self.device)
+        return edges if self._positions is None else self._positions[edges]
 
 
 def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from penstock.arguments import checked
+from penstock.devices import StreamEvent, backend_of, is_accelerator
 from penstock.unified._counts import Counts
 from penstock.unified._sampler import NeighborSampler, Sample
 from penstock.unified._seeds import as_seeds
@@ -124,27 +125,26 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, self.epoch = self.epoch, self.epoch + 1
         start_s = time.perf_counter()
-        gate, side = _Gate(self._in_flight()), _side_stream(self.sampler.device, self._tables())
+        gate, beside = _Gate(self._in_flight()), _Beside(self.sampler.device, self._tables())
 
         row_bytes = sum(one.row_bytes for one in self._tables() if isinstance(one, TieredFeatures))
 
         def sample(numbered: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, Sample]:
-            with _on(side):
+            with beside():
                 return self._sample(epoch, *numbered)
 
         def read(sampled: tuple[torch.Tensor, Sample]) -> tuple[Batch, Any, int]:
             held = len(sampled[1].nodes) * row_bytes
             gate.take(held)
-            with _on(side):
-                return self._read(sampled), None if side is None else side.record_event(), held
+            with beside():
+                return self._read(sampled), beside.mark(), held
 
         made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts, gate.open)
         with contextlib.closing(made):
             try:
                 for batch, mark, held in made:
                     gate.give(held)  # the user's from here on
-                    if mark is not None:
-                        _hand_over(batch, mark)
+                    beside.hand_over(batch, mark)
                     self._counts.add(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
             finally:
@@ -199,30 +199,37 @@ def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
     return features[nodes]
 
 
-def _side_stream(sampler: torch.device, tables: list[Features]) -> Any:
-    """A stream for what runs in advance on a device; ``None`` where nothing does."""
-    devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
-    device = next((one for one in devices if one.type == "cuda"), None)
-    if device is None:
-        return None
-    side = torch.cuda.Stream(device)
-    side.wait_stream(torch.cuda.current_stream(device))  # labels and features may just have been made there
-    return side
+class _Beside:
+    """A stream of the accelerator that samples or reads, for what it does in advance; without one it does nothing."""
 
+    def __init__(self, sampler: torch.device, tables: list[Features]):
+        devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
+        device = next((one for one in devices if is_accelerator(one)), None)
+        self._streams = None if device is None else backend_of(device).streams
+        if self._streams is not None:
+            self._stream = self._streams.create()
+            now = self._streams.record(self._streams.current(), is_timed=False)
+            self._streams.wait(self._stream, now)  # labels and features may just have been made there
 
-def _on(side: Any) -> Any:
-    return contextlib.nullcontext() if side is None else torch.cuda.stream(side)
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        """Within, the stream is the current one."""
+        return contextlib.nullcontext() if self._streams is None else self._stream
 
+    def mark(self) -> StreamEvent | None:
+        """What was asked of it so far."""
+        return None if self._streams is None else self._streams.record(self._stream, is_timed=False)
 
-def _hand_over(batch: Batch, mark: Any) -> None:
-    """The step's stream waits for what was made on another, whose memory is not taken back before the step is done."""
-    rows = batch.x.values() if isinstance(batch.x, Mapping) else [batch.x]
-    sample = batch.sample
-    for one in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
-        if one is not None and one.device.type == "cuda":
-            stream = torch.cuda.current_stream(one.device)
-            stream.wait_event(mark)
-            one.record_stream(stream)  # the user's from here on: when it is let go, nobody tells us
+    def hand_over(self, batch: Batch, mark: StreamEvent | None) -> None:
+        """The step's stream waits for a batch, whose memory is not taken back before the step is done with it."""
+        if self._streams is None or mark is None:
+            return
+        rows = batch.x.values() if isinstance(batch.x, Mapping) else [batch.x]
+        sample, stream = batch.sample, self._streams.current()
+        self._streams.wait(stream, mark)
+        for one in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
+            if one is not None and is_accelerator(one.device):
+                # the user's from here on: when it is let go, nobody tells us
+                self._streams.share(one.untyped_storage(), stream)
 
 
 @checked("penstock.unified.in_advance(batches, ahead=2)", ahead=0)

@@ -88,9 +88,9 @@ class RowType:
             kind=_KINDS[self.stored] if self.is_converted else 0,
         )  # fmt: skip
 
-    def empty(self, *leading: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Room for rows."""
-        return torch.empty((*leading, *self.shape), dtype=self.dtype, device=device)
+    def empty(self, *leading: int, device: torch.device | str = "cpu", is_pinned: bool = False) -> torch.Tensor:
+        """Room for rows; in main memory it may be pinned, from where a device takes them by itself."""
+        return torch.empty((*leading, *self.shape), dtype=self.dtype, device=device, pin_memory=is_pinned)
 
     def convert(self, rows: torch.Tensor) -> torch.Tensor:
         """Stored rows ``[.., *shape]`` as they are read, by PyTorch."""

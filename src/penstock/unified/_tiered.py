@@ -390,7 +390,7 @@ class TieredFeatures(torch.Tensor):
             gather(self._host, flat, self.kind, out)
             self._counts.add(host_rows=len(flat))
             return out
-        slots, positions, counts = split(self._places, 0, flat)
+        (slots, positions), counts = split(self._places, 0, flat)
         num_host = counts[1]
         self._read_cold(slots[num_host:], out, positions[num_host:])
         gather(self._host, slots[:num_host], self.kind, out, positions[:num_host])
@@ -403,18 +403,19 @@ class TieredFeatures(torch.Tensor):
             self._counts.add(host_rows=index.numel())
             return gather_rows(self._host, index, self.device, self._memory, self.kind)
         flat = as_index(index)
-        slots, positions, counts = split(self._places, len(self.plan.device_rows), flat)
+        places, counts = split(self._places, len(self.plan.device_rows), flat, is_pinned=True)
         ends = counts[0], counts[0] + counts[1]
-        cold = self.kind.empty(counts[2]).pin_memory()
-        self._read_cold(slots[ends[1] :], cold, None)
+        cold = self.kind.empty(counts[2], is_pinned=True)
+        self._read_cold(places[0, ends[1] :], cold, None)
         out = self.kind.empty(*index.shape, device=self.device)
-        slots, positions = slots.to(self.device), positions.to(self.device)
+        slots, positions = places.to(self.device, non_blocking=True)
         rows = out.view(-1, *self.kind.shape)
         self._by_device(self._table, slots[: ends[0]], positions[: ends[0]], rows)
         self._memory.order.before_device(self.device, writes=False)
         self._by_device(self._host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
         self._memory.order.after_device(self.device, writes=False)
-        rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)
+        if counts[2]:
+            rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)
         self._counts.add(device_rows=counts[0], host_rows=counts[1])
         return out
 
@@ -507,31 +508,36 @@ def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
     return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TieredFeatures))
 
 
-def split(places: torch.Tensor, num_device: int, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Rows by tier: slots, and positions in the index, of the device's, the host's and the disk's, and how many each.
+def split(
+    places: torch.Tensor, num_device: int, index: torch.Tensor, *, is_pinned: bool = False
+) -> tuple[torch.Tensor, list[int]]:
+    """Rows by tier, the device's first, then the host's and the disk's: slots and positions in the index, and how many
+    each.
 
-    Raises ``IndexError`` for rows that are not there.
+    The former are ``int64 [2, rows]``, in memory that a device copies from by itself where it ``is_pinned``. Raises
+    ``IndexError`` for rows that are not there.
     """
+    made = torch.empty(2, len(index), dtype=torch.int64, device="cpu", pin_memory=is_pinned)
     compiled = library()
     if compiled is None:
         rows = check_range(index, len(places))
         found = places[rows]
         tier = torch.where(found < 0, 2, (found >= num_device).long())
         order = tier.argsort(stable=True)
-        slots = torch.where(found < 0, rows, found - torch.where(tier == 1, num_device, 0))
-        return slots[order], order, torch.bincount(tier, minlength=3).tolist()
-    slots, positions = torch.empty_like(index), torch.empty_like(index)
+        made[0] = torch.where(found < 0, rows, found - torch.where(tier == 1, num_device, 0))[order]
+        made[1] = order
+        return made, torch.bincount(tier, minlength=3).tolist()
     found, counts = (
         torch.empty(len(index), dtype=torch.int32, device="cpu"),
         torch.empty(3, dtype=torch.int64, device="cpu"),
     )
     bad = compiled.penstock_split(
-        address(places), len(places), num_device, address(index), len(index), address(slots),
-        address(positions), address(counts), address(found),
+        address(places), len(places), num_device, address(index), len(index), address(made[0]), address(made[1]),
+        address(counts), address(found),
     )  # fmt: skip
     if bad >= 0:
         raise out_of_range(int(index[bad]), bad, len(places))
-    return slots, positions, counts.tolist()
+    return made, counts.tolist()
 
 
 def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:
