@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from penstock import fleet
+from penstock.fleet import _random
 from penstock.testing import GPT
 
 KIB = 2**10
@@ -92,3 +93,23 @@ def test_dropout_draws_what_plain_training_draws(device):
     results = fleet.run([one], [f"{device}:0"], "256KiB", host_budget="16MiB", progress=None)
     assert results["noisy"].error is None
     assert equal(results["noisy"].losses, expected, device)
+
+
+def test_attention_without_dropout_costs_nothing_for_each_operator(prompt_device, monkeypatch):
+    """PyTorch tags it as drawing. Only a pilot looks at every operator."""
+    looked_at = []
+
+    def counting(self, func, types, args=(), kwargs=None):
+        looked_at.append(func)
+        return dispatch(self, func, types, args, kwargs)
+
+    dispatch = _random._Swapping.__torch_dispatch__
+    monkeypatch.setattr(_random._Swapping, "__torch_dispatch__", counting)
+    counts = []
+    for steps in (1, 4):
+        looked_at.clear()
+        one = job("attends", steps=steps, clip_norm=0.5)
+        results = fleet.run([one], [f"{prompt_device}:0"], "1536KiB", host_budget="64MiB", progress=None)
+        assert equal(results["attends"].losses, train_plainly(one, prompt_device), prompt_device)
+        counts.append(len(looked_at))
+    assert counts[0] == counts[1] > 0

@@ -309,7 +309,7 @@ class JobTurn:
             leaves,
             structure,
             run.saves,
-            is_random=[one.is_random for one in measures],
+            draws=[one.draws for one in measures],
         )
         start_s = worker.busy.compute_s
         expected: Expected = _Measured(mini, measures, run.saves)

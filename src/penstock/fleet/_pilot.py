@@ -22,6 +22,7 @@ from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._meter import Meter
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import BATCH, Program
+from penstock.fleet._random import Draws
 from penstock.fleet._training import Packed, Training
 from penstock.fleet._tree import unchanged
 from penstock.fleet._units import Behaviour, MiniBatch
@@ -77,8 +78,8 @@ class ShardMeasure:
     """Items that backward works on, if it runs forward again."""
     parameter_bytes: int = 0
     """Parameters and buffers."""
-    is_random: bool = True
-    """Whether forward draws random numbers."""
+    draws: Draws = Draws.ON_HOST
+    """What forward may draw."""
 
     def cost(self, saves: bool) -> ShardCost:
         """As schedulers and simulations take it."""
@@ -214,7 +215,8 @@ class _Pilot:
         )
         try:
             for index, task in enumerate(mini.tasks):
-                draws = self._training.randomness.num_draws
+                randomness = self._training.randomness
+                before_draws = randomness.num_draws, randomness.num_host_draws
                 needs_bytes = self._bring_in(mini, index)
                 taken_s, peak_bytes = _measured(self._memory.device, lambda at=index: mini.run(at))  # type: ignore[misc]
                 before = self._found[task.shard]
@@ -229,7 +231,7 @@ class _Pilot:
                     found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
                     found = replace(found, handed_bytes=max(found.handed_bytes, mini.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
-                    found = replace(found, is_random=self._training.randomness.num_draws > draws)
+                    found = replace(found, draws=randomness.draws_since(*before_draws))
                 self._found[task.shard] = found
         finally:
             mini.abandon()

@@ -11,7 +11,8 @@ A job draws from one stream, as a training script of its own would: model, data 
 import base64
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ class Randomness:
         """State on an accelerator; ``None`` before the first unit there."""
         self.python: Any = random.Random(seed).getstate()  # noqa: S311  # any: what `random` says; not a secret
         self.numpy: Any = np.random.RandomState(seed % 2**32).get_state()  # any: what numpy says
-        self.num_draws = 0
-        """Operators that drew in units."""
+        self.num_draws = self.num_host_draws = 0
+        """Operators that may have drawn in units, and those that changed the CPU's generator."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -63,16 +64,14 @@ class Randomness:
             self.cpu, self.python, self.numpy = now
 
     @contextmanager
-    def drawing(self, device: torch.device, *, is_random: bool = True) -> Iterator[None]:
-        """Operators of this thread draw from the job. ``is_random=False`` if none will, which costs nothing."""
-        if not is_random:
+    def drawing(self, device: torch.device, draws: "Draws | None" = None) -> Iterator[None]:
+        """Operators of this thread draw from the job; ``draws``: which of them do, where a pilot found out."""
+        draws = Draws.ON_HOST if draws is None else draws
+        if draws is Draws.NONE:
             yield
             return
-        if device.type == "cpu":
-            with drawing_from(self), _Swapping(self):
-                yield
-            return
-        with self._on(device), drawing_from(self), _Swapping(self):
+        swapping = _Swapping(self) if draws is Draws.ON_HOST or device.type == "cpu" else nullcontext()
+        with self._on(device), drawing_from(self), swapping:
             yield
 
     @contextmanager
@@ -108,6 +107,12 @@ class Randomness:
             self.cpu = state
         else:
             backend_of(device).set_random_state(state)
+
+    def draws_since(self, num_draws: int, num_host_draws: int) -> "Draws":
+        """What operators drew since these numbers were read, those included that drew nothing this time."""
+        if self.num_host_draws > num_host_draws:
+            return Draws.ON_HOST
+        return Draws.ON_DEVICE if self.num_draws > num_draws else Draws.NONE
 
     def mark(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where units draw from now, for ``replaying``."""
@@ -145,6 +150,17 @@ class Randomness:
         self.numpy = (name, np.array(keys, dtype=np.uint32), position, has_gauss, cached)
 
 
+class Draws(Enum):
+    """What the operators of a shard draw, by what it costs to let them draw from the job."""
+
+    NONE = "nothing"
+    """Costs nothing."""
+    ON_DEVICE = "from the accelerator's generator"
+    """Costs nothing for each operator. Attention belongs here even without dropout."""
+    ON_HOST = "from the CPU's generator too"
+    """Costs a call of Python for each operator."""
+
+
 class _Swapping(TorchDispatchMode):
     """Runs operators that draw from PyTorch's CPU generator with the job's state in it."""
 
@@ -169,8 +185,10 @@ class _Swapping(TorchDispatchMode):
             try:
                 return func(*args, **kwargs)
             finally:
-                randomness.cpu = torch.get_rng_state()
+                drawn = torch.get_rng_state()
+                randomness.num_host_draws += not torch.equal(drawn, randomness.cpu)
                 randomness.num_draws += 1
+                randomness.cpu = drawn
                 torch.set_rng_state(before)
 
 

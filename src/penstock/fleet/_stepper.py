@@ -26,18 +26,20 @@ class Stepper:
             inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
             for gradient in gradients.values():
                 gradient.mul_(inverse)
-            if not all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            finite = [gradient.isfinite().all() for gradient in gradients.values()]
+            if finite and not torch.stack(finite).all():  # the host asks the device once
                 training.is_finite = False
-        if training.job.clip_norm is not None:
-            for name, gradient in gradients.items():
-                training.norms[name] = torch.linalg.vector_norm(gradient, 2.0).cpu()
+        if training.job.clip_norm is not None and gradients:
+            norms = torch.stack([torch.linalg.vector_norm(one, 2.0) for one in gradients.values()])
+            training.norms |= zip(gradients, norms.unbind(), strict=True)
 
     def clip(self, gradients: dict[str, torch.Tensor]) -> None:
         """By the norm of all gradients of the step, of which every one was measured."""
         training = self._training
         assert training.job.clip_norm is not None
-        norms = [training.norms[name] for name in training.parameters if name in training.norms]
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0).to(self._memory.device)
+        device = self._memory.device
+        norms = [training.norms[name].to(device) for name in training.parameters if name in training.norms]
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         nn.utils.clip_grads_with_norm_([training.tensors[name] for name in gradients], training.job.clip_norm, total)
 
     def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:

@@ -126,7 +126,7 @@ class Training:
         self.numbers: dict[str, State] = {}
         """Optimizer state that is not: numbers, and tensors of one element."""
         self.norms: dict[str, torch.Tensor] = {}
-        """Norms of gradients of the step at hand."""
+        """Norms of gradients of the step at hand, on the devices that measured them."""
         self.is_finite = True
         """Whether all gradients of the step at hand are finite."""
         self.ends: tuple[int, ...] = ()

@@ -19,6 +19,7 @@ from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import BATCH, Program
+from penstock.fleet._random import Draws
 from penstock.fleet._stepper import Stepper
 from penstock.fleet._training import Packed, Training
 from penstock.fleet._writes import StandIns, run_watched
@@ -65,7 +66,7 @@ class MiniBatch:
         structure: Structure,
         saves: Sequence[bool],
         behaviour: Behaviour | None = None,
-        is_random: Sequence[bool] = (),
+        draws: Sequence[Draws] = (),
     ):
         self.training, self.memory, self.program = training, memory, program
         self._stepper = Stepper(training, memory)
@@ -76,7 +77,7 @@ class MiniBatch:
         """What the last shard returned, without gradients."""
         self._leaves = {f"{BATCH}{at}": leaf for at, leaf in enumerate(leaves)}
         self._saves = list(saves)
-        self._is_random = list(is_random) or [True] * len(program.shards)
+        self._draws = list(draws) or [Draws.ON_HOST] * len(program.shards)
         self._values: dict[str, Value] = {}
         self._graphs: dict[int, Graph] = {}
         self._marks: dict[int, Any] = {}
@@ -269,7 +270,7 @@ class MiniBatch:
         dtype = AUTOCAST_DTYPES.get(self.training.job.precision)
         if dtype is not None:
             stack.enter_context(torch.autocast(self.memory.device.type, dtype=dtype))
-        stack.enter_context(self.training.randomness.drawing(self.memory.device, is_random=self._is_random[at]))
+        stack.enter_context(self.training.randomness.drawing(self.memory.device, self._draws[at]))
         return stack
 
     def _tensors(self, at: int) -> list[torch.Tensor]:
