@@ -1,9 +1,13 @@
 """Fleets on accelerators: losses equal to plain training on one, within a budget, whatever lies below."""
 
+import gc
+import re
+
 import pytest
 import torch
 
 from penstock import fleet
+from penstock.devices import backend_of
 from penstock.fleet import _random
 from penstock.testing import GPT
 
@@ -113,3 +117,29 @@ def test_attention_without_dropout_costs_nothing_for_each_operator(prompt_device
         assert equal(results["attends"].losses, train_plainly(one, prompt_device), prompt_device)
         counts.append(len(looked_at))
     assert counts[0] == counts[1] > 0
+
+
+def test_what_libraries_keep_for_a_fleets_thread_is_within_the_budget(prompt_device, monkeypatch):
+    """As workspaces of matrix products on CUDA. A refusal names a budget that has room for them too."""
+    kept, library_bytes = [], 512 * KIB
+    kind = type(backend_of(prompt_device))
+    warm_up = kind.warm_up
+
+    def and_keep(self):
+        kept.append(torch.empty(library_bytes, dtype=torch.uint8, device=self.device))
+        return warm_up(self) + library_bytes
+
+    monkeypatch.setattr(kind, "warm_up", and_keep)
+    one = job("kept")
+    expected = train_plainly(one, prompt_device)
+    refused = fleet.run([one], [f"{prompt_device}:0"], "700KiB", host_budget="64MiB", progress=None)["kept"].error
+    least = int(re.search(r"at least (\d+)", refused)[1])
+    for budget in (least, 1536 * KIB):
+        kept.clear()
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        results = fleet.run([one], [f"{prompt_device}:0"], budget, host_budget="64MiB", progress=None)
+        assert equal(results["kept"].losses, expected, prompt_device), results["kept"].error
+        assert library_bytes < torch.accelerator.max_memory_allocated() - before <= budget

@@ -110,13 +110,15 @@ class Accelerator(Backend):
     def use(self, *, num_threads: int) -> None:  # noqa: ARG002  # its operators have no threads of the host's
         torch.accelerator.set_device_index(self.device)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> int:
         """Workspaces of matrix products: 32 MiB for each thread and stream on an H100 (`CUBLAS_WORKSPACE_CONFIG`)."""
+        before_bytes = self.allocator.allocated_bytes()
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             one = torch.ones(16, 16, device=self.device, dtype=dtype)
             torch.addmm(one[0], one, one)
             del one
         self.finish_current()
+        return max(0, self.allocator.allocated_bytes() - before_bytes)
 
     def random_state(self) -> torch.Tensor:
         state: torch.Tensor = self._module.get_rng_state(self.device)

@@ -179,8 +179,9 @@ class Backend(ABC):
     def use(self, *, num_threads: int) -> None:
         """Lets the calling thread compute on it; on a CPU, with that many threads to each operator."""
 
-    def warm_up(self) -> None:  # noqa: B027  # most have nothing to take
-        """Lets its libraries take what memory they keep for the calling thread."""
+    def warm_up(self) -> int:
+        """Lets its libraries take what memory they keep for the calling thread; bytes of it that are new."""
+        return 0
 
     @abstractmethod
     def random_state(self) -> torch.Tensor:

@@ -317,7 +317,7 @@ class JobTurn:
             expected = run.ways.begin(mini, worker.memory, expected)
         worker.run_minibatch(run, mini, expected)
         if isinstance(mini, WholeBatch):
-            run.ways.learn(mini, worker.memory.budget_bytes)
+            run.ways.learn(mini, worker.memory.room_bytes)
         loss = mini.results[0].item()
         if not math.isfinite(loss):
             raise FloatingPointError(

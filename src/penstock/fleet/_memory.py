@@ -97,6 +97,8 @@ class DeviceMemory:
         self.device = device
         self.waterfall = waterfall
         self.budget_bytes = budget_bytes
+        self.library_bytes = 0
+        """What the device's libraries keep for the thread that computes there, such as workspaces of products."""
         self.peak_bytes = 0
         """The most that items and units ever took together, as counted."""
         self.stall_s = 0.0
@@ -105,9 +107,14 @@ class DeviceMemory:
         self._leaving: dict[Item, None] = {}
 
     def held_bytes(self) -> int:
-        """Bytes of all items on the device, on their way out or in."""
+        """Bytes of all items on the device, on their way out or in, and what libraries keep."""
         self._reap()
-        return sum(item.held_bytes() for item in self._items)
+        return self.library_bytes + sum(item.held_bytes() for item in self._items)
+
+    @property
+    def room_bytes(self) -> int:
+        """What of the budget is there for items and units."""
+        return self.budget_bytes - self.library_bytes
 
     def storages_here(self) -> set[int]:
         """The storages of all items on the device, on their way out or in, by identity."""
@@ -238,7 +245,7 @@ class DeviceMemory:
         """Starts copies out so that ``size_bytes`` are free when they end; waits for nothing."""
         pinned = set(pinned)
         stays = sum(item.held_bytes() for item in self._items if item not in self._leaving)
-        while stays + size_bytes > self.budget_bytes:
+        while stays + size_bytes > self.room_bytes:
             victim = self._farthest(pinned)
             if victim is None:
                 return
@@ -288,7 +295,7 @@ class DeviceMemory:
         )
 
     def _refuse(self, size_bytes: int, why: str) -> None:
-        held = sum(item.held_bytes() for item in self._items)
+        held = self.library_bytes + sum(item.held_bytes() for item in self._items)
         raise BudgetError(
             f"{why} takes {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, more than the "
             f"budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least {held + size_bytes} bytes"

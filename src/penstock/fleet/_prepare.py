@@ -82,7 +82,7 @@ class Preparation:
                 atoms=tuple(_scaled(one, factor) for one in costs),
                 trained=frozenset(training.optimizer.trained),
                 state_share=share,
-                budget_bytes=int(self.engine.budget_bytes * 0.7**run.is_smaller),
+                budget_bytes=int(self._room_bytes * 0.7**run.is_smaller),
             )
             try:
                 chosen = partition(problem) if factor < _MOST_FACTOR else finest
@@ -106,7 +106,7 @@ class Preparation:
         run.measures_of = {structure.signature: run.measures}
         run.saves = choose_saves(
             run.measures,
-            self.engine.budget_bytes,
+            self._room_bytes,
             self.engine.lane_rate(),
             False if program.whole is not None else self.engine.recompute,
             required=self._required,
@@ -128,6 +128,11 @@ class Preparation:
         ]
         return merged(costs, _MOST_ATOMS)
 
+    @property
+    def _room_bytes(self) -> int:
+        """The budget, less what the device's libraries keep; devices are alike."""
+        return self.engine.budget_bytes - self.worker.memory.library_bytes
+
     def _required(self, one: ShardMeasure, saves: bool) -> int:
         job = self.run_of.job
         waits = job.clip_norm is not None or job.precision == "float16" or self.run_of.training.tree is not None
@@ -143,11 +148,12 @@ class Preparation:
         needs[-1] = self._required(measures[-1], saves=True)  # forward and backward are one unit
         largest = max(group.size_bytes for group in self.run_of.training.groups) + _PLACING_BYTES
         most, at = max((size_bytes, at) for at, size_bytes in enumerate(needs))
-        if max(most, largest) <= self.engine.budget_bytes:
+        if max(most, largest) <= self._room_bytes:
             return
+        least = max(most, largest) + self.worker.memory.library_bytes
         tried = "" if is_last else ", cut as it is"
         raise BudgetError(
-            f"`budget` must be at least {max(most, largest)} ({format_bytes(max(most, largest))}) for job "
+            f"`budget` must be at least {least} ({format_bytes(least)}) for job "
             f"{self.run_of.job.name!r}{tried}, got {format_bytes(self.engine.budget_bytes)}: the shard "
             f"{program.shards[at].label} takes {format_bytes(most)}, and cannot be cut further. That is for batches "
             "like the first; smaller ones (accumulate=) take less"

@@ -40,7 +40,7 @@ class Ways:
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
             mini.meter = Meter(memory)
-        return _Wider(mini, known, self._seen, memory.budget_bytes, takes_all=self._num_left > 0)
+        return _Wider(mini, known, self._seen, memory.room_bytes, takes_all=self._num_left > 0)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
         """Expects of the units from now on what those of ``mini`` took."""

@@ -406,7 +406,7 @@ class WholeBatch(MiniBatch):
             with self._not_measured():
                 pinned = [*self.used[self._index], item]
                 missing = item.size_bytes - item.held_bytes()
-                room = self.memory.budget_bytes - sum(one.size_bytes for one in pinned)  # of another way than measured
+                room = self.memory.room_bytes - sum(one.size_bytes for one in pinned)  # of another way than measured
                 label = f"job {self.training.job.name!r}: {item.label}"
                 self.memory.make_room(missing + max(0, min(self._own_bytes, room)), pinned, label)
                 self.memory.get(item)

@@ -127,11 +127,13 @@ class Worker:
         self._spans: deque[tuple[MiniBatch, int, _Span, float]] = deque()
         """Units that the device has perhaps not ended yet, each with what of it may be computing again."""
         self._take, self._look_ahead = take, look_ahead
+        self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
 
     def start(self) -> None:
-        """Begins to take turns."""
+        """Begins to take turns. Returns once it is known what the device's libraries keep for its thread."""
         self._thread.start()
+        self._is_ready.wait()
 
     @property
     def is_alive(self) -> bool:
@@ -278,7 +280,8 @@ class Worker:
         _this_thread.is_worker = True
         try:
             self.backend.use(num_threads=self.num_threads)
-            self.backend.warm_up()  # what libraries keep for this thread is no unit's
+            self.memory.library_bytes = self.backend.warm_up()  # they are no unit's
+            self._is_ready.set()
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
                 turn.run(self)
@@ -287,6 +290,7 @@ class Worker:
         except BaseException as error:
             self.error = error
         finally:
+            self._is_ready.set()
             self.following = None
 
 
