@@ -235,3 +235,25 @@ def test_out_of_memory_in_backward_raises_pytorchs_error_and_training_goes_on(pr
     del loss
     ours.zero_grad()
     assert train(ours, offloader, batch) == expected
+
+
+def test_a_stream_of_another_device_is_not_waited_for(prompt_device, make_offloader):
+    """The model's device goes on where it was; what the other one's stream is given stays its own."""
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    first, second = (torch.device(prompt_device, index) for index in range(2))
+    plain, ours, batch = make_model(first), make_model(first), make_batch(first)
+    expected = train(plain, None, batch)
+    offloader = make_offloader(ours, "both", verify=True)
+    before = torch.accelerator.current_device_index()
+    try:
+        stream = torch.Stream(device=second)
+        with stream:
+            beside = torch.ones(8, device=second)
+            assert train(ours, offloader, batch) == expected
+            beside += 1
+        stream.synchronize()
+    finally:
+        torch.accelerator.set_device_index(before)
+    assert beside.cpu().tolist() == [2] * 8
+    assert_equal(plain, ours)

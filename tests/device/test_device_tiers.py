@@ -1,5 +1,6 @@
 """Tiers below an accelerator."""
 
+import contextlib
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from penstock import probe
 from penstock.devices import backend_of
 from penstock.errors import TierDegradedWarning, TierReadError
-from penstock.testing import FaultyTier
+from penstock.testing import FaultyTier, simulated
 from penstock.tiers import Budget, HandleState, HostTier, ViewLayout, waterfall_for
 
 NUM_ELEMENTS = 40_003
@@ -203,3 +204,28 @@ def test_time_is_the_devices_own(prompt_device):
     assert backend.is_on_default_stream()
     with torch.Stream(device=prompt_device):
         assert not backend.is_on_default_stream()
+
+
+@pytest.mark.parametrize("host, disk", [("8MiB", False), (None, True)], ids=["host", "disk"])
+def test_no_room_for_a_copy_in_leaves_the_bytes_below(prompt_device, make_waterfall, host, disk):
+    """In advance it is tried again when the bytes are asked for; then it is PyTorch's error."""
+    if prompt_device != "sim":
+        pytest.skip("a limit of memory is simulated")
+    waterfall = make_waterfall(prompt_device, host, disk, verify=True)
+    (tensor,) = storages(prompt_device, 1)
+    expected, layout = tensor.cpu(), ViewLayout.of(tensor)
+    handle = waterfall.park(tensor.untyped_storage())
+    del tensor
+    waterfall.drain()
+    torch.accelerator.synchronize()
+    with simulated.conditions(limit=torch.accelerator.memory_allocated() + 512):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            handle.prefetch()
+        with pytest.raises(torch.OutOfMemoryError):
+            handle.get()
+    found = layout.rebuild(handle.get())
+    assert torch.equal(found.cpu(), expected)
+    del found
+    handle.release()
+    waterfall.drain()
+    assert set(waterfall.statistics().held_bytes.values()) == {0}
