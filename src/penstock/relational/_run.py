@@ -17,11 +17,13 @@ import torch
 from penstock.arguments import check_fields, checked, must_be
 from penstock.errors import DoubleBackwardError
 from penstock.relational import _eager, _passes
+from penstock.relational._cost import Cost, cost
 from penstock.relational._differentiate import GRADIENT, KEPT, Halves, differentiate, split
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
 from penstock.relational._language import SEED, ArgumentShape, trace
+from penstock.relational._lower import lower
 from penstock.relational._native import DTYPES as C_DTYPES
 from penstock.relational._native import CompiledC
 from penstock.relational._registry import Guard, register, registered
@@ -131,6 +133,17 @@ class Layer:
         for name, executor in (("forward", variant.forward), ("backward", variant.backward)):
             parts += [f"{name}\n{executor.program}", f"{name}, step by step\n{executor.describe(graph)}"]
         return "\n\n".join(parts)
+
+    def costs(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> list[Cost]:  # any: as in a call
+        """Operations and bytes of each step of forward and of backward, without computing any; tensors may be on
+        ``meta``.
+        """
+        eager = self.with_options(emitter="eager")
+        traced, given, is_unified = eager._asked(graph, args, kwargs)
+        variant = _variant(eager, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
+        halves = [lower(one.program, blocked=False) for one in (variant.forward, variant.backward)]
+        item = variant.dtype.itemsize
+        return [cost(one, number, graph, item) for one in halves for number in range(len(one.steps))]
 
     def source(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
         """What was generated for the traversals of forward and backward, C or Triton; empty where PyTorch runs them."""
