@@ -27,7 +27,7 @@ class OffloadStatistics:
     stall_s: float = 0.0
     """Time the computation waited for copies."""
     step_s: float = 0.0
-    """Time from the first tensor saved to the last one used."""
+    """Time from the first tensor saved to the last one used, as the host sees it: it may be ahead of a device."""
     written_to_disk_bytes: int = 0
     """Written to disks: what wears an SSD."""
     peak_bytes: int | None = None
