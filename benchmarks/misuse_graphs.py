@@ -376,7 +376,7 @@ USES |= {
     "relational.Layer": Use(
         call=relational.Layer, good=lambda _: {"function": copied_sums, "options": None}, check=_layer,
         methods={
-            name: lambda _: {"graph": typed(), "*args": (x(),)} for name in ("__call__", "explain", "source")
+            name: lambda _: {"graph": typed(), "*args": (x(),)} for name in ("__call__", "costs", "explain", "source")
         },
     ),
     "relational.Options": Use(

@@ -186,7 +186,7 @@ class _Swapping(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 drawn = torch.get_rng_state()
-                randomness.num_host_draws += not torch.equal(drawn, randomness.cpu)
+                randomness.num_host_draws += drawn.numpy().tobytes() != randomness.cpu.numpy().tobytes()
                 randomness.num_draws += 1
                 randomness.cpu = drawn
                 torch.set_rng_state(before)
