@@ -186,7 +186,8 @@ class _Swapping(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 drawn = torch.get_rng_state()
-                randomness.num_host_draws += drawn.numpy().tobytes() != randomness.cpu.numpy().tobytes()
+                with torch._C._DisableTorchDispatch():  # the mode of a compilation in progress takes no real tensors
+                    randomness.num_host_draws += not torch.equal(drawn, randomness.cpu)
                 randomness.num_draws += 1
                 randomness.cpu = drawn
                 torch.set_rng_state(before)
