@@ -1,21 +1,19 @@
 """A user's optimizer, stepped shard by shard.
 
 The factory is called once, with all parameters, and what it made is the master: its groups are what a learning-rate
-scheduler changes. A shard's step runs the class's own ``step`` on a view of the master whose groups hold the shard's
-parameters alone and whose state is theirs. That is exact for every optimizer whose update of a parameter depends on
-that parameter, its gradient, its state and its group; others (L-BFGS) are refused.
+scheduler changes. A shard's step is that of `penstock.stepping` on the shard's parameters.
 """
 
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.stepping import State, refuse_whole_optimizers, step_part
+
 _TRIED_ELEMENTS = 65536
-State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
 
 
 class ShardedOptimizer:
@@ -27,8 +25,7 @@ class ShardedOptimizer:
                 f"the optimizer factory returned {type(master).__name__}; for instance "
                 "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
             )
-        if isinstance(master, torch.optim.LBFGS):
-            raise TypeError("L-BFGS looks at all parameters at once and cannot be stepped shard by shard; take AdamW")
+        refuse_whole_optimizers(master, "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")
         self.master = master
         unknown = [one for group in master.param_groups for one in group["params"] if id(one) not in names]
         if unknown:
@@ -77,23 +74,6 @@ class ShardedOptimizer:
         }
 
     def _step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
-        master, wanted = self.master, {id(one) for one in parameters.values()}
-        part: torch.optim.Optimizer = object.__new__(type(master))
-        part.__dict__.update(master.__dict__)
-        part.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the master
-        part.param_groups = [
-            {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in master.param_groups
-        ]
-        part.state = defaultdict(dict)
-        for name, state in states.items():
-            if state:
-                part.state[parameters[name]] = state
-        type(part).step(part)
-        for own, group in zip(part.param_groups, master.param_groups, strict=True):
-            if any(key != "params" and value is not group[key] and value != group[key] for key, value in own.items()):
-                raise TypeError(
-                    f"{type(master).__name__} keeps state in its groups, which is of all parameters at once, and "
-                    "cannot be stepped shard by shard; take AdamW"
-                )
-        master._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
-        return {name: dict(part.state.get(parameter, {})) for name, parameter in parameters.items()}
+        by_parameter: dict[torch.Tensor, State] = {parameters[name]: state for name, state in states.items()}
+        found = step_part(self.master, parameters.values(), by_parameter)
+        return {name: dict(found[parameter]) for name, parameter in parameters.items()}

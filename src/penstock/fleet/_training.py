@@ -19,12 +19,13 @@ from penstock.fleet._groups import Group, group, pack, packed_layouts, span_byte
 from penstock.fleet._handed import own_model
 from penstock.fleet._job import AUTOCAST_DTYPES, Job
 from penstock.fleet._memory import SMALL_BYTES, Item, counted_bytes
-from penstock.fleet._optimizer import ShardedOptimizer, State
+from penstock.fleet._optimizer import ShardedOptimizer
 from penstock.fleet._problem import Task
 from penstock.fleet._program import Captured, Program, first_line
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
 from penstock.fleet._tree import Tree, unchanged
+from penstock.stepping import State
 from penstock.tiers import ViewLayout, gate
 
 Cuttable = Captured | Staged | Tree

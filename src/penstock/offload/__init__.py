@@ -19,4 +19,7 @@ from penstock.offload._run import Offloader as Offloader
 from penstock.offload._run import activations as activations
 from penstock.offload._run import wrap as wrap
 from penstock.offload._statistics import OffloadStatistics as OffloadStatistics
+from penstock.offload._training import Training as Training
+from penstock.offload._training import TrainingStatistics as TrainingStatistics
+from penstock.offload._training import training as training
 from penstock.offload._verify import verify as verify

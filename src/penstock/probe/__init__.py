@@ -1,7 +1,8 @@
 """What a step costs and what this machine can do.
 
 - `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
-  `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin.
+  `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin;
+  `held_bytes` what tensors have now.
 - `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week;
   `link_rate_bytes_per_s` for an accelerator's, in a moment.
 - `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
@@ -24,6 +25,7 @@ from penstock.probe._peak import MemoryRecording as MemoryRecording
 from penstock.probe._peak import PeakReport as PeakReport
 from penstock.probe._peak import can_record as can_record
 from penstock.probe._peak import giving_way as giving_way
+from penstock.probe._peak import held_bytes as held_bytes
 from penstock.probe._peak import peak_bytes as peak_bytes
 from penstock.probe._peak import record_memory as record_memory
 from penstock.probe._rounds import Ratio as Ratio

@@ -134,6 +134,18 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
     return found
 
 
+@checked("penstock.probe.held_bytes('cuda:0')")
+def held_bytes(device: str | torch.device = "cpu") -> int:
+    """Bytes that tensors have on ``device`` now: as the allocator counts, or, on CPU, of all that Python can reach.
+
+    Raises as `torch.device` does for one that does not exist.
+    """
+    allocator = backend_of(torch.device(device)).allocator
+    if allocator is not None:
+        return allocator.allocated_bytes()
+    return sum(_weak_size_bytes(weak) for weak in live_storages().values()) + ledger.held_bytes
+
+
 def _tensor_types() -> set[type[torch.Tensor]]:
     """All classes of tensors that there are now."""
     kinds: set[type[torch.Tensor]] = set()

@@ -132,22 +132,26 @@ class Handle:
         """Waits for the end of the copy out and drops the device copy: the computation needs its memory now."""
         self._waterfall._finish_out(self)
 
-    def prefetch(self) -> bool:
+    def prefetch(self, into: torch.UntypedStorage | None = None) -> bool:
         """Starts the copy back to the device; bytes that are still leaving stay instead.
 
+        ``into``: a storage of 0 bytes, such as the one that left, which is resized and filled where the bytes can be
+        read into it as they lie.
         Returns whether they are on the device or on their way. ``False`` means that the device had no memory for
         them; ``get`` will try again.
         """
-        return self._waterfall._prefetch(self)
+        return self._waterfall._prefetch(self, into)
 
-    def get(self) -> torch.UntypedStorage:
+    def get(self, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         """The storage, byte for byte, waiting for its copy where needed. The bytes in the tier stay until ``release``.
+
+        ``into`` as for ``prefetch``; what is returned may be another storage all the same.
 
         The handle keeps only a weak reference to what it returned, so that the bytes live as long as the caller needs
         them; a second ``get`` meanwhile returns the same storage. Raises ``TierReadError`` where the bytes could not be
         read back, and ``ValueError`` after ``release``.
         """
-        return self._waterfall._get(self)
+        return self._waterfall._get(self, into)
 
     def before_write(self) -> None:
         """Lets the device wait for a copy out that still reads the storage, which is about to be written to.
@@ -161,5 +165,6 @@ class Handle:
         self._waterfall._release(self)
 
     def _alive(self) -> torch.UntypedStorage | None:
-        """The storage as it was put or last fetched, if somebody still holds it."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
+        """The storage as it was put or last fetched, if somebody still holds it, and has not emptied it."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        return storage if storage is not None and storage.nbytes() == self.size_bytes else None

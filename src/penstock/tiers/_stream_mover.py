@@ -180,8 +180,11 @@ class StreamMover:
         elif isinstance(transit, Transit) and transit.left is not None:
             self._copies.let_wait(self._streams.current(), transit.left)
 
-    def allocate(self, handle: Handle) -> torch.UntypedStorage:
-        return self._streams.allocate(handle.size_bytes)
+    def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
+        if into is None or not into.resizable():
+            return self._streams.allocate(handle.size_bytes)
+        into.resize_(handle.size_bytes)
+        return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         home, transit = self._streams.current(), handle._transit

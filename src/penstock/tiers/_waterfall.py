@@ -83,7 +83,7 @@ class Mover(Protocol):
     def before_write(self, handle: Handle) -> None:
         """Lets the device's later work wait until the copy out has read the storage."""
 
-    def allocate(self, handle: Handle) -> torch.UntypedStorage:
+    def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         """Memory on the device for a copy in. Raises ``RuntimeError`` where there is none."""
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
@@ -272,7 +272,7 @@ class Waterfall:
                 else:
                     raise
 
-    def _get(self, handle: Handle) -> torch.UntypedStorage:
+    def _get(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         self._refuse_if_gone()
         self.reap()
         self._cancel_out(handle)
@@ -280,7 +280,7 @@ class Waterfall:
         if storage is not None:
             self._mover.hand_back(handle, storage)
             return storage
-        if handle._state is HandleState.ARRIVING or self._start_in(handle):
+        if handle._state is HandleState.ARRIVING or self._start_in(handle, into):
             start_s = time.time()
             waited_s = self._mover.finish_in(handle)
             if waited_s:
@@ -301,7 +301,7 @@ class Waterfall:
         if handle._state in (HandleState.LEAVING, HandleState.KEPT):
             self._mover.before_write(handle)
 
-    def _prefetch(self, handle: Handle) -> bool:
+    def _prefetch(self, handle: Handle, into: torch.UntypedStorage | None = None) -> bool:
         self._refuse_if_gone()
         self._cancel_out(handle)
         if self._handles.want(handle):
@@ -309,16 +309,16 @@ class Waterfall:
         if handle._state is not HandleState.PARKED or handle._alive() is not None:
             return handle._state is not HandleState.RELEASED
         try:
-            return self._start_in(handle)
+            return self._start_in(handle, into)
         except RuntimeError:  # out of device memory; get() tries again when more is free, and raises if not
             return False
 
-    def _start_in(self, handle: Handle) -> bool:
+    def _start_in(self, handle: Handle, into: torch.UntypedStorage | None) -> bool:
         """Whether a copy in has begun: not of what another thread has released meanwhile."""
         self._note_change(handle.size_bytes)  # before the allocation, so that no sum of both ever shows it twice
         room = None
         try:
-            storage = self._mover.allocate(handle)
+            storage = self._mover.allocate(handle, into)
             room = self._handles.call(handle, storage)
             if room is not None:
                 self._mover.start_in(handle, storage, room)

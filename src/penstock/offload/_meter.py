@@ -1,0 +1,75 @@
+"""What all but pages takes of a device, from operator to operator of one step."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import torch
+
+from penstock.devices import PeakWatch, backend_of
+from penstock.offload._pages import Pages
+from penstock.probe import MemoryRecording, record_memory
+
+
+class Meter:
+    """What all but pages takes of a device, from operator to operator of one step."""
+
+    def __init__(self, pages: Pages, device: torch.device):
+        self._pages, self._taken = pages, contextlib.ExitStack()
+        self._ready: list[tuple[float, int]] = []
+        """When pages were there for an operator, and what they took."""
+        self._until: list[float] = []
+        """When the next one asked."""
+        self._peaks: list[int] = []
+        self.peak_bytes = 0
+        allocator = backend_of(device).allocator
+        self._watch: PeakWatch | None = None
+        self._recording: MemoryRecording | None = None
+        if allocator is None:
+            self._recording = self._taken.enter_context(record_memory(device))
+        else:
+            self._watch = self._taken.enter_context(allocator.watching())
+        pages.before_need, pages.after_need = self._before, self._after
+
+    def _before(self) -> None:
+        self._until.append(time.time())
+        if self._watch is not None:
+            self._peaks.append(self._watch.peaks().allocated_bytes)
+
+    def _after(self) -> None:
+        self._ready.append((time.time(), self._pages.held_bytes()))
+        if self._watch is not None:
+            self._watch.restart()
+
+    def close(self) -> list[int]:
+        """The bytes of all else at each operator and up to the next."""
+        self._before()
+        self._pages.before_need = self._pages.after_need = None
+        self._taken.close()
+        if not self._ready:
+            return []
+        if self._watch is not None:
+            self.peak_bytes = max(self._peaks)
+            return [max(0, peak - held) for peak, (_, held) in zip(self._peaks[1:], self._ready, strict=True)]
+        assert self._recording is not None
+        report = self._recording.report
+        self.peak_bytes = report.peak_bytes
+        return _between(report.timeline, report.start_bytes, self._ready, self._until[1:])
+
+
+def _between(
+    timeline: Sequence[tuple[float, int]], start_bytes: int, ready: Sequence[tuple[float, int]], until: Sequence[float]
+) -> list[int]:
+    """The most that a timeline had in each span, less what pages took."""
+    found, place, total = [], 0, start_bytes
+    for (from_s, held), to_s in zip(ready, until, strict=True):
+        while place < len(timeline) and timeline[place][0] <= from_s:
+            total = timeline[place][1]
+            place += 1
+        most = total
+        while place < len(timeline) and timeline[place][0] <= to_s:
+            total = timeline[place][1]
+            most = max(most, total)
+            place += 1
+        found.append(max(0, most - held))
+    return found

@@ -1,0 +1,106 @@
+"""What a step asks for, operator by operator; the next one of its kind asks for the same."""
+
+import bisect
+import itertools
+import math
+from dataclasses import dataclass, field
+
+MAX_ORDERS = 8
+"""Kinds of step that are remembered: with and without an update, first and later micro-batches, evaluation."""
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """One kind of step."""
+
+    needs: list[tuple[int, ...]] = field(default_factory=list)
+    """Keys of the pages of each operator that works on any."""
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    """By key, the places in ``needs``."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """By key, the bytes of its page."""
+    begun_bytes: list[int] = field(default_factory=list)
+    """Of the pages that began at each operator or after it, up to the next."""
+    begun: set[int] = field(default_factory=set)
+    """Keys of pages that began in this step."""
+    others_bytes: list[int] = field(default_factory=list)
+    """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
+    most_others_bytes: int = 0
+    _begun_until: list[int] = field(default_factory=list)
+    then: "Order | None" = None
+    """The kind of step that came after it the last time."""
+
+    def add(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """One more operator, and the bytes of its pages."""
+        for key, size_bytes in zip(keys, sizes, strict=True):
+            self.uses.setdefault(key, []).append(len(self.needs))
+            self.sizes[key] = size_bytes
+        self.needs.append(keys)
+        self.begun_bytes.append(0)
+
+    def begin(self, key: int, size_bytes: int) -> None:
+        """A page has begun."""
+        self.begun.add(key)
+        if self.needs:
+            self.begun_bytes[-1] += size_bytes
+
+    def measured(self, others_bytes: list[int], as_seen: "Order") -> None:
+        """All else was measured in a step like this."""
+        self.others_bytes, self.most_others_bytes = others_bytes, max(others_bytes)
+        self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
+        self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
+
+    def begun_between(self, start: int, end: int) -> int:
+        """Bytes of the pages that began from one place on, up to another."""
+        return self._begun_until[end] - self._begun_until[start]
+
+    def next_use(self, key: int, at: int) -> float:
+        """The first place from ``at`` on where it is asked for; after the end the next step's is counted."""
+        places = self.uses.get(key, ())
+        found = bisect.bisect_left(places, at)
+        if found < len(places):
+            return places[found]
+        if key in self.begun and (self.then is None or key in self.then.begun):
+            return math.inf  # another page will begin there
+        later = (self.then or self).uses.get(key)
+        return len(self.needs) + later[0] if later else math.inf
+
+
+class Follower:
+    """Notes the order of the step under way, and which of those known it seems to follow."""
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.now = Order()
+        self.known: Order | None = None
+        """The order that it follows so far; ``None`` where there is none."""
+        self._last: Order | None = None
+
+    def begin(self) -> None:
+        """A step begins: the one that came after the last step the last time."""
+        self.now = Order()
+        self.known = self._last and (self._last.then or self._last)
+
+    def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+        """One more operator; returns its place in the order."""
+        at = len(self.now.needs)
+        self.now.add(keys, sizes)
+        if self.known is not None and (at >= len(self.known.needs) or self.known.needs[at] != keys):
+            self.known = next((one for one in self.orders if one.needs[: at + 1] == self.now.needs), None)
+        return at
+
+    def end(self, others_bytes: list[int]) -> Order | None:
+        """The step has ended; returns its order, with what was measured, or ``None`` where it asked for nothing."""
+        if not self.now.needs:
+            return None
+        same = next((one for one in self.orders if one.needs == self.now.needs), None)
+        order = same or self.now
+        if others_bytes:
+            order.measured(others_bytes, self.now)
+        if same is not None:
+            self.orders.remove(same)
+        self.orders = [*self.orders, order][-MAX_ORDERS:]
+        if self._last is not None:
+            self._last.then = order
+        self._last = order
+        return order

@@ -1,0 +1,547 @@
+"""Storages that stay where tensors expect them, but have bytes on the device only while something works on them.
+
+A page is one storage: of a parameter, a gradient, an optimizer's state, an activation. Tensors, views and autograd's
+graph all refer to the storage itself, so a page leaves by emptying it (``resize_(0)``) once its bytes are in a tier,
+and comes back by filling the same storage: nobody notices, and no version counter moves.
+
+Whoever runs an operator says first which pages it works on (`Pages.need`), and afterwards which storages are new
+(`Pages.begin`). That is recorded, since the next step does the same: then what is used last goes first, what comes
+next is copied in ahead, and pages never take the room that operators want for what they make. A step that asks
+otherwise is right all the same, and slower.
+"""
+
+import contextlib
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.errors import BudgetError, TierReadError
+from penstock.offload._order import Follower, Order
+from penstock.tiers import Handle, HandleState, Waterfall
+from penstock.units import format_bytes
+
+_TRIES = 4
+_RAW_NEEDS = 64
+"""For so many operators a page stays after somebody asked for its address, which nobody says when he no longer has."""
+_AHEAD_BYTES = 256 * 2**20
+"""What is copied in at most before it has to be; of small budgets an eighth."""
+
+
+class Kind(Enum):
+    """What a page is."""
+
+    PARAMETER = "parameters"
+    GRADIENT = "gradients"
+    STATE = "optimizer state"
+    OTHER = "activations"
+
+
+class Page:
+    """One storage, filled or emptied."""
+
+    __slots__ = (
+        "_name",
+        "_weak",
+        "handle",
+        "identity",
+        "is_coming",
+        "is_here",
+        "key",
+        "kind",
+        "last_use",
+        "rank",
+        "raw_until",
+        "size_bytes",
+        "stale",
+    )
+
+    def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
+        self._weak = StorageWeakRef(storage)
+        self._name = name
+        self.identity = storage._cdata
+        self.key = key
+        """Of the same parameter, gradient or state in every step, though its storage may be another."""
+        self.kind = kind
+        self.size_bytes = storage.nbytes()
+        self.handle: Handle | None = None
+        """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
+        self.stale: list[Handle] = []
+        """Of copies out that were under way when the bytes changed: they still read the storage."""
+        self.is_here = True
+        self.is_coming = False
+        """Whether its copy in was begun, and not yet asked for."""
+        self.last_use = self.raw_until = 0
+        self.rank = 0.0
+        """Among those here the lowest leaves first."""
+
+    @property
+    def label(self) -> str:
+        """What a message calls it."""
+        return self._name if isinstance(self._name, str) else f"a result of {self._name}"
+
+    def call(self, name: str, kind: Kind) -> None:
+        """It turned out to be this."""
+        self._name, self.kind = name, kind
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no tensor has the storage any more."""
+        return bool(self._weak.expired())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether emptying it now loses nothing."""
+        return self.handle is not None and self.handle.state is HandleState.PARKED
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage itself; ``None`` once it is dead."""
+        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
+
+    def held_bytes(self) -> int:
+        """Of the device."""
+        return self.size_bytes if self.is_here or self.is_coming else 0
+
+
+class Pages:
+    """The pages of one device, within a budget. Used by one thread at a time: the one that computes."""
+
+    def __init__(self, waterfall: Waterfall, budget_bytes: int):
+        self.waterfall = waterfall
+        self.others_bytes = 0
+        """What all else took before the first step. Half of the rest is left to operators until they are measured."""
+        self.budget_bytes = budget_bytes
+        self.lock = threading.RLock()
+        self.is_in_step = False
+        self.fetched_bytes = self.parked_bytes = 0
+        self.stall_s = 0.0
+        self.before_need: Callable[[], None] | None = None
+        self.after_need: Callable[[], None] | None = None
+        """Where a step is measured: called before and after pages come and go for an operator."""
+        self.pinned: set[Page] = set()
+        """Pages that stay, whatever the budget says."""
+        self._pages: dict[int, Page] = {}
+        """By the identity of the storage."""
+        self._by_key: dict[int, Page] = {}
+        self._leaving: dict[Page, None] = {}
+        """Those here that are emptied as soon as their copies below are whole, the first that was told first."""
+        self._held_bytes = self._leaving_bytes = 0
+        self._keys: dict[Any, list[int]] = {}
+        """By label or place in the step: more than one where pages of earlier steps live on."""
+        self._new_key = itertools.count()
+        self._follower = Follower()
+        self._heap: list[tuple[float, int, Page]] = []
+        """Those here by rank, with entries of old ranks among them."""
+        self._ranked_for: Order | None = None
+        self._entry = itertools.count()
+        self._unmeasured_bytes = 0
+        self._ahead_bytes = min(_AHEAD_BYTES, budget_bytes // 8)
+        self._growth = 1.0
+        """How much larger pages are than when the order that the step follows was measured."""
+        self._ahead = 0
+        self._num_begun = 0
+        self._count = 0
+
+    # What is a page
+
+    def begin(self, storage: torch.UntypedStorage, kind: Kind, name: Any) -> None:  # any: a text, an operator
+        """Takes care of a storage, which has its bytes, from now on. Does nothing for one that it has."""
+        with self.lock:
+            found = self._pages.get(storage._cdata)
+            if found is not None:
+                if not found.is_dead:
+                    return
+                self._drop(found)
+            is_made_here = kind is Kind.OTHER
+            place = self._num_begun if is_made_here else name
+            self._num_begun += is_made_here
+            key = self._free_key(place)
+            page = Page(storage, key, kind, name)
+            page.last_use = self._count
+            self._pages[page.identity] = self._by_key[key] = page
+            self._held_bytes += page.size_bytes
+            self._rank(page)
+            if is_made_here and self.is_in_step:
+                self._follower.now.begin(key, page.size_bytes)
+
+    def find(self, storage_id: int) -> Page | None:
+        """The page of a storage, by its identity."""
+        page = self._pages.get(storage_id)
+        return None if page is None or page.is_dead else page
+
+    def let_go(self, page: Page) -> None:
+        """Takes no more care of it; it is on the device, and stays there."""
+        with self.lock:
+            self.need([page], [page])
+            self._drop(page)
+
+    def __iter__(self) -> Iterator[Page]:
+        return iter([page for page in self._pages.values() if not page.is_dead])
+
+    def held_bytes(self) -> int:
+        """What pages take of the device, those on their way included."""
+        return self._held_bytes
+
+    def _free_key(self, place: Any) -> int:  # any: a text, a number
+        keys = self._keys.setdefault(place, [])
+        for key in keys:
+            page = self._by_key.get(key)
+            if page is None or page.is_dead:
+                return key
+        keys.append(next(self._new_key))
+        return keys[-1]
+
+    # What a step asks for
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self.is_in_step = True
+        self._follower.begin()
+        self._growth, self._ahead, self._num_begun = 1.0, 0, 0
+        self._rank_all()
+
+    def end_step(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
+        """A step has ended; with what all else took from operator to operator, where that was measured."""
+        self.is_in_step = False
+        self.sweep()
+        order = self._follower.end(list(others_bytes)) if is_whole else None
+        self._follower.known = None
+        if order is not None and others_bytes:
+            self._unmeasured_bytes = max(self._unmeasured_bytes, *others_bytes)
+            self._check(order)
+
+    @property
+    def wants_measure(self) -> bool:
+        """Whether there is a kind of step of which nobody knows what all else takes."""
+        orders = self._follower.orders
+        return not orders or any(not one.others_bytes for one in orders)
+
+    def need(self, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool = False) -> None:
+        """Brings ``pages`` to the device and keeps them there for the operator that comes now.
+
+        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any. Raises
+        ``TierReadError`` where bytes cannot be read back, and ``BudgetError`` where they find no room.
+        """
+        with self.lock:
+            if self.before_need is not None:
+                self.before_need()
+            self._count += 1
+            at = self._follow(pages)
+            missing = [page for page in pages if not page.is_here]
+            for page in pages:
+                page.last_use = self._count
+                self._stay(page)
+            stays = set(pages)
+            if self._leaving:
+                self._settle_all()
+            self._make_room(sum(page.size_bytes - page.held_bytes() for page in missing), stays, self._limit(at))
+            for page in missing:
+                self._fill(page, is_read=not (is_overwritten and page in written))
+            for page in written:
+                self._written(page)
+            for page in pages:
+                self._rank(page, at + 1)
+            if self._follower.known is not None:
+                self._look_ahead(stays, at)
+            if self.after_need is not None:
+                self.sweep()
+                self.after_need()
+
+    def ask_for_address(self, page: Page) -> None:
+        """Somebody is about to read and write it past the dispatcher, for a while."""
+        self.need([page], [page])
+        page.raw_until = self._count + _RAW_NEEDS
+
+    def flush(self) -> None:
+        """Everything leaves the device."""
+        with self.lock:
+            for page in list(self):
+                self._leave(page)
+            for page in list(self._leaving):
+                self._settle(page)
+
+    def bring_back(self) -> None:
+        """Everything comes to the device, whatever the budget says, and nothing is a page any more."""
+        with self.lock:
+            for page in list(self):
+                self._stay(page)
+                if not page.is_here:
+                    self._fill(page, is_read=True)
+            for page in list(self._pages.values()):
+                self._drop(page)
+
+    def sweep(self) -> None:
+        """Lets go of what no tensor has any more."""
+        for page in [page for page in self._pages.values() if page.is_dead]:
+            self._drop(page)
+
+    def _follow(self, pages: Sequence[Page]) -> int:
+        """Notes what is asked for; the place in the order that the step follows."""
+        if not self.is_in_step:
+            return -1
+        follower = self._follower
+        at = follower.follow(tuple(page.key for page in pages), tuple(page.size_bytes for page in pages))
+        known = follower.known
+        if known is not self._ranked_for:
+            self._ahead = at
+            self._rank_all(at)
+        if known is not None:
+            for page in pages:
+                self._growth = max(self._growth, page.size_bytes / known.sizes.get(page.key, page.size_bytes))
+        return at
+
+    def _limit(self, at: int) -> int:
+        """What pages may take while the operator at that place runs, and until the next one."""
+        order = self._follower.known
+        if order is not None and 0 <= at < len(order.others_bytes):
+            return self.budget_bytes - int(order.others_bytes[at] * self._growth)
+        return self.budget_bytes - (self._unmeasured_bytes or (self.budget_bytes + self.others_bytes) // 2)
+
+    def _check(self, order: Order) -> None:
+        """Raises ``BudgetError`` where an operator cannot have its pages beside all else."""
+        most, place = 0, 0
+        for at, (keys, others) in enumerate(zip(order.needs, order.others_bytes, strict=False)):
+            needed = others + sum(order.sizes.get(key, 0) for key in keys)
+            most, place = max((most, place), (needed, at))
+        if most > self.budget_bytes:
+            names = ", ".join(
+                self._by_key[key].label if key in self._by_key else "what is gone" for key in order.needs[place]
+            )
+            raise BudgetError(
+                f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(self.budget_bytes)}: that "
+                f"is what an operator on {names} takes with all that has to be on the device then. Smaller "
+                "micro-batches or checkpointed blocks take less"
+            )
+
+    # Which pages go first
+
+    def _rank(self, page: Page, at: int | None = None) -> None:
+        """Gives it its place among those here: who is asked for last leaves first."""
+        order = self._follower.known
+        if order is None:
+            page.rank = page.last_use
+        else:
+            page.rank = -order.next_use(page.key, len(self._follower.now.needs) if at is None else at)
+        heapq.heappush(self._heap, (page.rank, next(self._entry), page))
+
+    def _rank_all(self, at: int = 0) -> None:
+        self._ranked_for = self._follower.known
+        self._heap.clear()
+        for page in self._pages.values():
+            if page.held_bytes():
+                self._rank(page, at)
+
+    def _victim(self, stays: Collection[Page], later_than: int | None = None) -> Page | None:
+        """The page that leaves next, if it is asked for after that place. Dead ones are dropped on the way."""
+        put_back, found = [], None
+        while self._heap and found is None:
+            entry = heapq.heappop(self._heap)
+            rank, _, page = entry
+            if rank != page.rank or not page.held_bytes() or page in self._leaving:
+                continue
+            if page.is_dead:
+                self._drop(page)
+            elif later_than is not None and -rank <= later_than:
+                put_back.append(entry)
+                break
+            elif page in stays or page in self.pinned or page.raw_until > self._count:
+                put_back.append(entry)
+            else:
+                found = page
+        for entry in put_back:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    # How pages come and go
+
+    def _make_room(self, size_bytes: int, stays: Collection[Page], limit: int) -> None:
+        """Waits until pages may take so much more. What the operator itself works on is there in any case."""
+        if self._held_bytes + size_bytes <= limit:
+            return
+        start_s = time.perf_counter()
+        if self._follower.known is None:
+            self.sweep()
+        while self._held_bytes - self._leaving_bytes + size_bytes > limit:
+            victim = self._victim(stays)
+            if victim is None:
+                break
+            self._leave(victim)
+        while self._held_bytes + size_bytes > limit and self._leaving:
+            self._settle(next(iter(self._leaving)))
+        self.stall_s += time.perf_counter() - start_s
+
+    def _look_ahead(self, stays: Collection[Page], at: int) -> None:
+        """Begins to let go of what is used last and to copy in what is asked for next, operator by operator.
+
+        Never lets go of what is asked for before the room would be, nor takes room that pages will begin in.
+        """
+        order = self._follower.known
+        assert order is not None
+        if not order.others_bytes:
+            return
+        self._ahead = max(self._ahead, at + 1)
+        now, begun = self._limit(at), order.begun_between(at, self._ahead)
+        moved = 0
+        while self._ahead < len(order.needs) and moved + begun < self._ahead_bytes:
+            limit = min(now, self._limit(self._ahead))
+            missing = []
+            for key in order.needs[self._ahead]:
+                page = self._by_key.get(key)
+                if page is not None and not page.held_bytes() and not page.is_dead:
+                    missing.append(page)
+            wanted = begun + order.begun_bytes[self._ahead] + sum(page.size_bytes for page in missing)
+            while self._held_bytes - self._leaving_bytes + wanted > limit:
+                victim = self._victim(stays, later_than=self._ahead)
+                if victim is None:
+                    return
+                self._leave(victim)
+            for page in missing:
+                storage = page.storage()
+                if self._held_bytes + page.size_bytes > now or storage is None or page.handle is None:
+                    return  # until what leaves is gone
+                if not page.handle.prefetch(into=storage):
+                    return
+                page.is_coming = True
+                self._held_bytes += page.size_bytes
+                moved += page.size_bytes
+                self._rank(page, at + 1)
+            begun += order.begun_bytes[self._ahead]
+            self._ahead += 1
+
+    def _leave(self, page: Page) -> None:
+        """Empties it now if a copy is below, else as soon as one is."""
+        storage = page.storage()
+        if storage is None:
+            self._drop(page)
+            return
+        if page.is_coming:
+            self._refuse(page, storage)
+        if not page.is_here:
+            return
+        if not storage.resizable():  # NumPy has it, say
+            self._drop(page)
+            return
+        if page.handle is not None and page.handle.state is HandleState.KEPT:
+            self._forget_copy(page)  # one that failed, or was taken back
+        if page.handle is None:
+            page.handle = self.waterfall.park(storage, page.label)
+            self.parked_bytes += page.size_bytes
+        if page not in self._leaving:
+            self._leaving[page] = None
+            self._leaving_bytes += page.size_bytes
+        if page.is_clean:
+            self._empty(page)
+
+    def _stay(self, page: Page) -> None:
+        """It is wanted, and not emptied after all."""
+        if page in self._leaving:
+            del self._leaving[page]
+            self._leaving_bytes -= page.size_bytes
+
+    def _settle(self, page: Page) -> None:
+        """Waits until it has left; a copy that failed is tried a few times, as others may give room back meanwhile."""
+        for attempt in range(_TRIES):
+            if page not in self._leaving:
+                return
+            assert page.handle is not None
+            if page.handle.state is HandleState.LEAVING:
+                page.handle.finish_out()
+            if page.is_clean:
+                self._empty(page)
+                return
+            time.sleep(0.1 * attempt)
+            self.waterfall.reap()
+            self._leave(page)
+        self._forget_copy(page)
+        self._stay(page)
+        raise BudgetError(
+            f"{page.label} ({format_bytes(page.size_bytes)}) could not leave the device: the tiers below are full or "
+            "failed. Give more room: penstock.offload.training(model, optimizer, budget, host='64GiB', disk='/nvme')"
+        )
+
+    def _settle_all(self) -> None:
+        """Empties what has left meanwhile."""
+        self.waterfall.reap()
+        for page in [page for page in self._leaving if page.is_clean]:
+            self._empty(page)
+
+    def _empty(self, page: Page) -> None:
+        storage = page.storage()
+        if storage is None:
+            self._drop(page)
+            return
+        self._forget_stale(page)
+        storage.resize_(0)
+        self._gone(page)
+
+    def _gone(self, page: Page) -> None:
+        self._stay(page)
+        self._held_bytes -= page.held_bytes()
+        page.is_here = page.is_coming = False
+
+    def _drop(self, page: Page) -> None:
+        """It is no page any more."""
+        self._gone(page)
+        self._forget_copy(page)
+        if self._pages.get(page.identity) is page:
+            del self._pages[page.identity]
+        if self._by_key.get(page.key) is page:
+            del self._by_key[page.key]
+
+    def _fill(self, page: Page, *, is_read: bool) -> None:
+        start_s = time.perf_counter()
+        storage = page.storage()
+        assert storage is not None
+        assert page.handle is not None
+        if is_read or page.is_coming:
+            try:
+                page.handle.get(into=storage)
+            except BaseException:
+                storage.resize_(0)
+                self._gone(page)
+                raise
+            self.waterfall.reap()
+            self.fetched_bytes += page.size_bytes
+        else:
+            storage.resize_(page.size_bytes)
+        self._held_bytes += page.size_bytes - page.held_bytes()
+        page.is_here, page.is_coming = True, False
+        self.stall_s += time.perf_counter() - start_s
+
+    def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
+        """Its copy in was begun for nothing."""
+        assert page.handle is not None
+        with contextlib.suppress(TierReadError):  # whoever asks for it next will be told
+            page.handle.get(into=storage)
+        storage.resize_(0)
+        self.waterfall.reap()
+        self._gone(page)
+        self.fetched_bytes += page.size_bytes
+
+    def _written(self, page: Page) -> None:
+        if page.handle is not None:
+            page.handle.before_write()
+            if page.handle.state is HandleState.LEAVING:
+                page.stale.append(page.handle)
+                page.handle = None
+            self._forget_copy(page)
+        self._stay(page)
+
+    def _forget_copy(self, page: Page) -> None:
+        """The copy below is old, or of no use."""
+        if page.handle is not None:
+            page.handle.release()
+            page.handle = None
+
+    def _forget_stale(self, page: Page) -> None:
+        """Waits for copies out that read what is about to be freed."""
+        while page.stale:
+            handle = page.stale.pop()
+            handle.finish_out()
+            handle.release()

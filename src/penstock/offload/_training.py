@@ -1,0 +1,360 @@
+"""A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
+
+import contextlib
+import os
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from penstock.arguments import checked, must_be
+from penstock.errors import BudgetError
+from penstock.offload._meter import Meter
+from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._pages import Kind, Pages
+from penstock.offload._watch import Watch
+from penstock.probe import can_record, held_bytes
+from penstock.stepping import State, refuse_whole_optimizers, step_part
+from penstock.tiers import Budget, waterfall_for
+from penstock.units import format_bytes
+
+_CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB', disk='/nvme')"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatistics:
+    """What a `Training` did since it was made."""
+
+    num_steps: int
+    """Times that its context was left."""
+    state_bytes: int
+    """Of all parameters, gradients and optimizer states that it moves, wherever they are now."""
+    num_parameters: int
+    """Elements of the model's parameters."""
+    fetched_bytes: int
+    """Copied to the device."""
+    parked_bytes: int
+    """Copied out of it."""
+    step_fetched_bytes: int
+    """The same in the last step."""
+    step_parked_bytes: int
+    """The same in the last step."""
+    written_to_disk_bytes: int
+    """Of ``parked_bytes``: what wears an SSD."""
+    stall_s: float
+    """Seconds that the computation waited for copies."""
+    held_bytes: int
+    """What it has on the device now."""
+    measured_peak_bytes: int | None
+    """Of the device, in the last step that was measured: the first of each kind; ``None`` before."""
+
+
+@checked(_CALL)
+def training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    budget: int | str | Budget | None = None,
+    *,
+    host: int | str | None = None,
+    disk: str | os.PathLike[str] | None = None,
+) -> "Training":
+    """Train a model whose parameters, gradients and optimizer state exceed the device, in a loop of your own.
+
+    >>> training = penstock.offload.training(model, optimizer, budget="22GiB", disk="/nvme")  # doctest: +SKIP
+    >>> for batch in loader:  # doctest: +SKIP
+    ...     with training:
+    ...         loss = model(batch)
+    ...         loss.backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> training.close()  # doctest: +SKIP
+
+    Parameters, gradients and states of 16 KiB and more are on the device only while an operator works on them, and as
+    long as the budget has room; else they are in host memory (on an accelerator, ``host``) or on ``disk``. Results are
+    those of plain PyTorch to the bit. On a machine without an accelerator main memory is the device, and what leaves
+    goes to disk.
+
+    Args:
+        model: on the device, or on the CPU to be trained there; its parameters are taken over at once.
+        optimizer: any of PyTorch's but L-BFGS, or your own, as long as it updates a parameter from that parameter, its
+            gradient, its state and its group. It steps one parameter after the other.
+        budget: the true peak of the device in every step but the first of its kind, which is measured: bytes, a text
+            such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
+        host: host memory below an accelerator.
+        disk: a directory on an SSD.
+
+    Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
+    ``PermissionError`` for a directory that cannot, and, after the first step, ``BudgetError`` for a budget below what
+    an operator needs.
+    """
+    if not isinstance(model, nn.Module):
+        raise must_be("model", "an nn.Module", model, _CALL)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise must_be("optimizer", "a torch.optim.Optimizer", optimizer, _CALL)
+    refuse_whole_optimizers(optimizer, _CALL)
+    account = budget if isinstance(budget, Budget) else Budget(device=budget, host=host, disk=disk)
+    if account is budget and (host is not None or disk is not None):
+        raise ValueError(
+            "a Budget names all tiers: Budget(device='22GiB', host='96GiB', disk='/nvme') without host= and disk="
+        )
+    if account.device_bytes is None:
+        raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
+    return Training(model, optimizer, account, _device_of(model))
+
+
+class Training:
+    """Made by `training`. Enter it around each step; ``close`` it at the end."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, account: Budget, device: torch.device):
+        assert account.device_bytes is not None
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._waterfall = waterfall_for(device, account)
+        self._pages = Pages(self._waterfall, account.device_bytes)
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._num_steps = self._fetched_before = self._parked_before = 0
+        self._last = (0, 0)
+        self._measured_peak_bytes: int | None = None
+        self._meter: Meter | None = None
+        self._is_entered = self._is_closed = False
+        self._num_whole = 0
+        self._undo = contextlib.ExitStack()
+        for one in model.parameters():
+            self._take_over(one)
+        self._adopt_states()
+        for one in model.parameters():
+            if one.grad is not None:
+                self._adopt_gradient(one)
+            if one.requires_grad:
+                self._undo.callback(one.register_post_accumulate_grad_hook(self._adopt_gradient).remove)
+        self._replace_step()
+        for handle in (
+            model.register_state_dict_pre_hook(self._refuse_state_dict),
+            optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_states()),
+        ):
+            self._undo.callback(handle.remove)
+        self._watch = Watch(self._pages, device)
+        self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
+        self._pages.flush()
+        self._pages.others_bytes = held_bytes(device)
+        if self._pages.others_bytes > account.device_bytes:
+            self.close()
+            raise BudgetError(
+                f"`budget` must be more than {format_bytes(self._pages.others_bytes)}, got "
+                f"{format_bytes(account.device_bytes)}: that is what is on the device already, which is not of this "
+                "model or its optimizer, or too small to be moved"
+            )
+
+    def __enter__(self) -> Self:
+        if self._is_closed:
+            raise ValueError(f"this training is closed; make another: {_CALL}")
+        if self._is_entered:
+            raise ValueError("this training is entered already; enter it once around a step: with training: ...")
+        self._is_entered = True
+        self._pages.begin_step()
+        if self._pages.wants_measure and can_record(self._device):
+            if self._device.type == "cpu":
+                self._pages.flush()  # the profiler does not report the freeing of what was there before it
+            self._meter = Meter(self._pages, self._device)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_entered = False
+        meter, self._meter = self._meter, None
+        measured: Sequence[int] = ()
+        if meter is not None:
+            measured = meter.close()
+            self._measured_peak_bytes = meter.peak_bytes
+        if kind is not None:
+            self._pages.end_step((), is_whole=False)
+            return
+        self._num_steps += 1
+        fetched, parked = self._pages.fetched_bytes, self._pages.parked_bytes
+        self._last = fetched - self._fetched_before, parked - self._parked_before
+        self._fetched_before, self._parked_before = fetched, parked
+        self._pages.end_step(measured, is_whole=True)
+
+    @contextlib.contextmanager
+    def whole(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Everything that ``module`` has, or the whole model with its optimizer, is on the device inside.
+
+        Whatever the budget says, and free to be read and written in any way: ``state_dict``, ``torch.save``,
+        ``save_pretrained``, ``numpy``.
+        """
+        if self._is_closed:
+            yield
+            return
+        wanted = None if module is None else {one.untyped_storage()._cdata for one in module.parameters()}
+        with self._pages.lock:
+            pages = [page for page in self._pages if wanted is None or page.identity in wanted]
+            added = set(pages) - self._pages.pinned
+            self._pages.pinned |= added
+        self._num_whole += 1
+        try:
+            for page in pages:
+                self._pages.need([page], [page])
+            yield
+        finally:
+            self._num_whole -= 1
+            with self._pages.lock:
+                self._pages.pinned -= added
+
+    def park(self) -> None:
+        """All of it leaves the device now, for whoever else needs the memory until the next step."""
+        if not self._is_closed:
+            self._pages.flush()
+
+    def statistics(self) -> TrainingStatistics:
+        """What it did so far."""
+        return TrainingStatistics(
+            num_steps=self._num_steps,
+            state_bytes=sum(page.size_bytes for page in self._pages),
+            num_parameters=sum(one.numel() for one in self._model.parameters()),
+            fetched_bytes=self._pages.fetched_bytes,
+            parked_bytes=self._pages.parked_bytes,
+            step_fetched_bytes=self._last[0],
+            step_parked_bytes=self._last[1],
+            written_to_disk_bytes=self._waterfall.statistics().written_to_disk_bytes,
+            stall_s=self._pages.stall_s,
+            held_bytes=self._pages.held_bytes(),
+            measured_peak_bytes=self._measured_peak_bytes,
+        )
+
+    def close(self) -> None:
+        """Brings everything back to the device, whatever the budget says, and takes no more care of it."""
+        if self._is_closed:
+            return
+        self._pages.bring_back()
+        self._is_closed = True
+        self._undo.close()
+        self._watch.end()
+        self._waterfall.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {_CALL}")
+
+    # What is taken care of
+
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        """Makes its storage one that can be emptied, shared as it was."""
+        storage = parameter.untyped_storage()
+        if storage.nbytes() < SMALL_BYTES:
+            return
+        if not storage.resizable():  # such as one that NumPy or a file gave
+            sharing = [one for one in self._model.parameters() if one.untyped_storage()._cdata == storage._cdata]
+            bytes_of = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+            bytes_of.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
+            for one in sharing:
+                own = torch.empty(0, dtype=one.dtype, device=storage.device)
+                own.set_(bytes_of.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
+                one.data = own
+            storage = parameter.untyped_storage()
+        self._pages.begin(storage, Kind.PARAMETER, self._name(parameter))
+
+    def _adopt_gradient(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            self._adopt(gradient, Kind.GRADIENT, f"gradient of {self._name(parameter)}")
+
+    def _adopt_states(self) -> None:
+        for parameter, state in self._optimizer.state.items():
+            self._adopt_state(parameter, state)
+
+    def _adopt_state(self, parameter: torch.Tensor, state: State) -> None:
+        for field, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._adopt(value, Kind.STATE, f"{field} of {self._name(parameter)}")
+
+    def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
+        page = self._pages.find(storage_id(tensor))
+        if page is not None:
+            if page.kind is Kind.OTHER:
+                page.call(name, kind)
+            return
+        if tensor.device != self._device or tensor.layout is not torch.strided or _is_wrapper(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if SMALL_BYTES <= storage.nbytes() == tensor.nbytes and storage.resizable():
+            self._pages.begin(storage, kind, name)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.setdefault(id(parameter), f"a parameter {tuple(parameter.shape)}")
+
+    # How the optimizer steps
+
+    def _replace_step(self) -> None:
+        optimizer, own = self._optimizer, self._optimizer.__dict__.get("step")
+        inner = self._step
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            del self
+            return inner(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was here before warns otherwise
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+        def give_back() -> None:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own  # type: ignore[method-assign]
+
+        self._undo.callback(give_back)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """The optimizer's step, one parameter after the other."""
+        loss, optimizer = None, self._optimizer
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (), {})
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                (after,) = step_part(optimizer, [parameter], optimizer.state, runs_hooks=False).values()
+                if after:
+                    optimizer.state[parameter] = after
+                    self._adopt_state(parameter, after)
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (), {})
+        return loss
+
+    def _refuse_state_dict(self, *_: Any) -> None:
+        if not self._num_whole and not self._is_closed:
+            raise ValueError(
+                "parameters and optimizer states may be in another tier now. Take them where all of them are on the "
+                "device: with training.whole(): torch.save(model.state_dict(), path)"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    devices = {one.device for one in model.parameters()}
+    if len(devices) != 1 or next(iter(devices)).type == "meta":
+        raise ValueError(
+            f"the model's parameters have to be on one device, not on {sorted(map(str, devices)) or 'none'}: "
+            "model.to('cuda')"
+        )
+    wrapped = next((name for name, one in model.named_parameters() if _is_sharded(one)), None)
+    if wrapped is not None:
+        raise ValueError(
+            f"{wrapped} is sharded over several processes (a DTensor); give the model as it was before fully_shard"
+        )
+    (device,) = devices
+    return device
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return type(tensor.data).__name__ == "DTensor"
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is made of other tensors and has no bytes of its own."""
+    return hasattr(tensor, "__tensor_flatten__")

@@ -1,0 +1,179 @@
+"""Seeing whatever is about to read or write a page: operators, compiled graphs, and who goes past both."""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.output_code import CompiledFxGraph
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.offload._operators import in_parts, new_storages, storage_id, touches
+from penstock.offload._pages import Kind, Page, Pages
+
+_COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
+_SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
+"""Methods whose result is the storage itself, for nobody knows how long."""
+_READING = ("tolist", "data_ptr", "__deepcopy__")
+"""Methods that read its memory, or give its address away, past the dispatcher."""
+_PICKLING = "__reduce_ex__"
+
+_watching: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+_replaced: list[tuple[type, str, Any]] = []
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operator of the thread that entered it, and has its pages brought to the device first."""
+
+    def __init__(self, pages: Pages, device: torch.device):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pages: Pages | None = pages
+        self._device = device
+        self._process = os.getpid()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that Dynamo does not give up because of it."""
+        return True
+
+    supports_higher_order_operators = True
+
+    def begin(self) -> None:
+        """From now on."""
+        _watching.add(self)
+        if len(_watching) == 1:
+            _replace_methods()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Sees nothing any more. It leaves the stack of modes where it is the last that was entered."""
+        self._pages = None
+        _watching.discard(self)
+        if not _watching:
+            _give_methods_back()
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def page_of(self, tensor: torch.Tensor) -> tuple[Pages, Page] | None:
+        """The page that the tensor is in."""
+        pages = self._pages
+        page = None if pages is None or self._process != os.getpid() else pages.find(storage_id(tensor))
+        return None if pages is None or page is None else (pages, page)
+
+    # any: PyTorch's
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs, pages = kwargs or {}, self._pages
+        if pages is None or self._process != os.getpid():
+            return func(*args, **kwargs)
+        if types:  # a tensor made of others, whose own operators are to be seen
+            with self:
+                return func(*args, **kwargs)
+        touched = touches(func, args, kwargs, pages.find)
+        if touched.is_of_lists:
+            results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find)]
+            found = [one for result in results if result is not None for one in result]
+            return found or None
+        return self._run(pages, func, args, kwargs)
+
+    def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
+        """A compiled graph, whose kernels read their inputs by address."""
+        pages = self._pages
+        if pages is None or self._process != os.getpid():
+            return run(inputs)
+        given = [one for one in inputs if isinstance(one, torch.Tensor)]
+        with pages.lock:
+            found = [page for page in dict.fromkeys(pages.find(storage_id(one)) for one in given) if page is not None]
+            if found:
+                pages.need(found, found)  # it may write to any of them
+            added = set(found) - pages.pinned
+            pages.pinned |= added
+            known = {storage_id(one) for one in given}
+            try:
+                result = run(inputs)
+            finally:
+                pages.pinned -= added
+            results = result if isinstance(result, list | tuple) else (result,)
+            self._adopt("a compiled graph", (one for one in results if isinstance(one, torch.Tensor)), known)
+        return result
+
+    def _run(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        with pages.lock:
+            touched = touches(func, args, kwargs, pages.find)
+            if touched.pages:
+                pages.need(touched.pages, touched.written, is_overwritten=touched.is_overwritten)
+                if func.namespace in _COMMUNICATION:  # goes on in another thread after it returned
+                    for page in touched.pages:
+                        pages.let_go(page)
+            result = func(*args, **kwargs)
+            if pages.is_in_step:
+                self._adopt(func, new_storages(func, args, kwargs, result))
+            return result
+
+    def _adopt(self, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
+        pages = self._pages
+        if pages is None or not pages.is_in_step:
+            return
+        for tensor in tensors:
+            if tensor.device == self._device and storage_id(tensor) not in known:
+                storage = tensor.untyped_storage()
+                if storage.resizable():
+                    pages.begin(storage, Kind.OTHER, maker)
+
+
+def _find(tensor: torch.Tensor) -> tuple[Pages, Page] | None:
+    return next((found for found in (one.page_of(tensor) for one in list(_watching)) if found is not None), None)
+
+
+def _replace_methods() -> None:
+    """Whoever reads a tensor past the dispatcher finds its bytes, or an error."""
+    for name in _SHARING:
+        _replace(torch.Tensor, name, lambda pages, page: pages.let_go(page))
+    for name in _READING:
+        _replace(torch.Tensor, name, lambda pages, page: pages.ask_for_address(page))
+    for kind in (torch.Tensor, nn.Parameter):
+        _replace(kind, _PICKLING, _refuse_pickling)
+    run = CompiledFxGraph.__call__
+
+    def run_watched(self: Any, inputs: Sequence[Any]) -> Any:
+        watch = next(iter(_watching), None)
+        return run(self, inputs) if watch is None else watch.compiled(functools.partial(run, self), inputs)
+
+    _put(CompiledFxGraph, "__call__", run_watched)
+
+
+def _replace(kind: type, name: str, prepare: Callable[[Pages, Page], None]) -> None:
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = _find(self)
+        if found is not None:
+            prepare(*found)
+        return method(self, *args, **kwargs)
+
+    _put(kind, name, prepared)
+
+
+def _put(kind: type, name: str, method: Any) -> None:
+    _replaced.append((kind, name, kind.__dict__.get(name)))
+    setattr(kind, name, method)
+
+
+def _give_methods_back() -> None:
+    while _replaced:
+        kind, name, method = _replaced.pop()
+        if method is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, method)
+
+
+def _refuse_pickling(pages: Pages, page: Page) -> None:
+    if page not in pages.pinned:
+        raise ValueError(
+            f"{page.label} may be in another tier now and cannot be pickled. Save where everything is on the device: "
+            "with training.whole(): torch.save(model.state_dict(), path)"
+        )

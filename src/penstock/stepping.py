@@ -1,0 +1,59 @@
+"""An optimizer's step on some of its parameters, for those whose bytes are on the device.
+
+That is exact for every optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
+group, which are all of PyTorch's but L-BFGS.
+"""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
+
+
+def refuse_whole_optimizers(optimizer: torch.optim.Optimizer, call: str) -> None:
+    """Raise ``TypeError`` for an optimizer that looks at all parameters at once; ``call`` shows what works."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            f"L-BFGS looks at all parameters at once and cannot be stepped part by part; take AdamW: {call}"
+        )
+
+
+def step_part(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[torch.Tensor],
+    states: Mapping[torch.Tensor, State],
+    *,
+    runs_hooks: bool = True,
+) -> dict[torch.Tensor, State]:
+    """Run the optimizer's own ``step`` on ``parameters`` alone, from ``states``; return their states afterwards.
+
+    It runs on a view of the optimizer whose groups hold these parameters and whose state is theirs; the optimizer's own
+    state is left alone. States that are not empty are changed in place. Its hooks run each time, or are left to the
+    caller. Raises ``TypeError`` where the step changes what its groups say, which is of all parameters at once.
+    """
+    parameters = list(parameters)
+    wanted = {id(one) for one in parameters}
+    part: torch.optim.Optimizer = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    part.__dict__.pop("step", None)  # a wrapper of a scheduler or of ours, bound to the whole
+    part.param_groups = [
+        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
+    ]
+    if not runs_hooks:
+        part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    part.state = defaultdict(dict)
+    for parameter in parameters:
+        if states.get(parameter):
+            part.state[parameter] = states[parameter]
+    type(part).step(part)
+    for own, group in zip(part.param_groups, optimizer.param_groups, strict=True):
+        if any(key != "params" and value is not group[key] and value != group[key] for key, value in own.items()):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps state in its groups, which is of all parameters at once, and "
+                "cannot be stepped part by part; take AdamW"
+            )
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
+    return {parameter: part.state.get(parameter, {}) for parameter in parameters}
