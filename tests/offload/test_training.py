@@ -93,6 +93,13 @@ def run_plain(model, optimizer, step, data):
     return [step(model, optimizer, tokens) for tokens in data]
 
 
+def beside(model, size_mib):
+    """A budget of so much beside what else there is in this process."""
+    gc.collect()
+    own_bytes = sum(one.nbytes for one in model.parameters())
+    return probe.held_bytes("cpu") - own_bytes + int(size_mib * 2**20)
+
+
 @pytest.fixture
 def make_training(tmp_path):
     made = []
@@ -285,3 +292,194 @@ def test_steps(make_training, name):
 def test_checkpointed_blocks_with_dropout(make_training, recompute):
     torch.manual_seed(0)
     assert_same_training(make_training, Transformer(dropout=0.1, recompute=recompute), OPTIMIZERS["adamw"])
+
+
+def test_frozen_parameters_are_fetched_and_never_written(make_training):
+    torch.manual_seed(0)
+    model = Transformer()
+    for name, one in model.named_parameters():
+        one.requires_grad_("norm" in name or name.startswith("embedding"))
+    statistics = assert_same_training(
+        make_training, model, lambda model: torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    )
+    frozen = sum(one.nbytes for one in model.parameters() if not one.requires_grad)
+    assert statistics.fetched_bytes > 2 * frozen
+
+
+def test_gradient_hooks_and_batch_norm(make_training):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        nn.Flatten(0, 1),
+        nn.Linear(WIDTH, 4 * WIDTH),
+        nn.BatchNorm1d(4 * WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(4 * WIDTH, VOCABULARY),
+        nn.Unflatten(0, (4, 32)),
+    )
+
+    def step(model, optimizer, tokens):
+        hook = model[2].weight.register_hook(lambda gradient: gradient * 0.5)
+        loss = simple_step(model, optimizer, tokens)
+        hook.remove()
+        return loss
+
+    assert_same_training(make_training, model, OPTIMIZERS["adamw"], step, share=0.5)
+
+
+def test_a_compiled_block_and_one_in_float64(make_training):
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=2)
+    model.blocks[0].layers.compile(dynamic=False)
+    model.blocks[1].double()
+    first = model.blocks[1].forward
+    model.blocks[1].forward = lambda x: first(x.double()).float()
+    # a copy shares the bound method of the original, so that the twin is made anew
+    twin = Transformer(num_blocks=2)
+    twin.load_state_dict(model.state_dict())
+    twin.blocks[0].layers.compile(dynamic=False)
+    twin.blocks[1].double()
+    twin.blocks[1].load_state_dict(model.blocks[1].state_dict())
+    second = twin.blocks[1].forward
+    twin.blocks[1].forward = lambda x: second(x.double()).float()
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 5))
+    losses = []
+    for tokens in batches():
+        ours.park()
+        with ours:
+            losses.append(simple_step(model, optimizer, tokens))
+    assert losses == expected
+    assert ours.statistics().step_fetched_bytes > 0
+
+
+def test_batches_of_other_lengths_keep_the_budget(make_training):
+    torch.manual_seed(0)
+    model, data = Transformer(), [one for length in (32, 16, 64, 24) for one in batches(2, length)]
+    twin = copy.deepcopy(model)
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, data)
+    optimizer = OPTIMIZERS["adamw"](model)
+    budget = beside(model, 8)
+    ours = make_training(model, optimizer, budget)
+    losses, peaks = [], []
+    for number, tokens in enumerate(data):
+        if number < 3:
+            with ours:
+                losses.append(simple_step(model, optimizer, tokens))
+            continue
+        ours.park()
+        with probe.record_memory("cpu") as recording, ours:
+            losses.append(simple_step(model, optimizer, tokens))
+        peaks.append(recording.report.peak_bytes)
+    assert losses == expected
+    assert max(peaks) <= budget * 1.01
+
+
+def test_state_is_saved_and_loaded_where_all_of_it_is_there(make_training):
+    torch.manual_seed(0)
+    model = Transformer()
+    twin = copy.deepcopy(model)
+    plain = OPTIMIZERS["adamw"](twin)
+    expected = run_plain(twin, plain, simple_step, batches())
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 8))
+    saved, losses = io.BytesIO(), []
+    for number, tokens in enumerate(batches()):
+        if number == 2:
+            for refused in (model.state_dict, optimizer.state_dict, lambda: torch.save(model.head.weight, io.BytesIO())):
+                with pytest.raises(ValueError, match=r"with training\.whole\(\)"):
+                    refused()
+            with ours.whole():
+                torch.save((model.state_dict(), optimizer.state_dict()), saved)
+        with ours:
+            losses.append(simple_step(model, optimizer, tokens))
+    assert losses == expected
+    saved.seek(0)
+    parameters, states = torch.load(saved)
+    with ours.whole():
+        model.load_state_dict(parameters)
+        optimizer.load_state_dict(states)
+    del parameters, states
+    losses = losses[:2]
+    for tokens in batches()[2:]:
+        with ours:
+            losses.append(simple_step(model, optimizer, tokens))
+    assert losses == expected
+
+
+def test_a_part_is_whole_and_the_rest_stays_away(make_training):
+    model = Transformer()
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "64MiB")
+    assert ours.statistics().held_bytes == 0
+    with ours.whole(model.blocks[1]):
+        held = ours.statistics().held_bytes
+        assert model.blocks[1].layers[0].weight.untyped_storage().nbytes() > 0
+        assert model.blocks[2].layers[0].weight.untyped_storage().nbytes() == 0
+    large = [one.nbytes for one in model.blocks[1].parameters() if one.nbytes >= 16 * 1024]
+    assert held == sum(large)
+
+
+def test_after_an_error_in_a_step_the_next_is_right(make_training):
+    torch.manual_seed(0)
+    model = Transformer()
+    twin = copy.deepcopy(model)
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 8))
+    losses = []
+    for tokens in batches():
+        with pytest.raises(KeyError), ours:
+            loss = loss_of(model, tokens)
+            raise KeyError(loss.item())
+        with ours:
+            losses.append(simple_step(model, optimizer, tokens))
+    assert losses == expected
+
+
+def test_a_step_outside_of_the_context_is_right(make_training):
+    torch.manual_seed(0)
+    model = Transformer()
+    twin = copy.deepcopy(model)
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 8))
+    losses = []
+    for number, tokens in enumerate(batches()):
+        if number == 2:
+            losses.append(simple_step(model, optimizer, tokens))
+        else:
+            with ours:
+                losses.append(simple_step(model, optimizer, tokens))
+    assert losses == expected
+
+
+def test_closing_gives_everything_back(make_training):
+    model = Transformer()
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 8))
+    with ours:
+        simple_step(model, optimizer, batches()[0])
+    ours.close()
+    assert all(one.untyped_storage().nbytes() >= one.nbytes for one in model.parameters())
+    assert all(one["exp_avg"].untyped_storage().nbytes() > 0 for one in optimizer.state.values())
+    assert "step" not in optimizer.__dict__
+    assert "tolist" not in torch.Tensor.__dict__
+    model.state_dict()
+    with pytest.raises(ValueError, match="closed"), ours:
+        pass
+
+
+def test_a_budget_below_what_an_operator_needs_is_named(make_training):
+    model = Transformer()
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 0.6))
+    with pytest.raises(BudgetError, match=r"must be at least \d+ .*an operator on"), ours:
+        simple_step(model, optimizer, batches()[0])
+
+
+def test_a_budget_below_what_is_there_already_is_refused(make_training):
+    model = Transformer()
+    with pytest.raises(BudgetError, match="is on the device already"):
+        make_training(model, OPTIMIZERS["adamw"](model), 1024)
+    model.state_dict()
