@@ -119,6 +119,8 @@ class Pages:
         self.budget_bytes = budget_bytes
         self.lock = threading.RLock()
         self.is_in_step = False
+        self.is_moving = False
+        """Whether operators are those of copies, which nobody is to look at."""
         self.fetched_bytes = self.parked_bytes = 0
         self.stall_s = 0.0
         self.before_need: Callable[[], None] | None = None
@@ -177,7 +179,7 @@ class Pages:
 
     def let_go(self, page: Page) -> None:
         """Takes no more care of it; it is on the device, and stays there."""
-        with self.lock:
+        with self._moving():
             self.need([page], [page])
             self._drop(page)
 
@@ -228,7 +230,7 @@ class Pages:
         ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any. Raises
         ``TierReadError`` where bytes cannot be read back, and ``BudgetError`` where they find no room.
         """
-        with self.lock:
+        with self._moving():
             if self.before_need is not None:
                 self.before_need()
             self._count += 1
@@ -260,7 +262,7 @@ class Pages:
 
     def flush(self) -> None:
         """Everything leaves the device."""
-        with self.lock:
+        with self._moving():
             for page in list(self):
                 self._leave(page)
             for page in list(self._leaving):
@@ -268,7 +270,7 @@ class Pages:
 
     def bring_back(self) -> None:
         """Everything comes to the device, whatever the budget says, and nothing is a page any more."""
-        with self.lock:
+        with self._moving():
             for page in list(self):
                 self._stay(page)
                 if not page.is_here:
@@ -318,6 +320,15 @@ class Pages:
                 f"is what an operator on {names} takes with all that has to be on the device then. Smaller "
                 "micro-batches or checkpointed blocks take less"
             )
+
+    @contextlib.contextmanager
+    def _moving(self) -> Iterator[None]:
+        with self.lock:
+            before, self.is_moving = self.is_moving, True
+            try:
+                yield
+            finally:
+                self.is_moving = before
 
     # Which pages go first
 

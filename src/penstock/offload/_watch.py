@@ -66,7 +66,7 @@ class Watch(TorchDispatchMode):
     # any: PyTorch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs, pages = kwargs or {}, self._pages
-        if pages is None or self._process != os.getpid():
+        if pages is None or pages.is_moving or self._process != os.getpid():
             return func(*args, **kwargs)
         if types:  # a tensor made of others, whose own operators are to be seen
             with self:
