@@ -100,6 +100,32 @@ def _planned_offload(problem: Any, _: Arguments) -> None:
     offload.verify(problem, offload.plan(problem))
 
 
+def _training(case: Case) -> Arguments:
+    module = model()
+    return {
+        "model": module, "optimizer": torch.optim.AdamW(module.parameters()), "budget": "1GiB", "disk": case.disk(),
+    }  # fmt: skip
+
+
+def _trained(training: Any, arguments: Arguments) -> None:
+    """Steps inside of a training are plain PyTorch's."""
+    module, optimizer = arguments["model"], arguments["optimizer"]
+    try:
+        with training.whole():
+            other = copy.deepcopy(module)
+        plainly = torch.optim.AdamW(other.parameters())
+        for _ in range(2):
+            for one, stepped in ((other, plainly), (module, optimizer)):
+                with training:
+                    stepped.zero_grad()
+                    one(batch()).square().mean().backward()
+                    stepped.step()
+        require(training.statistics().num_steps >= 2, "steps are counted")
+    finally:
+        training.close()
+    require(all(map(torch.equal, module.parameters(), other.parameters())), "trained: differs from plain PyTorch's")
+
+
 def _meta_step() -> Arguments:
     """A step without bytes, on a machine that is not here."""
     with torch.device("meta"):
@@ -121,6 +147,11 @@ USES |= {
     "offload.OffloadedModule": Use(
         call=offload.wrap, good=lambda case: {"module": model(), "disk": case.disk()}, check=_wrapped,
         made_by="offload.wrap", methods={"forward": lambda _: {"*arguments": (batch(),)}},
+    ),
+    "offload.training": Use(call=offload.training, good=_training, check=_trained),
+    "offload.Training": Use(
+        call=offload.training, good=_training, check=_trained, made_by="offload.training",
+        methods={"whole": lambda _: {}},
     ),
     "offload.modelled_cycle": Use(
         call=offload.modelled_cycle, good=lambda _: _meta_step(),
@@ -148,6 +179,19 @@ RECORDS |= {
     "offload.Transfer": lambda: offload_plan().transfers[0],
     "offload.SavedTensor": lambda: offload.SavedTensor(
         module="", shape=(1,), dtype=torch.float32, size_bytes=4, is_checkpoint_input=False
+    ),
+    "offload.TrainingStatistics": lambda: offload.TrainingStatistics(
+        num_steps=1,
+        state_bytes=2**20,
+        num_parameters=2**18,
+        fetched_bytes=0,
+        parked_bytes=0,
+        step_fetched_bytes=0,
+        step_parked_bytes=0,
+        written_to_disk_bytes=0,
+        stall_s=0.0,
+        held_bytes=0,
+        measured_peak_bytes=None,
     ),
     "offload.OffloadStatistics": lambda: offload.OffloadStatistics(
         num_steps=0, saved_bytes=0, parked_bytes=0, fetched_bytes=0, forwarded_bytes=0

@@ -325,6 +325,10 @@ USES |= {
         call=probe.record_memory, good=lambda _: {"device": "cpu", "this_thread_only": False},
         check=lambda context, _: _entered(context, {}),
     ),
+    "probe.held_bytes": Use(
+        call=probe.held_bytes, good=lambda _: {"device": "cpu"},
+        check=lambda held, _: require(held >= 0, "bytes"),
+    ),
     "probe.can_record": Use(call=probe.can_record, good=lambda _: {"device": "cpu"}),
     "probe.giving_way": Use(call=probe.giving_way, good=lambda _: {"stop": lambda: None}, check=_entered),
     "probe.bandwidths": Use(

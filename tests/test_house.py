@@ -16,6 +16,7 @@ SOURCE = Path(penstock.__file__).parent
 LAYERS = {
     "_version": 0, "errors": 0, "units": 0, "arguments": 0,
     "devices": 1, "directio": 1, "files": 1, "links": 1, "machines": 1, "native": 1,
+    "stepping": 1,
     "probe": 2,
     "tiers": 3,
     "offload": 4, "remat": 4, "fleet": 4, "unified": 4, "relational": 4,
@@ -82,7 +83,9 @@ PRIVATE = {
     "fleet/_random.py": "a dispatch mode draws a job's random numbers from its own state",
     "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
     "offload/_modelled.py": "a dispatch mode counts what each operator does",
+    "offload/_operators.py": "a storage's identity, without making an object of it",
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",
+    "offload/_watch.py": "the stack of dispatch modes, and compiled graphs of Inductor as they are called",
     "probe/_peak.py": "the profiler's events, and tensors that own no bytes",
     "remat/_aot.py": "AOTAutograd",
     "remat/_capture.py": "joint graphs, and what autograd is doing",

@@ -4,12 +4,14 @@ That is exact for every optimizer whose update of a parameter depends on that pa
 group, which are all of PyTorch's but L-BFGS.
 """
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
+_TRIED_ELEMENTS = 65536
 State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
 
 
@@ -57,3 +59,22 @@ def step_part(
             )
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
     return {parameter: part.state.get(parameter, {}) for parameter in parameters}
+
+
+def state_share(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], states: Mapping[torch.Tensor, State]
+) -> float:
+    """Bytes of state per byte of ``parameters``, after a step from ``states``, tried on a copy of a middling one."""
+    trained = [one for one in parameters if one.requires_grad and one.numel() > 1]
+    if not trained:
+        return 0.0
+    parameter = min(trained, key=lambda one: (one.dim() < 2, abs(one.numel() - _TRIED_ELEMENTS)))
+    begun = {parameter: copy.deepcopy(states.get(parameter, {}))}
+    data, gradient = parameter.data, parameter.grad
+    parameter.data, parameter.grad = data.clone(), torch.zeros_like(data)
+    try:
+        (state,) = step_part(optimizer, [parameter], begun, runs_hooks=False).values()
+    finally:
+        parameter.data, parameter.grad = data, gradient
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
+    return sum(one.nbytes for one in tensors) / data.nbytes

@@ -93,7 +93,9 @@ def test_checkpointed_blocks_accumulation_and_autograds_own_thread(device, make_
     def step(model, optimizer, batch):
         losses = []
         for tokens, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-            loss = checkpoint(model, tokens, targets, use_reentrant=False) if not is_reentrant else model(tokens, targets)
+            loss = (
+                checkpoint(model, tokens, targets, use_reentrant=False) if not is_reentrant else model(tokens, targets)
+            )
             (loss / 2).backward()
             losses.append(loss.detach())
         clip_grad_norm_(model.parameters(), 0.5)

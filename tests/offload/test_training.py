@@ -1,8 +1,11 @@
 """Parameters, gradients, states and activations leave the device in a loop of the user's own: results stay the same."""
 
 import copy
+import errno
 import gc
 import io
+import itertools
+import os
 
 import pytest
 import torch
@@ -12,7 +15,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 from penstock import probe
-from penstock.errors import BudgetError
+from penstock.directio import SpillFile
+from penstock.errors import BudgetError, TierDegradedWarning, TierReadError
 from penstock.offload import training
 
 WIDTH, VOCABULARY, NUM_STEPS = 128, 500, 5
@@ -387,7 +391,11 @@ def test_state_is_saved_and_loaded_where_all_of_it_is_there(make_training):
     saved, losses = io.BytesIO(), []
     for number, tokens in enumerate(batches()):
         if number == 2:
-            for refused in (model.state_dict, optimizer.state_dict, lambda: torch.save(model.head.weight, io.BytesIO())):
+            for refused in (
+                model.state_dict,
+                optimizer.state_dict,
+                lambda: torch.save(model.head.weight, io.BytesIO()),
+            ):
                 with pytest.raises(ValueError, match=r"with training\.whole\(\)"):
                     refused()
             with ours.whole():
@@ -430,8 +438,7 @@ def test_after_an_error_in_a_step_the_next_is_right(make_training):
     losses = []
     for tokens in batches():
         with pytest.raises(KeyError), ours:
-            loss = loss_of(model, tokens)
-            raise KeyError(loss.item())
+            raise KeyError(loss_of(model, tokens).item())
         with ours:
             losses.append(simple_step(model, optimizer, tokens))
     assert losses == expected
@@ -483,3 +490,95 @@ def test_a_budget_below_what_is_there_already_is_refused(make_training):
     with pytest.raises(BudgetError, match="is on the device already"):
         make_training(model, OPTIMIZERS["adamw"](model), 1024)
     model.state_dict()
+
+
+@pytest.fixture
+def small_steps(make_training):
+    """Losses of plain training, and a way to train the same model within 5 MiB beside what else there is."""
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=3)
+    twin = copy.deepcopy(model)
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
+    after = [one.detach().clone() for one in twin.parameters()]
+    del twin
+
+    def run(**tiers):
+        optimizer = OPTIMIZERS["adamw"](model)
+        ours, losses = make_training(model, optimizer, beside(model, 5), **tiers), []
+        for tokens in batches():
+            with ours:
+                losses.append(simple_step(model, optimizer, tokens))
+        ours.close()
+        assert losses == expected
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), after, strict=True))
+        return ours
+
+    return run
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_writes_that_fail_now_and_then_lose_nothing(small_steps, monkeypatch, code):
+    write, turn = SpillFile.write, itertools.count()
+
+    def fail_sometimes(self, view, offset):
+        if next(turn) % 7 == 3:
+            raise OSError(code, os.strerror(code))
+        return write(self, view, offset)
+
+    monkeypatch.setattr(SpillFile, "write", fail_sometimes)
+    with pytest.warns(TierDegradedWarning, match="stays on the device") as caught:
+        small_steps()
+    assert len(caught) == 1
+
+
+def test_a_disk_that_fills_up_in_mid_step_loses_nothing(small_steps, monkeypatch):
+    write, turn = SpillFile.write, itertools.count()
+
+    def fail_from_then_on(self, view, offset):
+        if next(turn) > 300:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(self, view, offset)
+
+    monkeypatch.setattr(SpillFile, "write", fail_from_then_on)
+    with pytest.warns(TierDegradedWarning, match="stays on the device") as caught:
+        small_steps()
+    assert len(caught) == 1
+
+
+def test_a_read_that_fails_is_an_error_and_may_be_tried_again(make_training, monkeypatch):
+    model = Transformer()
+    before = [one.detach().clone() for one in model.parameters()]
+    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 8))
+    read = SpillFile.read
+
+    def fail(self, view, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(SpillFile, "read", fail)
+    with pytest.raises(TierReadError), ours:
+        loss_of(model, batches()[0])
+    monkeypatch.setattr(SpillFile, "read", read)
+    with ours.whole():
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), before, strict=True))
+
+
+def test_a_disk_without_room_for_the_state_is_refused_before_anything_moves(make_training, tmp_path):
+    model = Transformer()
+    with pytest.raises(BudgetError, match=r"of parameters, .* of gradients and .* of optimizer state"):
+        make_training(model, OPTIMIZERS["adamw"](model), beside(model, 1), disk={tmp_path: "2MiB"})
+    assert all(one.untyped_storage().nbytes() for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda model: (nn.Linear, OPTIMIZERS["adamw"](model), "1GiB"), "`model` must be a torch.nn.Module"),
+        (lambda model: (model, model, "1GiB"), "`optimizer` must be a torch.optim"),
+        (lambda model: (model, torch.optim.LBFGS(model.parameters()), "1GiB"), "all parameters at once"),
+        (lambda model: (model, OPTIMIZERS["adamw"](model)), "`budget` is needed"),
+        (lambda model: (Transformer().to("meta"), OPTIMIZERS["adamw"](model), "1GiB"), "on one device"),
+    ],
+)
+def test_misuse(make_training, arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_training(*(*arguments(Transformer(num_blocks=1)), None)[:3])

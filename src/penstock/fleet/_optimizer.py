@@ -11,9 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from penstock.stepping import State, refuse_whole_optimizers, step_part
-
-_TRIED_ELEMENTS = 65536
+from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
 
 
 class ShardedOptimizer:
@@ -37,19 +35,9 @@ class ShardedOptimizer:
 
     def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
         """Bytes of state per byte of parameters, tried on a copy of one of middling size."""
-        trained = [one for name, one in named.items() if name in self.trained and one.numel() > 1]
-        if not trained:
-            return 0.0
-        parameter = min(trained, key=lambda one: (one.dim() < 2, abs(one.numel() - _TRIED_ELEMENTS)))
-        data = parameter.data
-        (name,) = (name for name, one in named.items() if one is parameter)
-        parameter.data, parameter.grad = data.clone(), torch.zeros_like(data)
-        try:
-            (state,) = self.try_step({name: parameter}).values()
-        finally:
-            parameter.data, parameter.grad = data, None
-        tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
-        return sum(one.nbytes for one in tensors) / data.nbytes
+        trained = {name: one for name, one in named.items() if name in self.trained}
+        states: dict[torch.Tensor, State] = {one: self._first(name, one) for name, one in trained.items()}
+        return state_share(self.master, trained.values(), states)
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
         """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place.

@@ -1,6 +1,8 @@
 """Activations spill to host memory or SSD during forward, and are back before backward needs them (SSDTrain).
 
 - `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
+- `training(model, optimizer, budget, disk=..., host=...)` makes a `Training`: parameters, gradients, optimizer state
+  and activations leave the device, in a loop of your own; `TrainingStatistics`.
 - `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
 - `modelled_cycle`: the problem of a step on a machine that is not here.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
@@ -19,7 +21,7 @@ from penstock.offload._run import Offloader as Offloader
 from penstock.offload._run import activations as activations
 from penstock.offload._run import wrap as wrap
 from penstock.offload._statistics import OffloadStatistics as OffloadStatistics
+from penstock.offload._statistics import TrainingStatistics as TrainingStatistics
 from penstock.offload._training import Training as Training
-from penstock.offload._training import TrainingStatistics as TrainingStatistics
 from penstock.offload._training import training as training
 from penstock.offload._verify import verify as verify

@@ -39,7 +39,9 @@ class Touched:
     """What an operator works on."""
 
     pages: list[Page]
+    """Each once."""
     written: list[Page]
+    """Those of them whose bytes it changes."""
     is_overwritten: bool
     """Whether what is written to is not read."""
     is_of_lists: bool

@@ -30,6 +30,8 @@ from penstock.units import format_bytes
 _TRIES = 4
 _RAW_NEEDS = 64
 """For so many operators a page stays after somebody asked for its address, which nobody says when he no longer has."""
+_STUCK_NEEDS = 256
+"""For so many operators a page that could not leave stays."""
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
 
@@ -57,9 +59,9 @@ class Page:
         "kind",
         "last_use",
         "rank",
-        "raw_until",
         "size_bytes",
         "stale",
+        "stays_until",
     )
 
     def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
@@ -77,7 +79,7 @@ class Page:
         self.is_here = True
         self.is_coming = False
         """Whether its copy in was begun, and not yet asked for."""
-        self.last_use = self.raw_until = 0
+        self.last_use = self.stays_until = 0
         self.rank = 0.0
         """Among those here the lowest leaves first."""
 
@@ -148,7 +150,7 @@ class Pages:
         """How much larger pages are than when the order that the step follows was measured."""
         self._ahead = 0
         self._num_begun = 0
-        self._count = 0
+        self._count = self._stuck_until = 0
 
     # What is a page
 
@@ -228,7 +230,7 @@ class Pages:
         """Brings ``pages`` to the device and keeps them there for the operator that comes now.
 
         ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any. Raises
-        ``TierReadError`` where bytes cannot be read back, and ``BudgetError`` where they find no room.
+        ``TierReadError`` where bytes cannot be read back.
         """
         with self._moving():
             if self.before_need is not None:
@@ -258,7 +260,7 @@ class Pages:
     def ask_for_address(self, page: Page) -> None:
         """Somebody is about to read and write it past the dispatcher, for a while."""
         self.need([page], [page])
-        page.raw_until = self._count + _RAW_NEEDS
+        page.stays_until = self._count + _RAW_NEEDS
 
     def flush(self) -> None:
         """Everything leaves the device."""
@@ -361,7 +363,7 @@ class Pages:
             elif later_than is not None and -rank <= later_than:
                 put_back.append(entry)
                 break
-            elif page in stays or page in self.pinned or page.raw_until > self._count:
+            elif page in stays or page in self.pinned or page.stays_until > self._count:
                 put_back.append(entry)
             else:
                 found = page
@@ -456,8 +458,11 @@ class Pages:
             self._leaving_bytes -= page.size_bytes
 
     def _settle(self, page: Page) -> None:
-        """Waits until it has left; a copy that failed is tried a few times, as others may give room back meanwhile."""
-        for attempt in range(_TRIES):
+        """Waits until it has left; a copy that failed is tried a few times, as others may give room back meanwhile.
+
+        One that cannot leave stays for a while, whatever the budget says: a step that has begun is to end.
+        """
+        for attempt in range(_TRIES if self._count >= self._stuck_until else 1):
             if page not in self._leaving:
                 return
             assert page.handle is not None
@@ -469,12 +474,10 @@ class Pages:
             time.sleep(0.1 * attempt)
             self.waterfall.reap()
             self._leave(page)
-        self._forget_copy(page)
+        self._forget_copy(page)  # the tiers below are full or failed, which the waterfall has said
         self._stay(page)
-        raise BudgetError(
-            f"{page.label} ({format_bytes(page.size_bytes)}) could not leave the device: the tiers below are full or "
-            "failed. Give more room: penstock.offload.training(model, optimizer, budget, host='64GiB', disk='/nvme')"
-        )
+        page.stays_until = self._stuck_until = self._count + _STUCK_NEEDS
+        self._rank(page)
 
     def _settle_all(self) -> None:
         """Empties what has left meanwhile."""

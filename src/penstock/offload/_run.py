@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 from penstock.arguments import checked
 from penstock.devices import has_backend
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
+from penstock.offload._account import account_of
 from penstock.offload._cycle import Cycle
 from penstock.offload._learn import Learner, Settings
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
@@ -107,7 +108,7 @@ def activations(
         checkpoint_inputs_only=checkpoint_inputs_only,
         policy=policy,
     )
-    account = _account(disk, host, budget)
+    account = account_of(budget, host, disk, "penstock.offload.activations(model, host='8GiB', disk='/nvme')")
     _check_budget(model, account, host)
     _check_patterns(model, modules)
     settings = Settings(
@@ -421,24 +422,6 @@ def _is_checkpoint_input() -> bool:
             return False
         frame = frame.f_back
     return False
-
-
-def _account(disk: DiskSpec, host: Size | None, budget: Size | Budget | None) -> Budget:
-    if isinstance(budget, Budget):
-        if disk is not None or host is not None:
-            raise ValueError(
-                "give disk and host either inside the Budget or beside it, not both: "
-                "activations(model, budget=Budget(device='6GiB', host='8GiB', disk='/nvme'))"
-            )
-        account = budget
-    else:
-        account = Budget(device=budget, host=host, disk=disk)
-    if account.host_bytes is None and not account.disk_bytes and not account.tiers:
-        raise ValueError(
-            "nowhere to spill to: give a directory on an SSD, activations(model, disk='/nvme'), or on CUDA some host "
-            "memory, activations(model, host='8GiB')"
-        )
-    return account
 
 
 def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:

@@ -54,3 +54,31 @@ class OffloadStatistics:
             lines.append(f"predicted peak {format_bytes(self.predicted_peak_bytes)}, of which")
             lines += [f"    {format_bytes(size_bytes)} {part}" for part, size_bytes in self.peak_parts.items()]
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatistics:
+    """What a `Training` did since it was made."""
+
+    num_steps: int
+    """Times that its context was left."""
+    state_bytes: int
+    """Of all parameters, gradients and optimizer states that it moves, wherever they are now."""
+    num_parameters: int
+    """Elements of the model's parameters."""
+    fetched_bytes: int
+    """Copied to the device."""
+    parked_bytes: int
+    """Copied out of it."""
+    step_fetched_bytes: int
+    """The same in the last step."""
+    step_parked_bytes: int
+    """The same in the last step."""
+    written_to_disk_bytes: int
+    """Of ``parked_bytes``: what wears an SSD."""
+    stall_s: float
+    """Seconds that the computation waited for copies."""
+    held_bytes: int
+    """What it has on the device now."""
+    measured_peak_bytes: int | None
+    """Of the device, in the last step that was measured: the first of each kind; ``None`` before."""

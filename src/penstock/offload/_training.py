@@ -1,66 +1,38 @@
 """A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import contextlib
-import os
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from penstock.arguments import checked, must_be
+from penstock.arguments import checked
 from penstock.errors import BudgetError
+from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
 from penstock.offload._operators import SMALL_BYTES, storage_id
 from penstock.offload._pages import Kind, Pages
+from penstock.offload._statistics import TrainingStatistics
 from penstock.offload._watch import Watch
 from penstock.probe import can_record, held_bytes
-from penstock.stepping import State, refuse_whole_optimizers, step_part
-from penstock.tiers import Budget, waterfall_for
+from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
+from penstock.tiers import Budget, DiskSpec, Size, waterfall_for
 from penstock.units import format_bytes
 
 _CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB', disk='/nvme')"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStatistics:
-    """What a `Training` did since it was made."""
-
-    num_steps: int
-    """Times that its context was left."""
-    state_bytes: int
-    """Of all parameters, gradients and optimizer states that it moves, wherever they are now."""
-    num_parameters: int
-    """Elements of the model's parameters."""
-    fetched_bytes: int
-    """Copied to the device."""
-    parked_bytes: int
-    """Copied out of it."""
-    step_fetched_bytes: int
-    """The same in the last step."""
-    step_parked_bytes: int
-    """The same in the last step."""
-    written_to_disk_bytes: int
-    """Of ``parked_bytes``: what wears an SSD."""
-    stall_s: float
-    """Seconds that the computation waited for copies."""
-    held_bytes: int
-    """What it has on the device now."""
-    measured_peak_bytes: int | None
-    """Of the device, in the last step that was measured: the first of each kind; ``None`` before."""
 
 
 @checked(_CALL)
 def training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    budget: int | str | Budget | None = None,
+    budget: Size | Budget | None = None,
     *,
-    host: int | str | None = None,
-    disk: str | os.PathLike[str] | None = None,
+    host: Size | None = None,
+    disk: DiskSpec = None,
 ) -> "Training":
     """Train a model whose parameters, gradients and optimizer state exceed the device, in a loop of your own.
 
@@ -85,22 +57,16 @@ def training(
         budget: the true peak of the device in every step but the first of its kind, which is measured: bytes, a text
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
         host: host memory below an accelerator.
-        disk: a directory on an SSD.
+        disk: a directory on an SSD, several, or a dict of directories and sizes.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
-    ``PermissionError`` for a directory that cannot, and, after the first step, ``BudgetError`` for a budget below what
-    an operator needs.
+    ``PermissionError`` for a directory that cannot, and ``BudgetError`` where tiers have no room for parameters,
+    gradients and optimizer state, or, after a first step, where an operator needs more than the budget. Inside of a
+    step ``TierReadError`` where bytes cannot be read back: begin again from the last checkpoint. What cannot be
+    written stays on the device, is said once (`TierDegradedWarning`), and the step goes on.
     """
-    if not isinstance(model, nn.Module):
-        raise must_be("model", "an nn.Module", model, _CALL)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise must_be("optimizer", "a torch.optim.Optimizer", optimizer, _CALL)
     refuse_whole_optimizers(optimizer, _CALL)
-    account = budget if isinstance(budget, Budget) else Budget(device=budget, host=host, disk=disk)
-    if account is budget and (host is not None or disk is not None):
-        raise ValueError(
-            "a Budget names all tiers: Budget(device='22GiB', host='96GiB', disk='/nvme') without host= and disk="
-        )
+    account = account_of(budget, host, disk, _CALL)
     if account.device_bytes is None:
         raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
     return Training(model, optimizer, account, _device_of(model))
@@ -122,6 +88,7 @@ class Training:
         self._is_entered = self._is_closed = False
         self._num_whole = 0
         self._undo = contextlib.ExitStack()
+        self._refuse_too_much(account.device_bytes)
         for one in model.parameters():
             self._take_over(one)
         self._adopt_states()
@@ -240,6 +207,21 @@ class Training:
         raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {_CALL}")
 
     # What is taken care of
+
+    def _refuse_too_much(self, device_bytes: int) -> None:
+        """Raise ``BudgetError`` where parameters, gradients and states find no room in all tiers together."""
+        own = sum(one.nbytes for one in self._model.parameters())
+        trained = [one for one in self._model.parameters() if one.requires_grad]
+        trained_bytes = sum(one.nbytes for one in trained)
+        states = int(trained_bytes * state_share(self._optimizer, trained, self._optimizer.state))
+        below = sum(tier.capacity_bytes - tier.used_bytes for tier in self._waterfall.tiers)
+        if own + trained_bytes + states > device_bytes + below:
+            self._waterfall.close()
+            raise BudgetError(
+                f"training takes {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
+                f"{format_bytes(states)} of optimizer state, and there are {format_bytes(device_bytes)} on the device "
+                f"and {format_bytes(below)} below it. Give more room: {_CALL}"
+            )
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Makes its storage one that can be emptied, shared as it was."""

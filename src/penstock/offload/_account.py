@@ -1,0 +1,21 @@
+"""The account of a call that takes a budget, or the tiers one by one."""
+
+from penstock.tiers import Budget, DiskSpec, Size
+
+
+def account_of(budget: Size | Budget | None, host: Size | None, disk: DiskSpec, call: str) -> Budget:
+    """The given `Budget`, or one of these; ``call`` shows what works. Raises ``ValueError`` for both, and for none."""
+    if isinstance(budget, Budget):
+        if disk is not None or host is not None:
+            raise ValueError(
+                "give disk and host either inside the Budget or beside it, not both: "
+                "budget=Budget(device='6GiB', host='8GiB', disk='/nvme')"
+            )
+        account = budget
+    else:
+        account = Budget(device=budget, host=host, disk=disk)
+    if account.host_bytes is None and not account.disk_bytes and not account.tiers:
+        raise ValueError(
+            f"nowhere to spill to: give a directory on an SSD, or on an accelerator some host memory: {call}"
+        )
+    return account
