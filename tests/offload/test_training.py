@@ -117,7 +117,9 @@ def make_training(tmp_path):
         one.close()
 
 
-def assert_same_training(make_training, model, make_optimizer, step=simple_step, *, share=0.25, is_bounded=True):
+def assert_same_training(
+    make_training, model, make_optimizer, step=simple_step, *, share=0.25, is_bounded=True, **options
+):
     """Trains a copy plainly, then the model within a share of what the copy's training took; the same to the bit."""
     data = batches()
     gc.collect()
@@ -126,12 +128,12 @@ def assert_same_training(make_training, model, make_optimizer, step=simple_step,
     with probe.record_memory("cpu") as recording:
         expected = run_plain(twin, optimizer, step, data)
     after = {name: value.clone() for name, value in twin.state_dict().items()}
-    states = list(optimizer.state.values())
+    states = [optimizer.state[one] for one in twin.parameters()]
     own_bytes = sum(one.nbytes for one in model.parameters())
     base = probe.held_bytes("cpu") - own_bytes
     budget = base + int((recording.report.peak_bytes - recording.report.start_bytes + own_bytes) * share)
     optimizer = make_optimizer(model)
-    ours = make_training(model, optimizer, budget)
+    ours = make_training(model, optimizer, budget, **options)
     torch.manual_seed(2)
     losses, peaks = [], []
     for number, tokens in enumerate(data):
@@ -148,7 +150,8 @@ def assert_same_training(make_training, model, make_optimizer, step=simple_step,
     ours.close()
     assert losses == expected
     assert all(torch.equal(value, after[name]) for name, value in model.state_dict().items())
-    for mine, theirs in zip(optimizer.state.values(), states, strict=True):
+    for one, theirs in zip(model.parameters(), states, strict=True):
+        mine = optimizer.state[one]
         assert all(torch.equal(torch.as_tensor(mine[name]), torch.as_tensor(theirs[name])) for name in theirs)
     assert statistics.fetched_bytes > 0
     assert not is_bounded or max(peaks) <= budget * 1.01
@@ -290,6 +293,21 @@ def test_steps(make_training, name):
     assert_same_training(
         make_training, Transformer(), OPTIMIZERS["adamw"], STEPS[name], share=0.35, is_bounded=is_bounded
     )
+
+
+def test_updates_in_backward(make_training):
+    torch.manual_seed(0)
+    statistics = assert_same_training(
+        make_training, Transformer(), OPTIMIZERS["adamw"], share=0.35, update_in_backward=True
+    )
+    assert statistics.step_parked["gradients"] == 0
+
+
+def test_a_second_backward_before_the_step_breaks_the_promise(make_training):
+    model = Transformer(num_blocks=1)
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB", update_in_backward=True)
+    with pytest.raises(RuntimeError, match="got a second gradient in one step"), ours:
+        (loss_of(model, batches()[0]).backward(), loss_of(model, batches()[1]).backward())
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])

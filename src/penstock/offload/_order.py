@@ -26,6 +26,8 @@ class Order:
     others_bytes: list[int] = field(default_factory=list)
     """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
     most_others_bytes: int = 0
+    num_measured: int = 0
+    """Times that this was done; the second time small states are there that the first time has made."""
     _begun_until: list[int] = field(default_factory=list)
     then: "Order | None" = None
     """The kind of step that came after it the last time."""
@@ -46,7 +48,10 @@ class Order:
 
     def measured(self, others_bytes: list[int], as_seen: "Order") -> None:
         """All else was measured in a step like this."""
-        self.others_bytes, self.most_others_bytes = others_bytes, max(others_bytes)
+        before = self.others_bytes or others_bytes
+        self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
+        self.most_others_bytes = max(self.others_bytes)
+        self.num_measured += 1
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
 
@@ -79,7 +84,12 @@ class Follower:
     def begin(self) -> None:
         """A step begins: the one that came after the last step the last time."""
         self.now = Order()
-        self.known = self._last and (self._last.then or self._last)
+        self.known = self.expected
+
+    @property
+    def expected(self) -> Order | None:
+        """The order of the next step, as far as is known."""
+        return self._last and (self._last.then or self._last)
 
     def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """One more operator; returns its place in the order."""

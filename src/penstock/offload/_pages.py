@@ -13,6 +13,7 @@ otherwise is right all the same, and slower.
 import contextlib
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,8 +31,11 @@ from penstock.units import format_bytes
 _TRIES = 4
 _RAW_NEEDS = 64
 """For so many operators a page stays after somebody asked for its address, which nobody says when he no longer has."""
+_NUM_MEASURED = 2
 _STUCK_NEEDS = 256
 """For so many operators a page that could not leave stays."""
+_DYING_NEEDS = 16
+"""For so many operators one stays that no operator asks for again: most are gone by then, with nothing to copy."""
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
 
@@ -123,7 +127,8 @@ class Pages:
         self.is_in_step = False
         self.is_moving = False
         """Whether operators are those of copies, which nobody is to look at."""
-        self.fetched_bytes = self.parked_bytes = 0
+        self.fetched_bytes, self.parked_bytes = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
+        """By what the pages are."""
         self.stall_s = 0.0
         self.before_need: Callable[[], None] | None = None
         self.after_need: Callable[[], None] | None = None
@@ -133,6 +138,8 @@ class Pages:
         self._pages: dict[int, Page] = {}
         """By the identity of the storage."""
         self._by_key: dict[int, Page] = {}
+        self._last: dict[int, Page] = {}
+        """By key, with those that are dead."""
         self._leaving: dict[Page, None] = {}
         """Those here that are emptied as soon as their copies below are whole, the first that was told first."""
         self._held_bytes = self._leaving_bytes = 0
@@ -169,6 +176,7 @@ class Pages:
             page = Page(storage, key, kind, name)
             page.last_use = self._count
             self._pages[page.identity] = self._by_key[key] = page
+            self._last[key] = page
             self._held_bytes += page.size_bytes
             self._rank(page)
             if is_made_here and self.is_in_step:
@@ -222,9 +230,9 @@ class Pages:
 
     @property
     def wants_measure(self) -> bool:
-        """Whether there is a kind of step of which nobody knows what all else takes."""
-        orders = self._follower.orders
-        return not orders or any(not one.others_bytes for one in orders)
+        """Whether nobody knows what all else takes in the next step."""
+        expected = self._follower.expected
+        return expected is None or expected.num_measured < _NUM_MEASURED
 
     def need(self, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool = False) -> None:
         """Brings ``pages`` to the device and keeps them there for the operator that comes now.
@@ -314,12 +322,11 @@ class Pages:
             needed = others + sum(order.sizes.get(key, 0) for key in keys)
             most, place = max((most, place), (needed, at))
         if most > self.budget_bytes:
-            names = ", ".join(
-                self._by_key[key].label if key in self._by_key else "what is gone" for key in order.needs[place]
-            )
+            names = [self._last[key].label for key in order.needs[place]]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
             raise BudgetError(
                 f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(self.budget_bytes)}: that "
-                f"is what an operator on {names} takes with all that has to be on the device then. Smaller "
+                f"is what an operator on {shown} takes with all that has to be on the device then. Smaller "
                 "micro-batches or checkpointed blocks take less"
             )
 
@@ -350,8 +357,13 @@ class Pages:
             if page.held_bytes():
                 self._rank(page, at)
 
-    def _victim(self, stays: Collection[Page], later_than: int | None = None) -> Page | None:
-        """The page that leaves next, if it is asked for after that place. Dead ones are dropped on the way."""
+    def _victim(
+        self, stays: Collection[Page], *, later_than: int | None = None, is_urgent: bool = False
+    ) -> Page | None:
+        """The page that leaves next, if it is asked for after that place. Dead ones are dropped on the way.
+
+        Unless it is urgent, one that is not asked for again has some time to die.
+        """
         put_back, found = [], None
         while self._heap and found is None:
             entry = heapq.heappop(self._heap)
@@ -363,13 +375,18 @@ class Pages:
             elif later_than is not None and -rank <= later_than:
                 put_back.append(entry)
                 break
-            elif page in stays or page in self.pinned or page.stays_until > self._count:
+            elif page in stays or page in self.pinned or self._is_to_stay(page, is_urgent=is_urgent):
                 put_back.append(entry)
             else:
                 found = page
         for entry in put_back:
             heapq.heappush(self._heap, entry)
         return found
+
+    def _is_to_stay(self, page: Page, *, is_urgent: bool) -> bool:
+        """For a while: somebody has its address, or it is not asked for again, and will not live long."""
+        is_dying = page.rank == -math.inf and page.last_use + _DYING_NEEDS > self._count
+        return page.stays_until > self._count or (is_dying and not is_urgent)
 
     # How pages come and go
 
@@ -381,7 +398,7 @@ class Pages:
         if self._follower.known is None:
             self.sweep()
         while self._held_bytes - self._leaving_bytes + size_bytes > limit:
-            victim = self._victim(stays)
+            victim = self._victim(stays) or self._victim(stays, is_urgent=True)
             if victim is None:
                 break
             self._leave(victim)
@@ -444,7 +461,7 @@ class Pages:
             self._forget_copy(page)  # one that failed, or was taken back
         if page.handle is None:
             page.handle = self.waterfall.park(storage, page.label)
-            self.parked_bytes += page.size_bytes
+            self.parked_bytes[page.kind] += page.size_bytes
         if page not in self._leaving:
             self._leaving[page] = None
             self._leaving_bytes += page.size_bytes
@@ -521,7 +538,7 @@ class Pages:
                 self._gone(page)
                 raise
             self.waterfall.reap()
-            self.fetched_bytes += page.size_bytes
+            self.fetched_bytes[page.kind] += page.size_bytes
         else:
             storage.resize_(page.size_bytes)
         self._held_bytes += page.size_bytes - page.held_bytes()
@@ -536,7 +553,7 @@ class Pages:
         storage.resize_(0)
         self.waterfall.reap()
         self._gone(page)
-        self.fetched_bytes += page.size_bytes
+        self.fetched_bytes[page.kind] += page.size_bytes
 
     def _written(self, page: Page) -> None:
         if page.handle is not None:

@@ -70,10 +70,10 @@ class TrainingStatistics:
     """Copied to the device."""
     parked_bytes: int
     """Copied out of it."""
-    step_fetched_bytes: int
-    """The same in the last step."""
-    step_parked_bytes: int
-    """The same in the last step."""
+    step_fetched: Mapping[str, int]
+    """Bytes copied to the device in the last step: of parameters, gradients, optimizer state and activations."""
+    step_parked: Mapping[str, int]
+    """Bytes copied out of it in the last step, likewise."""
     written_to_disk_bytes: int
     """Of ``parked_bytes``: what wears an SSD."""
     stall_s: float
@@ -82,3 +82,27 @@ class TrainingStatistics:
     """What it has on the device now."""
     measured_peak_bytes: int | None
     """Of the device, in the last step that was measured: the first of each kind; ``None`` before."""
+
+    @property
+    def step_fetched_bytes(self) -> int:
+        """Copied to the device in the last step."""
+        return sum(self.step_fetched.values())
+
+    @property
+    def step_parked_bytes(self) -> int:
+        """Copied out of it in the last step."""
+        return sum(self.step_parked.values())
+
+    def __str__(self) -> str:
+        def per_parameter(moved: Mapping[str, int]) -> str:
+            shares = (f"{name} {size / max(1, self.num_parameters):.1f}" for name, size in moved.items() if size)
+            return ", ".join(shares) or "nothing"
+
+        peak = "not measured" if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
+        held, state = format_bytes(self.held_bytes), format_bytes(self.state_bytes)
+        return (
+            f"{self.num_steps} steps; on the device {held} of {state}, peak {peak}\n"
+            f"bytes per parameter in the last step: in {per_parameter(self.step_fetched)}; "
+            f"out {per_parameter(self.step_parked)}\n"
+            f"waited {self.stall_s:.3f} s for copies; {format_bytes(self.written_to_disk_bytes)} written to disk"
+        )

@@ -33,6 +33,7 @@ def training(
     *,
     host: Size | None = None,
     disk: DiskSpec = None,
+    update_in_backward: bool = False,
 ) -> "Training":
     """Train a model whose parameters, gradients and optimizer state exceed the device, in a loop of your own.
 
@@ -58,6 +59,9 @@ def training(
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
         host: host memory below an accelerator.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
+        update_in_backward: update each parameter as soon as its gradient is complete, so that gradients never leave the
+            device. With this you promise one backward per step, followed by ``optimizer.step()``, without clipping,
+            scaling or accumulation; results are the same then.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
     ``PermissionError`` for a directory that cannot, and ``BudgetError`` where tiers have no room for parameters,
@@ -69,24 +73,36 @@ def training(
     account = account_of(budget, host, disk, _CALL)
     if account.device_bytes is None:
         raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
-    return Training(model, optimizer, account, _device_of(model))
+    return Training(model, optimizer, account, _device_of(model), update_in_backward=update_in_backward)
 
 
 class Training:
     """Made by `training`. Enter it around each step; ``close`` it at the end."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, account: Budget, device: torch.device):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        account: Budget,
+        device: torch.device,
+        *,
+        update_in_backward: bool,
+    ):
         assert account.device_bytes is not None
         self._model, self._optimizer, self._device = model, optimizer, device
         self._waterfall = waterfall_for(device, account)
         self._pages = Pages(self._waterfall, account.device_bytes)
         self._names = {id(one): name for name, one in model.named_parameters()}
-        self._num_steps = self._fetched_before = self._parked_before = 0
-        self._last = (0, 0)
+        self._num_steps = 0
+        self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
+        self._before = self._last
         self._measured_peak_bytes: int | None = None
         self._meter: Meter | None = None
         self._is_entered = self._is_closed = False
         self._num_whole = 0
+        self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._updated: set[int] = set()
+        """Parameters that this backward has updated."""
         self._undo = contextlib.ExitStack()
         self._refuse_too_much(account.device_bytes)
         for one in model.parameters():
@@ -96,7 +112,8 @@ class Training:
             if one.grad is not None:
                 self._adopt_gradient(one)
             if one.requires_grad:
-                self._undo.callback(one.register_post_accumulate_grad_hook(self._adopt_gradient).remove)
+                hook = self._update_in_backward if update_in_backward else self._adopt_gradient
+                self._undo.callback(one.register_post_accumulate_grad_hook(hook).remove)
         self._replace_step()
         for handle in (
             model.register_state_dict_pre_hook(self._refuse_state_dict),
@@ -142,9 +159,12 @@ class Training:
             self._pages.end_step((), is_whole=False)
             return
         self._num_steps += 1
-        fetched, parked = self._pages.fetched_bytes, self._pages.parked_bytes
-        self._last = fetched - self._fetched_before, parked - self._parked_before
-        self._fetched_before, self._parked_before = fetched, parked
+        now = dict(self._pages.fetched_bytes), dict(self._pages.parked_bytes)
+        fetched, parked = (
+            {kind: size - before.get(kind, 0) for kind, size in one.items()}
+            for one, before in zip(now, self._before, strict=True)
+        )
+        self._last, self._before = (fetched, parked), now
         self._pages.end_step(measured, is_whole=True)
 
     @contextlib.contextmanager
@@ -183,10 +203,10 @@ class Training:
             num_steps=self._num_steps,
             state_bytes=sum(page.size_bytes for page in self._pages),
             num_parameters=sum(one.numel() for one in self._model.parameters()),
-            fetched_bytes=self._pages.fetched_bytes,
-            parked_bytes=self._pages.parked_bytes,
-            step_fetched_bytes=self._last[0],
-            step_parked_bytes=self._last[1],
+            fetched_bytes=sum(self._pages.fetched_bytes.values()),
+            parked_bytes=sum(self._pages.parked_bytes.values()),
+            step_fetched={kind.value: size for kind, size in self._last[0].items()},
+            step_parked={kind.value: size for kind, size in self._last[1].items()},
             written_to_disk_bytes=self._waterfall.statistics().written_to_disk_bytes,
             stall_s=self._pages.stall_s,
             held_bytes=self._pages.held_bytes(),
@@ -299,15 +319,33 @@ class Training:
             hook(optimizer, (), {})
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                (after,) = step_part(optimizer, [parameter], optimizer.state, runs_hooks=False).values()
-                if after:
-                    optimizer.state[parameter] = after
-                    self._adopt_state(parameter, after)
+                if parameter.grad is not None:
+                    self._update(parameter)
+        self._updated.clear()
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
         return loss
+
+    def _update(self, parameter: torch.Tensor) -> None:
+        (after,) = step_part(self._optimizer, [parameter], self._optimizer.state, runs_hooks=False).values()
+        if after:
+            self._optimizer.state[parameter] = after
+            self._adopt_state(parameter, after)
+
+    def _update_in_backward(self, parameter: torch.Tensor) -> None:
+        """Its gradient is complete, as the user has promised, and nobody looks at it."""
+        if id(parameter) not in self._in_optimizer:
+            return
+        if id(parameter) in self._updated:
+            raise RuntimeError(
+                f"{self._name(parameter)} got a second gradient in one step, after its update. update_in_backward=True "
+                "is for one backward per step, in which each parameter gets its gradient once: leave it out, and go on "
+                "from the last checkpoint"
+            )
+        self._updated.add(id(parameter))
+        with torch.no_grad():
+            self._update(parameter)
+        parameter.grad = None
 
     def _refuse_state_dict(self, *_: Any) -> None:
         if not self._num_whole and not self._is_closed:
