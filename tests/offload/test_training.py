@@ -590,8 +590,8 @@ def test_a_disk_without_room_for_the_state_is_refused_before_anything_moves(make
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (lambda model: (nn.Linear, OPTIMIZERS["adamw"](model), "1GiB"), "`model` must be a torch.nn.Module"),
-        (lambda model: (model, model, "1GiB"), "`optimizer` must be a torch.optim"),
+        (lambda model: (3, OPTIMIZERS["adamw"](model), "1GiB"), "`model` must be a"),
+        (lambda model: (model, model, "1GiB"), "`optimizer` must be a"),
         (lambda model: (model, torch.optim.LBFGS(model.parameters()), "1GiB"), "all parameters at once"),
         (lambda model: (model, OPTIMIZERS["adamw"](model)), "`budget` is needed"),
         (lambda model: (Transformer().to("meta"), OPTIMIZERS["adamw"](model), "1GiB"), "on one device"),
@@ -600,3 +600,76 @@ def test_a_disk_without_room_for_the_state_is_refused_before_anything_moves(make
 def test_misuse(make_training, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make_training(*(*arguments(Transformer(num_blocks=1)), None)[:3])
+
+
+def test_a_model_that_is_made_within_the_budget_is_never_whole(make_training, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        return Transformer(num_blocks=12)
+
+    twin = make()
+    expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
+    after = [one.detach().clone() for one in twin.parameters()]
+    size_bytes = sum(one.nbytes for one in twin.parameters())
+    del twin
+    gc.collect()
+    budget = (
+        probe.held_bytes("cpu") + size_bytes * 2 // 3
+    )  # an eighth of parameters, gradients and states: 2/3 of 1/4 x 4
+    with probe.record_memory("cpu") as recording:
+        ours = make_training(make, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), budget)
+    losses = []
+    for tokens in batches():
+        with ours:
+            losses.append(simple_step(ours.model, ours.optimizer, tokens))
+    peak = ours.statistics().measured_peak_bytes
+    for name, part in ours.model.named_children():
+        with ours.whole(part):
+            torch.save(part.state_dict(), tmp_path / f"{name}.pt")
+    ours.close(discard=True)
+    assert losses == expected
+    assert recording.report.peak_bytes <= budget * 1.01
+    assert peak <= budget * 1.01
+    saved = Transformer(num_blocks=12)
+    for name, part in saved.named_children():
+        part.load_state_dict(torch.load(tmp_path / f"{name}.pt"))
+    assert all(torch.equal(one, two) for one, two in zip(saved.parameters(), after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (lambda: 3, lambda parameters: torch.optim.SGD(parameters, lr=1), "`model` returned int"),
+        (lambda: nn.Linear(8, 8), lambda parameters: 4, "`optimizer` returned int"),
+        (lambda: nn.Linear(8, 8, device="meta"), lambda parameters: 4, "on one device"),
+    ],
+)
+def test_functions_that_make_something_else_are_refused(make_training, model, optimizer, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        make_training(model, optimizer, "1GiB")
+    assert "tolist" not in torch.Tensor.__dict__
+
+
+def test_parameters_that_are_new_or_moved_are_taken_over(make_training):
+    torch.manual_seed(0)
+    model = Transformer(num_blocks=2)
+    twin = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, beside(model, 8))
+    plain = OPTIMIZERS["adamw"](twin)
+    for one, stepped in ((twin, plain), (model, optimizer)):
+        losses = run_plain(one, stepped, simple_step, batches(1))
+        torch.manual_seed(3)
+        extra = nn.Linear(WIDTH, 4 * WIDTH)
+        one.blocks[0].layers[0] = extra
+        stepped.add_param_group({"params": list(extra.parameters())})
+        one.blocks[1].double().float()
+        for tokens in batches():
+            with ours:
+                losses.append(simple_step(one, stepped, tokens))
+        if one is twin:
+            expected = losses
+    assert losses == expected
+    ours.park()
+    assert model.blocks[1].layers[0].weight.untyped_storage().nbytes() == 0
+    assert model.blocks[0].layers[0].weight.untyped_storage().nbytes() == 0

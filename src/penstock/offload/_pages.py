@@ -285,6 +285,11 @@ class Pages:
                 self._stay(page)
                 if not page.is_here:
                     self._fill(page, is_read=True)
+            self.drop_all()
+
+    def drop_all(self) -> None:
+        """Nothing is a page any more, wherever its bytes are."""
+        with self._moving():
             for page in list(self._pages.values()):
                 self._drop(page)
 

@@ -9,7 +9,8 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
+from penstock.devices import backend_of, used_device
 from penstock.errors import BudgetError
 from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
@@ -27,12 +28,13 @@ _CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB
 
 @checked(_CALL)
 def training(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
     budget: Size | Budget | None = None,
     *,
     host: Size | None = None,
     disk: DiskSpec = None,
+    device: str | torch.device | None = None,
     update_in_backward: bool = False,
 ) -> "Training":
     """Train a model whose parameters, gradients and optimizer state exceed the device, in a loop of your own.
@@ -52,13 +54,17 @@ def training(
     goes to disk.
 
     Args:
-        model: on the device, or on the CPU to be trained there; its parameters are taken over at once.
+        model: on the device, or on the CPU to be trained there; its parameters are taken over at once. Or a function
+            that makes it: then parameters leave while it runs, and the whole model is never on the device. It is
+            ``training.model`` afterwards.
         optimizer: any of PyTorch's but L-BFGS, or your own, as long as it updates a parameter from that parameter, its
-            gradient, its state and its group. It steps one parameter after the other.
+            gradient, its state and its group. It steps one parameter after the other. Or a function that makes it from
+            the parameters; ``training.optimizer`` afterwards.
         budget: the true peak of the device in every step but the first of its kind, which is measured: bytes, a text
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
         host: host memory below an accelerator.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
+        device: on which a function makes the model; by default the accelerator that this process uses, else the CPU.
         update_in_backward: update each parameter as soon as its gradient is complete, so that gradients never leave the
             device. With this you promise one backward per step, followed by ``optimizer.step()``, without clipping,
             scaling or accumulation; results are the same then.
@@ -69,30 +75,41 @@ def training(
     step ``TierReadError`` where bytes cannot be read back: begin again from the last checkpoint. What cannot be
     written stays on the device, is said once (`TierDegradedWarning`), and the step goes on.
     """
-    refuse_whole_optimizers(optimizer, _CALL)
     account = account_of(budget, host, disk, _CALL)
     if account.device_bytes is None:
         raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
-    return Training(model, optimizer, account, _device_of(model), update_in_backward=update_in_backward)
+    if isinstance(optimizer, nn.Module):
+        raise must_be("optimizer", "a torch.optim.Optimizer", optimizer, _CALL)
+    if isinstance(model, nn.Module):
+        where = _device_of(model)
+        if device is not None:
+            raise ValueError(f"`device` is for a model that is made here; this one is on {where}: {_CALL}")
+    else:
+        where = used_device() if device is None else backend_of(device).device
+    return Training(model, optimizer, account, where, update_in_backward=update_in_backward)
 
 
 class Training:
     """Made by `training`. Enter it around each step; ``close`` it at the end."""
 
+    model: nn.Module
+    """As it was given, or made."""
+    optimizer: torch.optim.Optimizer
+    """As it was given, or made."""
+
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Callable[[], nn.Module],
+        optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
         account: Budget,
         device: torch.device,
         *,
         update_in_backward: bool,
     ):
         assert account.device_bytes is not None
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._device, self._updates_in_backward = device, update_in_backward
         self._waterfall = waterfall_for(device, account)
         self._pages = Pages(self._waterfall, account.device_bytes)
-        self._names = {id(one): name for name, one in model.named_parameters()}
         self._num_steps = 0
         self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
         self._before = self._last
@@ -100,38 +117,37 @@ class Training:
         self._meter: Meter | None = None
         self._is_entered = self._is_closed = False
         self._num_whole = 0
-        self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
+        self._hooked: set[int] = set()
         self._undo = contextlib.ExitStack()
-        self._refuse_too_much(account.device_bytes)
-        for one in model.parameters():
-            self._take_over(one)
-        self._adopt_states()
-        for one in model.parameters():
-            if one.grad is not None:
-                self._adopt_gradient(one)
-            if one.requires_grad:
-                hook = self._update_in_backward if update_in_backward else self._adopt_gradient
-                self._undo.callback(one.register_post_accumulate_grad_hook(hook).remove)
-        self._replace_step()
-        for handle in (
-            model.register_state_dict_pre_hook(self._refuse_state_dict),
-            optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
-            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_states()),
-        ):
-            self._undo.callback(handle.remove)
         self._watch = Watch(self._pages, device)
         self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
-        self._pages.flush()
-        self._pages.others_bytes = held_bytes(device)
-        if self._pages.others_bytes > account.device_bytes:
-            self.close()
-            raise BudgetError(
-                f"`budget` must be more than {format_bytes(self._pages.others_bytes)}, got "
-                f"{format_bytes(account.device_bytes)}: that is what is on the device already, which is not of this "
-                "model or its optimizer, or too small to be moved"
-            )
+        try:
+            self.model, self.optimizer = self._made(model, optimizer)
+            self._names = {id(one): name for name, one in self.model.named_parameters()}
+            self._in_optimizer = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+            self._refuse_too_much(account.device_bytes)
+            self._take_over_all()
+            self._adopt_states()
+            self._replace_step()
+            for handle in (
+                self.model.register_state_dict_pre_hook(self._refuse_state_dict),
+                self.optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
+                self.optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_states()),
+            ):
+                self._undo.callback(handle.remove)
+            self._pages.flush()
+            self._pages.others_bytes = held_bytes(device)
+            if self._pages.others_bytes > account.device_bytes:
+                raise BudgetError(
+                    f"`budget` must be more than {format_bytes(self._pages.others_bytes)}, got "
+                    f"{format_bytes(account.device_bytes)}: that is what is on the device already, which is not of "
+                    "this model or its optimizer, or too small to be moved"
+                )
+        except BaseException:
+            self.close(discard=not isinstance(model, nn.Module))
+            raise
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -139,6 +155,7 @@ class Training:
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
         self._is_entered = True
+        self._take_over_all()  # some may be new, or have other storages now
         self._pages.begin_step()
         if self._pages.wants_measure and can_record(self._device):
             if self._device.type == "cpu":
@@ -202,7 +219,7 @@ class Training:
         return TrainingStatistics(
             num_steps=self._num_steps,
             state_bytes=sum(page.size_bytes for page in self._pages),
-            num_parameters=sum(one.numel() for one in self._model.parameters()),
+            num_parameters=sum(one.numel() for one in self.model.parameters()),
             fetched_bytes=sum(self._pages.fetched_bytes.values()),
             parked_bytes=sum(self._pages.parked_bytes.values()),
             step_fetched={kind.value: size for kind, size in self._last[0].items()},
@@ -213,11 +230,18 @@ class Training:
             measured_peak_bytes=self._measured_peak_bytes,
         )
 
-    def close(self) -> None:
-        """Brings everything back to the device, whatever the budget says, and takes no more care of it."""
+    def close(self, *, discard: bool = False) -> None:
+        """Brings everything back to the device, whatever the budget says, and takes no more care of it.
+
+        ``discard``: leaves behind what is not there, for a model that would not fit, and is of no use afterwards. Save it
+        before, a part at a time: ``with training.whole(module): torch.save(module.state_dict(), path)``.
+        """
         if self._is_closed:
             return
-        self._pages.bring_back()
+        if discard:
+            self._pages.drop_all()
+        else:
+            self._pages.bring_back()
         self._is_closed = True
         self._undo.close()
         self._watch.end()
@@ -228,35 +252,77 @@ class Training:
 
     # What is taken care of
 
+    def _made(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Both, made within the budget where they are functions: what they make leaves as they go on."""
+        self._pages.others_bytes = held_bytes(self._device)
+        self._pages.begin_step()
+        try:
+            if not isinstance(model, nn.Module):
+                model = model()
+                if not isinstance(model, nn.Module):
+                    raise TypeError(f"`model` returned {type(model).__name__}, not a torch.nn.Module: {_CALL}")
+                if _device_of(model) != self._device:
+                    raise ValueError(
+                        f"`model` made a model on {_device_of(model)}, and `device` is {self._device}; make it there: "
+                        "with torch.device('cuda'): return Model()"
+                    )
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                optimizer = optimizer(model.parameters())
+                if not isinstance(optimizer, torch.optim.Optimizer):
+                    raise TypeError(f"`optimizer` returned {type(optimizer).__name__}, not a torch optimizer: {_CALL}")
+            refuse_whole_optimizers(optimizer, _CALL)
+        finally:
+            self._pages.end_step((), is_whole=False)
+        return model, optimizer
+
     def _refuse_too_much(self, device_bytes: int) -> None:
         """Raise ``BudgetError`` where parameters, gradients and states find no room in all tiers together."""
-        own = sum(one.nbytes for one in self._model.parameters())
-        trained = [one for one in self._model.parameters() if one.requires_grad]
+        own = sum(one.nbytes for one in self.model.parameters())
+        trained = [one for one in self.model.parameters() if one.requires_grad]
         trained_bytes = sum(one.nbytes for one in trained)
-        states = int(trained_bytes * state_share(self._optimizer, trained, self._optimizer.state))
+        states = int(trained_bytes * state_share(self.optimizer, trained, self.optimizer.state))
         below = sum(tier.capacity_bytes - tier.used_bytes for tier in self._waterfall.tiers)
         if own + trained_bytes + states > device_bytes + below:
-            self._waterfall.close()
             raise BudgetError(
                 f"training takes {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
                 f"{format_bytes(states)} of optimizer state, and there are {format_bytes(device_bytes)} on the device "
                 f"and {format_bytes(below)} below it. Give more room: {_CALL}"
             )
 
+    def _take_over_all(self) -> None:
+        for one in self.model.parameters():
+            page = self._pages.find(storage_id(one))
+            if page is None:
+                self._take_over(one)
+            elif page.kind is not Kind.PARAMETER:
+                page.call(self._name(one), Kind.PARAMETER)
+            if one.requires_grad and id(one) not in self._hooked:
+                self._hooked.add(id(one))
+                hook = self._update_in_backward if self._updates_in_backward else self._adopt_gradient
+                self._undo.callback(one.register_post_accumulate_grad_hook(hook).remove)
+                if one.grad is not None:
+                    self._adopt_gradient(one)
+
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Makes its storage one that can be emptied, shared as it was."""
+        if _is_wrapper(parameter) or parameter.device != self._device or parameter.layout is not torch.strided:
+            return
         storage = parameter.untyped_storage()
         if storage.nbytes() < SMALL_BYTES:
             return
         if not storage.resizable():  # such as one that NumPy or a file gave
-            sharing = [one for one in self._model.parameters() if one.untyped_storage()._cdata == storage._cdata]
-            bytes_of = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-            bytes_of.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
+            sharing = [one for one in self.model.parameters() if storage_id(one) == storage._cdata]
+            own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+            own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
             for one in sharing:
-                own = torch.empty(0, dtype=one.dtype, device=storage.device)
-                own.set_(bytes_of.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
-                one.data = own
-            storage = parameter.untyped_storage()
+                view = torch.empty(0, dtype=one.dtype, device=storage.device)
+                view.set_(own.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
+                one.data = view
+            storage = own.untyped_storage()
         self._pages.begin(storage, Kind.PARAMETER, self._name(parameter))
 
     def _adopt_gradient(self, parameter: torch.Tensor) -> None:
@@ -265,7 +331,7 @@ class Training:
             self._adopt(gradient, Kind.GRADIENT, f"gradient of {self._name(parameter)}")
 
     def _adopt_states(self) -> None:
-        for parameter, state in self._optimizer.state.items():
+        for parameter, state in self.optimizer.state.items():
             self._adopt_state(parameter, state)
 
     def _adopt_state(self, parameter: torch.Tensor, state: State) -> None:
@@ -291,7 +357,7 @@ class Training:
     # How the optimizer steps
 
     def _replace_step(self) -> None:
-        optimizer, own = self._optimizer, self._optimizer.__dict__.get("step")
+        optimizer, own = self.optimizer, self.optimizer.__dict__.get("step")
         inner = self._step
 
         def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -311,7 +377,7 @@ class Training:
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """The optimizer's step, one parameter after the other."""
-        loss, optimizer = None, self._optimizer
+        loss, optimizer = None, self.optimizer
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -327,9 +393,9 @@ class Training:
         return loss
 
     def _update(self, parameter: torch.Tensor) -> None:
-        (after,) = step_part(self._optimizer, [parameter], self._optimizer.state, runs_hooks=False).values()
+        (after,) = step_part(self.optimizer, [parameter], self.optimizer.state, runs_hooks=False).values()
         if after:
-            self._optimizer.state[parameter] = after
+            self.optimizer.state[parameter] = after
             self._adopt_state(parameter, after)
 
     def _update_in_backward(self, parameter: torch.Tensor) -> None:
