@@ -131,3 +131,25 @@ def test_a_host_that_is_far_ahead_and_a_stream_of_the_users(device, make_trainin
     training.close()
     assert [one.item() for one in losses] == expected
     assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+
+
+def test_a_model_on_the_host_comes_to_the_device_a_parameter_at_a_time(prompt_device, make_training):
+    device = prompt_device
+    expected, parameters, plain_bytes = trained_plainly(device)
+    gc.collect()
+    model, batch = make_model("cpu"), make_batch(device)
+    optimizer, losses = make_optimizer(model), []
+    budget = probe.held_bytes(device) + plain_bytes // 3
+    made = []
+
+    def make():
+        made.append(offload.training(model, optimizer, budget, host="64MiB", device=device))
+
+    peak_bytes = probe.peak_bytes(make, device=device).peak_bytes
+    for _ in range(NUM_STEPS):
+        with made[0]:
+            losses.append(simple_step(model, optimizer, batch))
+    made[0].close()
+    assert [one.item() for one in losses] == expected
+    assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+    assert peak_bytes <= budget

@@ -544,7 +544,7 @@ def test_misuse_is_told_at_once(tmp_path, disk, monkeypatch):
         PenstockCallback(budget="6GiB", method="remat", modules=["*"])
     with pytest.raises(ValueError, match="needs a budget"):
         PenstockCallback(disk=disk, method="remat")
-    with pytest.raises(ValueError, match="'offload' or 'remat'"):
+    with pytest.raises(ValueError, match="'offload', 'remat' or 'training'"):
         PenstockCallback(disk=disk, method="swap")
     with pytest.raises(ValueError, match="not both"):
         PenstockCallback(PenstockArguments(), disk=disk)

@@ -21,7 +21,7 @@ from penstock.tiers import Budget, DiskSpec, Size
 if TYPE_CHECKING:
     from transformers import Trainer
 
-Method = Literal["offload", "remat"]
+Method = Literal["offload", "remat", "training"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +37,10 @@ class PenstockArguments:
     """Directories on SSDs."""
     penstock_host: str | None = field(default=None, metadata={"help": "bytes of pinned host memory (CUDA)"})
     """Bytes of pinned host memory (CUDA)."""
-    penstock_method: Method = field(default="offload", metadata={"help": "offload activations, or plan the step"})
-    """``"offload"``, or ``"remat"`` for a planned step."""
+    penstock_method: Method = field(
+        default="offload", metadata={"help": "activations leave, the step is planned, or all leaves"}
+    )
+    """``"offload"``, ``"remat"`` for a planned step, or ``"training"`` for a model larger than the device."""
     penstock_modules: list[str] | None = field(default=None, metadata={"help": "park from modules of these names only"})
     """Offload from modules of these names alone, as ``model.layers.*``."""
     penstock_min_size: str | None = field(default=None, metadata={"help": "offload only storages of these bytes"})
@@ -73,8 +75,11 @@ class PenstockCallback:
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
         method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
-            and swapped where disk or host are given. The loss must be inside of the model.
-        options: further ones of ``offload.activations``, or of ``remat.optimize``.
+            and swapped where disk or host are given. The loss must be inside of the model. ``"training"`` is for a
+            model that is too large: parameters, gradients, optimizer state and activations leave the device
+            (`offload.training`). The budget then holds from the first step to the last, but for the saving of a
+            checkpoint, which brings everything back for a moment.
+        options: further ones of ``offload.activations``, ``remat.optimize`` or ``offload.training``.
 
     Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, ``ValueError`` for options that
     contradict each other; when training begins what ``offload.activations`` raises; and while it runs ``BudgetError``
@@ -106,10 +111,13 @@ class PenstockCallback:
         self._wrapped: weakref.WeakSet[Trainer] = weakref.WeakSet()
         self._loop: LoopOffloader | None = None
         self._compiled: contextlib.ExitStack | None = None
-        self._summary: OffloadSummary | None = None
+        self._training: offload.Training | None = None
+        self._summary: OffloadSummary | offload.TrainingStatistics | None = None
 
-    def summary(self) -> OffloadSummary | None:
+    def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
         """What the run did, or the last one; ``None`` before training and for a planned step."""
+        if self._training is not None:
+            return self._training.statistics()
         return self._loop.summary() if self._loop is not None else self._summary
 
     def close(self) -> None:
@@ -121,6 +129,10 @@ class PenstockCallback:
         if self._compiled is not None:
             self._compiled.close()
             self._compiled = None
+        if self._training is not None:
+            self._summary = self._training.statistics()
+            self._training.close()
+            self._training = None
 
     def __reduce__(self) -> tuple[Callable[[], "PenstockCallback"], tuple[()]]:
         """Another process, or a copy, begins anew."""
@@ -150,21 +162,33 @@ class PenstockCallback:
         self._wrap(trainer)
         if self._method == "remat":
             self._compile(trainer)
+        elif self._method == "training":
+            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
+            self._training = offload.training(trainer.model, optimizer, **self._options)
         else:
             is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # which offloading declines, and says so
             self._loop = LoopOffloader(trainer.model_wrapped if is_compiled else trainer.model, self._options)
 
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Begins a step of a training."""
+        if self._training is not None:
+            self._training.__enter__()
+
     def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Looks whether the optimizer has state."""
+        """Ends a step of a training; else looks whether the optimizer has state."""
+        if self._training is not None:
+            self._training.__exit__(None, None, None)
         if self._loop is not None and getattr(optimizer, "state", True):
             self._loop.optimizer_has_state()
 
     def on_log(self, _args: Any, state: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
         """Adds figures to what the Trainer logs of training."""
-        if self._loop is None:
-            return
         figures = {}
-        if "train_runtime" in logs:
+        if self._training is not None and not logs.keys().isdisjoint(("loss", "train_runtime")):
+            figures = self._training.statistics().figures()
+        elif self._loop is None:
+            return
+        elif "train_runtime" in logs:
             figures = self._loop.summary().figures()
         elif "loss" in logs:
             figures = self._loop.figures()
@@ -187,8 +211,14 @@ class PenstockCallback:
                 raise ValueError("a planned step needs a budget: PenstockCallback(budget='6GiB', method='remat')")
             options.pop("budget", None)
             check_options(remat.optimize, 3, options)
+        elif self._method == "training":
+            options = dict(self._options)
+            if self._is_on and options.pop("budget", None) is None:
+                raise ValueError("a training needs a budget: PenstockCallback(budget='22GiB', method='training', ...)")
+            options.pop("budget", None)
+            check_options(offload.training, 3, options)
         else:
-            raise ValueError(f"method is 'offload' or 'remat', not {self._method!r}")
+            raise ValueError(f"method is 'offload', 'remat' or 'training', not {self._method!r}")
 
     def _wrap(self, trainer: Any) -> None:
         if trainer in self._wrapped:
@@ -196,6 +226,8 @@ class PenstockCallback:
         self._wrapped.add(trainer)
         trainer.training_step = self._inside_offloader(trainer.training_step)
         trainer.train = self._until_closed(trainer.train)
+        for name in ("_save_checkpoint", "save_model"):
+            setattr(trainer, name, self._with_all_there(getattr(trainer, name)))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # figures are in the log before others write it
@@ -209,6 +241,16 @@ class PenstockCallback:
                 return training_step(*arguments, **keywords)
 
         return step
+
+    def _with_all_there(self, save: Any) -> Any:  # any: bound methods of whatever subclass
+        @functools.wraps(save)
+        def save_all(*arguments: Any, **keywords: Any) -> Any:
+            if self._training is None:
+                return save(*arguments, **keywords)
+            with self._training.whole():
+                return save(*arguments, **keywords)
+
+        return save_all
 
     def _until_closed(self, train: Any) -> Any:
         @functools.wraps(train)

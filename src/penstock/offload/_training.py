@@ -64,7 +64,8 @@ def training(
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
         host: host memory below an accelerator.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
-        device: on which a function makes the model; by default the accelerator that this process uses, else the CPU.
+        device: where to train; by default where the model is, or, where a function makes it, on the accelerator that
+            this process uses, else on the CPU. A model that is elsewhere is moved there a parameter at a time.
         update_in_backward: update each parameter as soon as its gradient is complete, so that gradients never leave the
             device. With this you promise one backward per step, followed by ``optimizer.step()``, without clipping,
             scaling or accumulation; results are the same then.
@@ -83,7 +84,7 @@ def training(
     if isinstance(model, nn.Module):
         where = _device_of(model)
         if device is not None:
-            raise ValueError(f"`device` is for a model that is made here; this one is on {where}: {_CALL}")
+            where = backend_of(device).device
     else:
         where = used_device() if device is None else backend_of(device).device
     return Training(model, optimizer, account, where, update_in_backward=update_in_backward)
@@ -125,6 +126,7 @@ class Training:
         self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
         try:
             self.model, self.optimizer = self._made(model, optimizer)
+            self._move()
             self._names = {id(one): name for name, one in self.model.named_parameters()}
             self._in_optimizer = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
             self._refuse_too_much(account.device_bytes)
@@ -185,6 +187,7 @@ class Training:
         self._pages.end_step(measured, is_whole=True)
 
     @contextlib.contextmanager
+    @checked("with training.whole(model.head)")
     def whole(self, module: nn.Module | None = None) -> Iterator[None]:
         """Everything that ``module`` has, or the whole model with its optimizer, is on the device inside.
 
@@ -230,14 +233,18 @@ class Training:
             measured_peak_bytes=self._measured_peak_bytes,
         )
 
+    @checked("training.close()")
     def close(self, *, discard: bool = False) -> None:
         """Brings everything back to the device, whatever the budget says, and takes no more care of it.
 
-        ``discard``: leaves behind what is not there, for a model that would not fit, and is of no use afterwards. Save it
-        before, a part at a time: ``with training.whole(module): torch.save(module.state_dict(), path)``.
+        ``discard``: leaves behind what is not there, for a model that would not fit. Save it before, a part at a time:
+        ``with training.whole(module): torch.save(module.state_dict(), path)``.
         """
         if self._is_closed:
             return
+        if self._is_entered:
+            error = RuntimeError("closed in mid-step")
+            self.__exit__(RuntimeError, error, None)
         if discard:
             self._pages.drop_all()
         else:
@@ -278,6 +285,24 @@ class Training:
         finally:
             self._pages.end_step((), is_whole=False)
         return model, optimizer
+
+    def _move(self) -> None:
+        """Parameters and buffers that are elsewhere come to the device, and leave it as more come."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        if all(one.device == self._device for one in tensors):
+            return
+        self._pages.begin_step()
+        try:
+            for one in tensors:
+                one.data = one.data.to(self._device)
+                if one.grad is not None:
+                    one.grad = one.grad.to(self._device)
+            for state in self.optimizer.state.values():
+                for field, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        state[field] = value.to(self._device)
+        finally:
+            self._pages.end_step((), is_whole=False)
 
     def _refuse_too_much(self, device_bytes: int) -> None:
         """Raise ``BudgetError`` where parameters, gradients and states find no room in all tiers together."""

@@ -1,0 +1,284 @@
+"""A model whose parameters, gradients and Adam's state are a multiple of main memory, in a loop of one's own.
+
+Each way to train is a process of its own. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on what they may take
+beside the interpreter and its libraries: the state of the model is 2, 4 and 8 times it. Plain training has no cap; it
+is shown to die under the largest. All take the same steps in turn, and have to give the same losses to the bit. A fleet
+of one job has the same budget and its own runs, since it owns its loop.
+"""
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import common
+from penstock import fleet, offload, probe
+from penstock.testing import GPT
+from penstock.units import format_bytes
+
+_WARM_STEPS = 4
+_BUDGET_SHARE = 0.7
+"""Of the cap. The rest is for what PyTorch's allocator does not count: threads, buffers of libraries, fragments."""
+_STACK_BYTES = 2**18
+"""Of a thread: the kernel counts the whole of it."""
+_FACTORS = (2, 4, 8)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = common.parser(str(__doc__).splitlines()[0])
+    options.add_argument("--layers", type=int, default=12)
+    options.add_argument("--width", type=int, default=512)
+    options.add_argument("--tokens", type=int, action="append", help="per step; default 1024 and 4096")
+    options.add_argument("--rounds", type=int, default=6)
+    options.add_argument("--child", help="be one of the processes")
+    options.add_argument("--cap", type=int)
+    given = options.parse_args(arguments)
+    if given.quick:
+        given.layers, given.width, given.rounds = 6, 256, 2
+    if given.child:
+        _child(given)
+        return
+    rows: list[common.Row] = []
+    for tokens in given.tokens or ([256] if given.quick else [1024, 4096]):
+        rows += compared(given, tokens)
+        configuration = {"layers": given.layers, "width": given.width, "rounds": given.rounds, "optimizer": "AdamW"}
+        common.write(given.json, configuration, rows)
+
+
+def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
+    """All ways, in turn."""
+    state = 4 * _num_parameters(given) * 4
+    ways: dict[str, tuple[str, int | None]] = {"plain, no cap": ("plain", None)}
+    for factor in _FACTORS:
+        ways[f"Penstock, state {factor} x cap"] = ("training", state // factor)
+    ways[f"in backward, state {_FACTORS[-1]} x cap"] = ("backward", state // _FACTORS[-1])
+    processes = {name: _Process(given, method, cap, tokens) for name, (method, cap) in ways.items()}
+    rows: list[common.Row] = []
+    lines: list[list[str]] = []
+    seconds: dict[str, list[float]] = {name: [] for name in processes}
+    losses: dict[str, list[str]] = {name: [] for name in processes}
+    failed: dict[str, dict[str, Any]] = {}
+    for number in range(_WARM_STEPS + given.rounds):
+        for name, process in processes.items():
+            answer = process.ask("step")
+            if "error" in answer:
+                failed.setdefault(name, answer)
+                continue
+            losses[name].append(answer["loss"])
+            if number >= _WARM_STEPS:
+                seconds[name].append(answer["seconds"])
+        print(f"step {number + 1} of {_WARM_STEPS + given.rounds}", flush=True)
+    plain = "plain, no cap"
+    for name, process in processes.items():
+        found = {**process.ask("finish"), **failed.get(name, {})}
+        cap = ways[name][1]
+        line = [name, "" if cap is None else format_bytes(cap)]
+        title = f"{name}, {tokens} tokens"
+        if "error" in found:
+            rows.append(common.Row(name=title, metric="failed", value=1.0, unit="bool"))
+            lines.append([*line, "", "", "", "", "", str(found["error"])[:90]])
+            continue
+        step_s, equal = median(seconds[name]), losses[name] == losses[plain]
+        ratio = common.paired_ratio(seconds[name], seconds[plain]) if name != plain else None
+        shown = "" if ratio is None else f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+        lines.append(
+            [*line, f"{step_s:.2f} s", shown, f"{tokens / step_s:.0f}", str(equal), found.get("moved", ""), ""]
+        )
+        peer, value = ("", None) if ratio is None else (plain, ratio.median)
+        rows.append(common.Row(name=title, metric="step", value=step_s, unit="s", peer=peer, ratio=value))
+        rows.append(common.Row(name=title, metric="losses equal to plain's", value=float(equal), unit="bool"))
+        for key, unit in (("in", "B"), ("out", "B"), ("stall", "s"), ("peak", "B"), ("data", "B")):
+            if key in found:
+                rows.append(common.Row(name=title, metric=key, value=found[key], unit=unit))
+    smallest = state // _FACTORS[-1]
+    died = _Process(given, "plain", smallest, tokens).ask("step").get("error")
+    lines.append(["plain under that cap", format_bytes(smallest), "", "", "", "", "", str(died)[:90]])
+    title = f"plain under that cap, {tokens} tokens"
+    rows.append(common.Row(name=title, metric="died", value=float(died is not None), unit="bool"))
+    for factor in _FACTORS:
+        found = _Process(given, "fleet", state // factor, tokens).ask("run")
+        title, step_s = f"a fleet of one, state {factor} x budget", found.get("seconds", math.nan)
+        value = step_s / median(seconds[plain])
+        lines.append([title, "", f"{step_s:.2f} s", f"{value:.2f}", "", "", "", str(found.get("error", ""))[:90]])
+        name = f"{title}, {tokens} tokens"
+        rows.append(common.Row(name=name, metric="step", value=step_s, unit="s", peer=plain, ratio=value))
+    common.show(
+        f"state {format_bytes(state)}, {tokens} tokens a step, {given.rounds} steps in turn",
+        ["way", "cap", "step", "ratio to plain", "tokens/s", "equal", "bytes per parameter", "error"],
+        lines,
+    )
+    return rows
+
+
+def _num_parameters(given: argparse.Namespace) -> int:
+    with torch.device("meta"):
+        return sum(one.numel() for one in _model(given).parameters())
+
+
+def _model(given: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(num_layers=given.layers, width=given.width, num_heads=8, context=256)
+
+
+class _Process:
+    """One way to train, in a process of its own."""
+
+    def __init__(self, given: argparse.Namespace, method: str, cap: int | None, tokens: int):
+        command = [sys.executable, "-m", "benchmarks.training", "--child", method, "--tokens", str(tokens)]
+        command += ["--layers", str(given.layers), "--width", str(given.width), "--disk", str(given.disk)]
+        if cap is not None:
+            command += ["--cap", str(cap)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def ask(self, command: str) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{command}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return {"error": "ended"}
+        line = self._process.stdout.readline()
+        if line:
+            return dict(json.loads(line))
+        assert self._process.stderr is not None
+        return {"error": (self._process.stderr.read().strip().splitlines() or ["ended"])[-1]}
+
+
+def _child(given: argparse.Namespace) -> None:
+    (tokens,) = given.tokens
+    shape = (tokens // 256, 257) if tokens >= 256 else (1, tokens + 1)
+    generator = torch.Generator().manual_seed(1)
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            yield torch.randint(256, shape, generator=generator)
+
+    threading.stack_size(_STACK_BYTES)
+    with tempfile.TemporaryDirectory(dir=given.disk) as directory:
+        _warm_up(directory)
+        before = _data_bytes()
+        if given.cap is not None and given.child != "fleet":
+            limit = before + given.cap
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        if given.child == "fleet":
+            sys.stdin.readline()
+            _say(_fleet(given, directory, batches))
+            return
+        step, finish = _trainer(given, directory)
+        for batch, line in zip(batches(), sys.stdin, strict=False):
+            if line.strip() == "finish":
+                _say({**finish(), "data": _data_bytes() - before})
+                return
+            start_s = time.perf_counter()
+            loss = step(batch)
+            _say({"loss": loss.hex(), "seconds": time.perf_counter() - start_s})
+
+
+def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
+    make_optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)  # noqa: E731
+
+    def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    if given.child == "plain":
+        model = _model(given)
+        optimizer = make_optimizer(model.parameters())
+        return lambda batch: one_step(model, optimizer, batch), dict
+    training = offload.training(
+        lambda: _model(given),
+        make_optimizer,
+        int(given.cap * _BUDGET_SHARE),
+        disk=directory,
+        update_in_backward=given.child == "backward",
+    )
+
+    def step(batch: torch.Tensor) -> float:
+        with training:
+            return one_step(training.model, training.optimizer, batch)
+
+    def finish() -> dict[str, Any]:
+        found = training.statistics()
+        into, out = (size / found.num_parameters for size in (found.step_fetched_bytes, found.step_parked_bytes))
+        training.close(discard=True)
+        return {
+            "in": into, "out": out, "moved": f"{into:.1f} in, {out:.1f} out", "stall": found.stall_s / found.num_steps,
+            "peak": found.measured_peak_bytes or 0,
+        }  # fmt: skip
+
+    return step, finish
+
+
+def _fleet(given: argparse.Namespace, directory: str, batches: Callable[[], Iterator[torch.Tensor]]) -> dict[str, Any]:
+    num_steps = _WARM_STEPS + max(2, given.rounds // 2)
+
+    def data() -> list[torch.Tensor]:
+        found = batches()
+        return [next(found) for _ in range(num_steps)]
+
+    job = fleet.Job(
+        name="one",
+        epochs=1,
+        model=lambda: _model(given),
+        data=data,
+        loss=lambda model, batch: model(batch[:, :-1], batch[:, 1:]),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    )
+    try:
+        with fleet.Fleet(["cpu"], int(given.cap * _BUDGET_SHARE), disk=directory, progress=None) as made:
+            made.add(job)
+            result = made.wait()["one"]
+            records = sorted(made.records, key=lambda one: one.start_s)
+    except (ValueError, RuntimeError) as error:
+        return {"error": str(error)}
+    if result.state is not fleet.JobState.DONE:
+        return {"error": str(result.error)}
+    per_step = len(records) // num_steps
+    warm = records[_WARM_STEPS * per_step :]
+    return {"seconds": (warm[-1].end_s - warm[0].start_s) / (num_steps - _WARM_STEPS)}
+
+
+def _warm_up(directory: str) -> None:
+    """Threads, kernels and buffers of libraries exist from here on: a small model has trained in the same way."""
+    model = GPT(num_layers=1, width=128, num_heads=8, context=256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    training = offload.training(model, optimizer, probe.held_bytes("cpu") + 2**25, disk=directory)
+    for _ in range(3):
+        tokens = torch.randint(256, (4, 257))
+        with training:
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    training.close()
+
+
+def _data_bytes() -> int:
+    """What the kernel counts against ``RLIMIT_DATA``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
+
+
+def _say(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""PenstockCallback(method="training"): a Trainer trains a model whose state exceeds its budget, as without it."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from loops import assert_same_parameters, gpt2
+from test_hugging_face import losses, trainer_of
+
+from penstock import probe
+from penstock.integrations import PenstockArguments, PenstockCallback
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def callback_within(tmp_path, model, size_kib=2300):
+    gc.collect()
+    own_bytes = sum(one.nbytes for one in model.parameters())
+    budget = probe.held_bytes("cpu") - own_bytes + size_kib * 1024
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    return PenstockCallback(budget=budget, disk=tmp_path / "disk", method="training")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
+        {"eval_strategy": "steps", "eval_steps": 1},
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {
+            "eval_strategy": "steps",
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "eval_steps": 2,
+            "load_best_model_at_end": True,
+        },
+        {"optim": "adafactor"},
+    ],
+    ids=lambda changes: next(iter(changes), "plain"),
+)
+def test_trains_as_without_it(tmp_path, changes):
+    plain = trainer_of(tmp_path / "plain", model=gpt2(), **changes)
+    plain.train()
+    expected, after = losses(plain), {name: one.clone() for name, one in plain.model.state_dict().items()}
+    model = gpt2()
+    del plain
+    callback = callback_within(tmp_path, model, 8000 if changes.get("optim") else 2300)
+    trainer = trainer_of(tmp_path / "ours", callback, model=model, **changes)
+    trainer.train()
+    assert losses(trainer) == expected != []
+    assert all(torch.equal(one, after[name]) for name, one in trainer.model.state_dict().items())
+    summary = callback.summary()
+    assert summary.num_steps == trainer.state.global_step
+    assert summary.fetched_bytes > 0 or changes.get("optim")
+    assert "tolist" not in torch.Tensor.__dict__
+    logged = [row for row in trainer.state.log_history if "penstock_in_bytes_per_parameter" in row]
+    assert len(logged) == 5
+
+
+def test_resumes_from_a_checkpoint_with_the_losses_of_the_undisturbed_run(tmp_path):
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
+    plain = trainer_of(tmp_path / "plain", model=gpt2(), **options)
+    plain.train()
+    model = gpt2()
+    first = trainer_of(tmp_path / "ours", callback_within(tmp_path, model), model=model, **options | {"max_steps": 3})
+    first.train()
+    model = gpt2()
+    callback = callback_within(tmp_path, model, 4000)  # the Trainer holds on to what it loaded
+    second = trainer_of(tmp_path / "ours", callback, model=model, **options)
+    second.train(resume_from_checkpoint=True)
+    assert losses(second)[-3:] == losses(plain)[-3:]
+    assert_same_parameters(plain.model, second.model)
+
+
+def test_an_error_in_a_step_leaves_a_plain_model(tmp_path):
+    class Failing(transformers.Trainer):
+        def compute_loss(self, *arguments, **options):
+            if self.state.global_step == 2:
+                raise KeyError("a bug of the user's")
+            return super().compute_loss(*arguments, **options)
+
+    model = gpt2()
+    trainer = trainer_of(tmp_path, callback_within(tmp_path, model), model=model, kind=Failing)
+    with pytest.raises(KeyError, match="a bug"):
+        trainer.train()
+    assert all(one.untyped_storage().nbytes() for one in model.parameters())
+    assert "tolist" not in torch.Tensor.__dict__
+
+
+def test_options(tmp_path):
+    with pytest.raises(ValueError, match="a training needs a budget"):
+        PenstockCallback(disk=tmp_path, method="training")
+    with pytest.raises(TypeError, match="min_size"):
+        PenstockCallback(disk=tmp_path, budget="1GiB", method="training", min_size=0)
+    with pytest.raises(ValueError, match="`method` must be 'offload', 'remat' or 'training'"):
+        PenstockCallback(disk=tmp_path, method="other")
+    given = PenstockArguments(penstock_budget="1GiB", penstock_disk=[str(tmp_path)], penstock_method="training")
+    assert PenstockCallback(given).summary() is None
