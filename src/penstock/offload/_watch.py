@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._inductor.output_code import CompiledFxGraph
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.offload._operators import in_parts, new_storages, storage_id, touches
@@ -129,6 +128,8 @@ def _find(tensor: torch.Tensor) -> tuple[Pages, Page] | None:
 
 def _replace_methods() -> None:
     """Whoever reads a tensor past the dispatcher finds its bytes, or an error."""
+    from torch._inductor.output_code import CompiledFxGraph  # seconds, and Triton
+
     for name in _SHARING:
         _replace(torch.Tensor, name, lambda pages, page: pages.let_go(page))
     for name in _READING:
