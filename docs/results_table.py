@@ -83,6 +83,16 @@ def _relational(command: str) -> Entry:
     return Entry(shows="Relational layers beside PyG's, DGL's and PyTorch by hand", command=command, figures=figures)
 
 
+_LOOP = (
+    Figure(label="plain died under the smallest: {}", metric="died", of="value", form="d"),
+    Figure(label="losses equal: {}", metric="losses equal to plain's", of="value", form="d"),
+    Figure(
+        label="step over plain's without a cap, state 2 times the cap {}", name="Penstock, state 2 x.*", metric="step"
+    ),
+    Figure(label="4 times {}", name="Penstock, state 4 x.*", metric="step"),
+)
+
+
 ENTRIES = {
     "cpu-offload": Entry(
         shows="Activations to disk beside plain training and checkpoints",
@@ -116,6 +126,28 @@ ENTRIES = {
             Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),
             Figure(label="peak {} of the measured", metric="predicted peak over measured", of="value", form=".4f"),
             Figure(label="ratio {} of the measured", metric="predicted ratio to plain over measured", of="value"),
+        ),
+    ),
+    "cpu-training": Entry(
+        shows="Parameters, gradients and Adam's state of 583 MiB under hard caps, in a loop of one's own",
+        command="training --rounds 3 --tokens 1024",
+        figures=_LOOP,
+    ),
+    "cpu-training-large": Entry(
+        shows="The same of 2.5 GiB",
+        command="training --rounds 2 --layers 24 --width 768 --tokens 512",
+        figures=(
+            *_LOOP,
+            Figure(label="state 8 times the cap {}", name="Penstock, state 8 x.*", metric="step"),
+            Figure(label="with updates in backward {}", name="in backward, state 8 x.*", metric="step"),
+        ),
+    ),
+    "cpu-training-zoo": Entry(
+        shows="Architectures of three libraries train in such a loop as in plain PyTorch",
+        command="training_zoo",
+        figures=(
+            Figure(label="equal to the bit: {}", metric="equal to plain", of="value", form="d"),
+            Figure(label="measured peak {} of the budget", metric="measured over budget", of="value", form=".3f"),
         ),
     ),
     "cpu-soak": Entry(

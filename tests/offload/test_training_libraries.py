@@ -1,0 +1,111 @@
+"""Inside of what others build: two ranks of DDP, adapters of PEFT, generation by transformers."""
+
+import copy
+
+import pytest
+import torch
+from test_training import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
+from torch.nn.parallel import DistributedDataParallel
+
+from penstock.offload import training
+from ranks import run_in_ranks
+
+
+def train_in_a_group(rank, directory):
+    """A model under DDP, plainly and within a budget, on other batches in each rank."""
+    data = batches()[rank:] + batches()[:rank]
+    torch.manual_seed(0)
+    plain = Transformer(num_blocks=2)
+    ours = copy.deepcopy(plain)
+    losses = []
+    wrapped, optimizer = DistributedDataParallel(plain), OPTIMIZERS["adamw"](plain)
+    for tokens in data:
+        losses.append(simple_step(wrapped, optimizer, tokens))
+    wrapped, optimizer = DistributedDataParallel(ours), OPTIMIZERS["adamw"](ours)
+    context = training(ours, optimizer, beside(ours, 10), disk=directory)
+    for number, tokens in enumerate(data):
+        with context:
+            assert simple_step(wrapped, optimizer, tokens) == losses[number]
+    assert context.statistics().fetched_bytes > 0
+    context.close()
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def test_two_ranks_of_ddp(tmp_path):
+    run_in_ranks(train_in_a_group, tmp_path, directory=tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_adapters_over_a_frozen_base(tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=500, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
+        )
+        model = transformers.LlamaForCausalLM(config)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=32, lora_dropout=0.1))
+
+    def step(model, optimizer, tokens):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def optimizer_of(model):
+        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+
+    plain, ours = make(), make()
+    torch.manual_seed(1)
+    optimizer = optimizer_of(plain)
+    expected = [step(plain, optimizer, tokens) for tokens in batches()]
+    optimizer = optimizer_of(ours)
+    context = training(ours, optimizer, beside(ours, 5), disk=tmp_path)
+    torch.manual_seed(1)
+    losses = []
+    for tokens in batches():
+        with context:
+            losses.append(step(ours, optimizer, tokens))
+    statistics = context.statistics()
+    context.close()
+    assert losses == expected
+    assert statistics.step_fetched["parameters"] > statistics.step_parked["parameters"]  # the base is never written
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def test_generation_and_evaluation_by_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=500, n_positions=64, n_embd=128, n_layer=4, n_head=4)
+    plain = transformers.GPT2LMHeadModel(config)
+    ours = copy.deepcopy(plain)
+    prompt = batches()[0][:1, :8]
+
+    def run(model, context):
+        optimizer, found = OPTIMIZERS["adamw"](model), []
+        ours = context(model, optimizer) if context else None
+        for tokens in batches(3):
+            for one in (ours,) if ours else ():
+                one.__enter__()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for one in (ours,) if ours else ():
+                one.__exit__(None, None, None)
+            model.eval()
+            found += [loss.item(), model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()]
+            model.train()
+        if ours:
+            ours.close()
+        return found
+
+    torch.manual_seed(1)
+    expected = run(plain, None)
+    torch.manual_seed(1)
+    assert run(ours, lambda model, optimizer: training(model, optimizer, beside(model, 6), disk=tmp_path)) == expected
+    assert loss_of(lambda tokens: ours(tokens).logits, batches()[0]).isfinite()
