@@ -6,7 +6,7 @@ group, which are all of PyTorch's but L-BFGS.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,22 +28,22 @@ def step_part(
     parameters: Iterable[torch.Tensor],
     states: Mapping[torch.Tensor, State],
     *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
     runs_hooks: bool = True,
 ) -> dict[torch.Tensor, State]:
     """Run the optimizer's own ``step`` on ``parameters`` alone, from ``states``; return their states afterwards.
 
-    It runs on a view of the optimizer whose groups hold these parameters and whose state is theirs; the optimizer's own
-    state is left alone. States that are not empty are changed in place. Its hooks run each time, or are left to the
-    caller. Raises ``TypeError`` where the step changes what its groups say, which is of all parameters at once.
+    ``groups``: what the optimizer's groups said when the step was due, where that was earlier. It runs on a view of the
+    optimizer whose groups hold these parameters and whose state is theirs; the optimizer's own state is left alone.
+    States that are not empty are changed in place. Its hooks run each time, or are left to the caller. Raises
+    ``TypeError`` where the step changes what its groups say, which is of all parameters at once.
     """
-    parameters = list(parameters)
+    parameters, groups = list(parameters), optimizer.param_groups if groups is None else groups
     wanted = {id(one) for one in parameters}
     part: torch.optim.Optimizer = object.__new__(type(optimizer))
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.pop("step", None)  # a wrapper of a scheduler or of ours, bound to the whole
-    part.param_groups = [
-        {**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in optimizer.param_groups
-    ]
+    part.param_groups = [{**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in groups]
     if not runs_hooks:
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     part.state = defaultdict(dict)
@@ -51,7 +51,7 @@ def step_part(
         if states.get(parameter):
             part.state[parameter] = states[parameter]
     type(part).step(part)
-    for own, group in zip(part.param_groups, optimizer.param_groups, strict=True):
+    for own, group in zip(part.param_groups, groups, strict=True):
         if any(key != "params" and value is not group[key] and value != group[key] for key, value in own.items()):
             raise TypeError(
                 f"{type(optimizer).__name__} keeps state in its groups, which is of all parameters at once, and "

@@ -41,12 +41,12 @@ class Meter:
         if self._watch is not None:
             self._watch.restart()
 
-    def close(self) -> list[int]:
-        """The bytes of all else at each operator and up to the next."""
+    def close(self, *, is_whole: bool) -> list[int]:
+        """The bytes of all else at each operator and up to the next; of a step that failed there are none."""
         self._before()
         self._pages.before_need = self._pages.after_need = None
         self._taken.close()
-        if not self._ready:
+        if not self._ready or not is_whole:
             return []
         if self._watch is not None:
             self.peak_bytes = max(self._peaks)

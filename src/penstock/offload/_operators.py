@@ -12,8 +12,6 @@ from penstock.offload._pages import Page
 
 _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 """Operators that read nothing of what they write to."""
-_PART_BYTES = 8 * 2**20
-"""Of operators on lists of tensors, which run on a part of them at a time."""
 
 SMALL_BYTES = 16 * 1024
 """Tensors below it stay on the device: norms and biases, whose copies would cost more than their room."""
@@ -103,8 +101,10 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
     return Touched(list(pages), list(written), is_whole, kind.is_of_lists) if pages else _NOTHING
 
 
-def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """The arguments of an operator on lists, for some of their entries at a time."""
+def in_parts(
+    args: Sequence[Any], kwargs: Mapping[str, Any], find: Find, part_bytes: int
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """The arguments of an operator on lists, for some of their entries at a time: those of about ``part_bytes``."""
     values = [*args, *kwargs.values()]
     length = max((len(one) for one in values if isinstance(one, list | tuple)), default=0)
 
@@ -121,7 +121,7 @@ def in_parts(args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Iter
             for page in [_page(value[at], find)]
             if page is not None
         )
-        if size_bytes >= _PART_BYTES or at == length - 1:
+        if size_bytes >= part_bytes or at == length - 1:
             yield (
                 [cut(one, start, at + 1) for one in args],
                 {name: cut(one, start, at + 1) for name, one in kwargs.items()},

@@ -62,6 +62,7 @@ class Page:
         "key",
         "kind",
         "last_use",
+        "pending",
         "rank",
         "size_bytes",
         "stale",
@@ -78,6 +79,8 @@ class Page:
         self.size_bytes = storage.nbytes()
         self.handle: Handle | None = None
         """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
+        self.pending: Callable[[], None] | None = None
+        """What is to be done to it before anybody works on it."""
         self.stale: list[Handle] = []
         """Of copies out that were under way when the bytes changed: they still read the storage."""
         self.is_here = True
@@ -533,7 +536,9 @@ class Pages:
     def _fill(self, page: Page, *, is_read: bool) -> None:
         start_s = time.perf_counter()
         storage = page.storage()
-        assert storage is not None
+        if storage is None:  # the last tensor went while others were filled
+            self._drop(page)
+            return
         assert page.handle is not None
         if is_read or page.is_coming:
             try:

@@ -17,7 +17,7 @@ from penstock.offload._meter import Meter
 from penstock.offload._operators import SMALL_BYTES, storage_id
 from penstock.offload._pages import Kind, Pages
 from penstock.offload._statistics import TrainingStatistics
-from penstock.offload._watch import Watch
+from penstock.offload._watch import Watch, do_pending
 from penstock.probe import can_record, held_bytes
 from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
 from penstock.tiers import Budget, DiskSpec, Size, waterfall_for
@@ -172,8 +172,8 @@ class Training:
         meter, self._meter = self._meter, None
         measured: Sequence[int] = ()
         if meter is not None:
-            measured = meter.close()
-            self._measured_peak_bytes = meter.peak_bytes
+            measured = meter.close(is_whole=kind is None)
+            self._measured_peak_bytes = meter.peak_bytes or self._measured_peak_bytes
         if kind is not None:
             self._pages.end_step((), is_whole=False)
             return
@@ -197,7 +197,8 @@ class Training:
         if self._is_closed:
             yield
             return
-        wanted = None if module is None else {one.untyped_storage()._cdata for one in module.parameters()}
+        wanted = None if module is None else {storage_id(one) for one in module.parameters()}
+        do_pending(list(self._pages) if wanted is None else [one for one in self._pages if one.identity in wanted])
         with self._pages.lock:
             pages = [page for page in self._pages if wanted is None or page.identity in wanted]
             added = set(pages) - self._pages.pinned
@@ -245,6 +246,8 @@ class Training:
         if self._is_entered:
             error = RuntimeError("closed in mid-step")
             self.__exit__(RuntimeError, error, None)
+        if not discard:
+            do_pending(list(self._pages))
         if discard:
             self._pages.drop_all()
         else:
@@ -408,17 +411,51 @@ class Training:
                 loss = closure()
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
+        do_pending(list(self._pages))  # of weights that nobody wanted since the last step
+        settings = [_settings(group) for group in optimizer.param_groups]
+        is_scaled = (
+            getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+        )
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is None:
+                    continue
+                if is_scaled or not self._defer(parameter, settings):
                     self._update(parameter)
         self._updated.clear()
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
         return loss
 
-    def _update(self, parameter: torch.Tensor) -> None:
-        (after,) = step_part(self.optimizer, [parameter], self.optimizer.state, runs_hooks=False).values()
+    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]]) -> bool:
+        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway."""
+        gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
+        if page is None or gradient is None:
+            return False
+        state = self.optimizer.state.get(parameter, {})
+        tensors = [gradient, *(one for one in state.values() if isinstance(one, torch.Tensor))]
+        pages = [page, *(one for one in map(self._pages.find, map(storage_id, tensors)) if one is not None)]
+        if any(one.pending is not None for one in pages):  # parameters that share memory
+            return False
+
+        def update() -> None:
+            for one in pages:
+                one.pending = None
+            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                current, parameter.grad = parameter.grad, gradient
+                try:
+                    self._update(parameter, settings)
+                finally:
+                    parameter.grad = current
+
+        for one in pages:
+            one.pending = update
+        return True
+
+    def _update(self, parameter: torch.Tensor, settings: list[dict[str, Any]] | None = None) -> None:
+        (after,) = step_part(
+            self.optimizer, [parameter], self.optimizer.state, groups=settings, runs_hooks=False
+        ).values()
         if after:
             self.optimizer.state[parameter] = after
             self._adopt_state(parameter, after)
@@ -444,6 +481,11 @@ class Training:
                 "parameters and optimizer states may be in another tier now. Take them where all of them are on the "
                 "device: with training.whole(): torch.save(model.state_dict(), path)"
             )
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says now; its list of parameters is its own."""
+    return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
 
 
 def _device_of(model: nn.Module) -> torch.device:

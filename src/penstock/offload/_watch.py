@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.offload._operators import in_parts, new_storages, storage_id, touches
 from penstock.offload._pages import Kind, Page, Pages
 
+_PART_BYTES = 8 * 2**20
+"""Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
 """Methods whose result is the storage itself, for nobody knows how long."""
@@ -71,8 +73,12 @@ class Watch(TorchDispatchMode):
             with self:
                 return func(*args, **kwargs)
         touched = touches(func, args, kwargs, pages.find)
+        if any(page.pending is not None for page in touched.pages):
+            with self:  # it is off while it handles an operator
+                do_pending(touched.pages)
         if touched.is_of_lists:
-            results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find)]
+            most = min(_PART_BYTES, pages.budget_bytes // 16)
+            results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
             found = [one for result in results if result is not None for one in result]
             return found or None
         return self._run(pages, func, args, kwargs)
@@ -83,6 +89,7 @@ class Watch(TorchDispatchMode):
         if pages is None or self._process != os.getpid():
             return run(inputs)
         given = [one for one in inputs if isinstance(one, torch.Tensor)]
+        do_pending(page for page in (pages.find(storage_id(one)) for one in given) if page is not None)
         with pages.lock:
             found = [page for page in dict.fromkeys(pages.find(storage_id(one)) for one in given) if page is not None]
             if found:
@@ -122,6 +129,13 @@ class Watch(TorchDispatchMode):
                     pages.begin(storage, Kind.OTHER, maker)
 
 
+def do_pending(pages: Iterable[Page]) -> None:
+    """Does what is to be done before anybody works on them."""
+    for page in pages:
+        if page.pending is not None:
+            page.pending()
+
+
 def _find(tensor: torch.Tensor) -> tuple[Pages, Page] | None:
     return next((found for found in (one.page_of(tensor) for one in list(_watching)) if found is not None), None)
 
@@ -152,6 +166,7 @@ def _replace(kind: type, name: str, prepare: Callable[[Pages, Page], None]) -> N
     def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = _find(self)
         if found is not None:
+            do_pending(found[1:])
             prepare(*found)
         return method(self, *args, **kwargs)
 
