@@ -462,8 +462,9 @@ class Pages:
             self._refuse(page, storage)
         if not page.is_here:
             return
-        if not storage.resizable():  # NumPy has it, say
-            self._drop(page)
+        if not storage.resizable():  # somebody shares it past PyTorch
+            if page.pending is None:
+                self._drop(page)
             return
         if page.handle is not None and page.handle.state is HandleState.KEPT:
             self._forget_copy(page)  # one that failed, or was taken back

@@ -432,7 +432,7 @@ class Training:
         gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
         if page is None or gradient is None:
             return False
-        state = self.optimizer.state.get(parameter, {})
+        state = self.optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
         tensors = [gradient, *(one for one in state.values() if isinstance(one, torch.Tensor))]
         pages = [page, *(one for one in map(self._pages.find, map(storage_id, tensors)) if one is not None)]
         if any(one.pending is not None for one in pages):  # parameters that share memory
@@ -459,6 +459,8 @@ class Training:
         if after:
             self.optimizer.state[parameter] = after
             self._adopt_state(parameter, after)
+        elif not self.optimizer.state.get(parameter, True):
+            del self.optimizer.state[parameter]
 
     def _update_in_backward(self, parameter: torch.Tensor) -> None:
         """Its gradient is complete, as the user has promised, and nobody looks at it."""
