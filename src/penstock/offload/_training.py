@@ -244,13 +244,11 @@ class Training:
         if self._is_closed:
             return
         if self._is_entered:
-            error = RuntimeError("closed in mid-step")
-            self.__exit__(RuntimeError, error, None)
-        if not discard:
-            do_pending(list(self._pages))
+            self.__exit__(RuntimeError, RuntimeError("closed in mid-step"), None)
         if discard:
             self._pages.drop_all()
         else:
+            do_pending(list(self._pages))
             self._pages.bring_back()
         self._is_closed = True
         self._undo.close()
