@@ -150,6 +150,13 @@ ENTRIES = {
             Figure(label="measured peak {} of the budget", metric="measured over budget", of="value", form=".3f"),
         ),
     ),
+    "cpu-training-faults": Entry(
+        shows="Such a loop while writes and reads of its disk fail at random",
+        command="training_faults",
+        figures=tuple(
+            Figure(label=f"{{}} {name}", metric=name, of="value", form=",d") for name in ("trials", "faults", "wrong")
+        ),
+    ),
     "cpu-soak": Entry(
         shows="Random models, budgets, rooms together and faults, each against plain PyTorch",
         command="soak",

@@ -21,8 +21,8 @@ class Order:
     """By key, the bytes of its page."""
     begun_bytes: list[int] = field(default_factory=list)
     """Of the pages that began at each operator or after it, up to the next."""
-    begun: set[int] = field(default_factory=set)
-    """Keys of pages that began in this step."""
+    begun: dict[int, int] = field(default_factory=dict)
+    """Keys of pages that began in this step, and where: what had the key before is dead by then."""
     others_bytes: list[int] = field(default_factory=list)
     """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
     most_others_bytes: int = 0
@@ -42,7 +42,7 @@ class Order:
 
     def begin(self, key: int, size_bytes: int) -> None:
         """A page has begun."""
-        self.begun.add(key)
+        self.begun[key] = len(self.needs)
         if self.needs:
             self.begun_bytes[-1] += size_bytes
 
@@ -60,15 +60,24 @@ class Order:
         return self._begun_until[end] - self._begun_until[start]
 
     def next_use(self, key: int, at: int) -> float:
-        """The first place from ``at`` on where it is asked for; after the end the next step's is counted."""
-        places = self.uses.get(key, ())
-        found = bisect.bisect_left(places, at)
-        if found < len(places):
-            return places[found]
-        if key in self.begun and (self.then is None or key in self.then.begun):
-            return math.inf  # another page will begin there
-        later = (self.then or self).uses.get(key)
-        return len(self.needs) + later[0] if later else math.inf
+        """The first place from ``at`` on where the page of now is asked for; after the end the next step's is counted.
+
+        Where another page begins with its key before, it is never.
+        """
+        found = self._use_from(key, at)
+        if found is None:
+            found = (self.then or self)._use_from(key, 0)
+            return math.inf if found is None else len(self.needs) + found
+        return found
+
+    def _use_from(self, key: int, at: int) -> float | None:
+        """``None`` where the page is not asked for and lives on."""
+        places, birth = self.uses.get(key, ()), self.begun.get(key, -1)
+        index = bisect.bisect_left(places, at)
+        place = places[index] if index < len(places) else None
+        if birth >= at and (place is None or place >= birth):
+            return math.inf
+        return place
 
 
 class Follower:

@@ -433,8 +433,9 @@ class Training:
         state = self.optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
         tensors = [gradient, *(one for one in state.values() if isinstance(one, torch.Tensor))]
         pages = [page, *(one for one in map(self._pages.find, map(storage_id, tensors)) if one is not None)]
-        if any(one.pending is not None for one in pages):  # parameters that share memory
+        if page.pending is not None:  # parameters that share memory
             return False
+        pages = [one for one in pages if one.pending is None]  # a gradient that is yet to be scaled is so in the update
 
         def update() -> None:
             for one in pages:

@@ -16,6 +16,8 @@ from penstock.offload._pages import Kind, Page, Pages
 _PART_BYTES = 8 * 2**20
 """Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
+_SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
+"""Clipping by a norm, which would fetch gradients and let them go again."""
 _SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
 """Methods whose result is the storage itself, for nobody knows how long."""
 _READING = ("tolist", "data_ptr", "__deepcopy__")
@@ -77,11 +79,31 @@ class Watch(TorchDispatchMode):
             with self:  # it is off while it handles an operator
                 do_pending(touched.pages)
         if touched.is_of_lists:
+            if func in _SCALING:
+                args = (self._scale_later(pages, *args[:2]), *args[1:])
             most = min(_PART_BYTES, pages.budget_bytes // 16)
             results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
             found = [one for result in results if result is not None for one in result]
             return found or None
         return self._run(pages, func, args, kwargs)
+
+    def _scale_later(self, pages: Pages, tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
+        """Leaves gradients to be scaled when they are fetched for the update; returns what is none."""
+        rest = []
+        for tensor in tensors:
+            page = pages.find(storage_id(tensor))
+            if (
+                page is None
+                or page.kind is not Kind.GRADIENT
+                or page.pending is not None
+                or tensor.nbytes != page.size_bytes
+            ):
+                rest.append(tensor)
+            else:
+                page.pending = functools.partial(
+                    _scale, pages, page, tensor.dtype, tensor.size(), tensor.stride(), factor
+                )
+        return rest
 
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
         """A compiled graph, whose kernels read their inputs by address."""
@@ -127,6 +149,19 @@ class Watch(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage.resizable():
                     pages.begin(storage, Kind.OTHER, maker)
+
+
+def _scale(
+    pages: Pages, page: Page, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], factor: Any
+) -> None:
+    """Scales the tensor that the page is of, which it does not keep alive."""
+    page.pending = None
+    pages.need([page], [page])  # `set_` would give an emptied storage bytes
+    storage = page.storage()
+    if storage is not None:
+        with torch.no_grad():
+            tensor = torch.empty(0, dtype=dtype, device=storage.device)
+            tensor.set_(storage, 0, size, stride).mul_(factor)  # type: ignore[call-overload]
 
 
 def do_pending(pages: Iterable[Page]) -> None:
