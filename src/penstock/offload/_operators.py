@@ -15,6 +15,7 @@ _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 
 SMALL_BYTES = 16 * 1024
 """Tensors below it stay on the device: norms and biases, whose copies would cost more than their room."""
+_RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
 
 
@@ -57,13 +58,17 @@ def _kind(func: Any) -> _Kind:
     name = schema.name.split("::")[-1]
     writes: set[int | str] = set()
     for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # of the latter schemas do not tell
             writes |= {place, argument.name}
     return _Kind(
         is_alias=name in ("detach", "alias", "lift_fresh"),
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
-        is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_")),
+        is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
+        and not (
+            name.startswith("_foreach_addc") and schema.overload_name == "Tensor"
+        ),  # a tensor of scalars, one each
         makes_new=any(one.alias_info is None for one in schema.returns),
     )
 
@@ -88,6 +93,7 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
         return _NOTHING
     pages: dict[Page, None] = {}
     written: dict[Page, None] = {}
+    read: set[Page] = set()
     is_whole = kind.overwrites
     for place, value in (*enumerate(args), *kwargs.items()):
         for tensor in _tensors(value):
@@ -95,9 +101,13 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
             if page is None:
                 continue
             pages[page] = None
-            if place in kind.writes:
+            if place not in kind.writes:
+                read.add(page)
+            else:
+                is_whole = is_whole and page not in written
                 written[page] = None
                 is_whole = is_whole and tensor.nbytes == page.size_bytes and tensor.is_contiguous()
+    is_whole = is_whole and read.isdisjoint(written)
     return Touched(list(pages), list(written), is_whole, kind.is_of_lists) if pages else _NOTHING
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.devices import Stream, backend_of
 from penstock.errors import BudgetError, TierReadError
 from penstock.offload._order import Follower, Order
 from penstock.tiers import Handle, HandleState, Waterfall
@@ -36,6 +37,7 @@ _STUCK_NEEDS = 256
 """For so many operators a page that could not leave stays."""
 _DYING_NEEDS = 16
 """For so many operators one stays that no operator asks for again: most are gone by then, with nothing to copy."""
+_MAX_OLD_ENTRIES = 4096
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
 
@@ -64,6 +66,7 @@ class Page:
         "last_use",
         "pending",
         "rank",
+        "scaling",
         "size_bytes",
         "stale",
         "stays_until",
@@ -80,7 +83,9 @@ class Page:
         self.handle: Handle | None = None
         """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
         self.pending: Callable[[], None] | None = None
-        """What is to be done to it before anybody works on it."""
+        """The update that is to be done before anybody works on it."""
+        self.scaling: Callable[[], None] | None = None
+        """The same of clipping."""
         self.stale: list[Handle] = []
         """Of copies out that were under way when the bytes changed: they still read the storage."""
         self.is_here = True
@@ -121,7 +126,7 @@ class Page:
 class Pages:
     """The pages of one device, within a budget. Used by one thread at a time: the one that computes."""
 
-    def __init__(self, waterfall: Waterfall, budget_bytes: int):
+    def __init__(self, waterfall: Waterfall, budget_bytes: int, device: torch.device):
         self.waterfall = waterfall
         self.others_bytes = 0
         """What all else took before the first step. Half of the rest is left to operators until they are measured."""
@@ -146,6 +151,10 @@ class Pages:
         self._leaving: dict[Page, None] = {}
         """Those here that are emptied as soon as their copies below are whole, the first that was told first."""
         self._held_bytes = self._leaving_bytes = 0
+        self._left_alone: dict[int, StorageWeakRef] = {}
+        self._streams = backend_of(device).streams
+        self._stream: Stream | None = None
+        """On which pages were worked on last."""
         self._keys: dict[Any, list[int]] = {}
         """By label or place in the step: more than one where pages of earlier steps live on."""
         self._new_key = itertools.count()
@@ -167,6 +176,8 @@ class Pages:
     def begin(self, storage: torch.UntypedStorage, kind: Kind, name: Any) -> None:  # any: a text, an operator
         """Takes care of a storage, which has its bytes, from now on. Does nothing for one that it has."""
         with self.lock:
+            if self.is_left_alone(storage):
+                return
             found = self._pages.get(storage._cdata)
             if found is not None:
                 if not found.is_dead:
@@ -194,7 +205,15 @@ class Pages:
         """Takes no more care of it; it is on the device, and stays there."""
         with self._moving():
             self.need([page], [page])
+            storage = page.storage()
+            if storage is not None:
+                self._left_alone[page.identity] = StorageWeakRef(storage)
             self._drop(page)
+
+    def is_left_alone(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it was let go: somebody has it past PyTorch."""
+        weak = self._left_alone.get(storage._cdata)
+        return weak is not None and not weak.expired()
 
     def __iter__(self) -> Iterator[Page]:
         return iter([page for page in self._pages.values() if not page.is_dead])
@@ -246,8 +265,11 @@ class Pages:
         with self._moving():
             if self.before_need is not None:
                 self.before_need()
+            self._follow_stream()
             self._count += 1
             at = self._follow(pages)
+            if len(self._heap) > 4 * len(self._pages) + _MAX_OLD_ENTRIES:
+                self._rank_all(at + 1)
             missing = [page for page in pages if not page.is_here]
             for page in pages:
                 page.last_use = self._count
@@ -257,7 +279,10 @@ class Pages:
                 self._settle_all()
             self._make_room(sum(page.size_bytes - page.held_bytes() for page in missing), stays, self._limit(at))
             for page in missing:
-                self._fill(page, is_read=not (is_overwritten and page in written))
+                is_read = not (is_overwritten and page in written)
+                self._fill(page, is_read=is_read)
+                if not is_read:  # at once: what it has now is nothing
+                    self._written(page)
             for page in written:
                 self._written(page)
             for page in pages:
@@ -276,7 +301,8 @@ class Pages:
     def flush(self) -> None:
         """Everything leaves the device."""
         with self._moving():
-            for page in list(self):
+            self._follow_stream()
+            for page in [page for page in self if page not in self.pinned]:
                 self._leave(page)
             for page in list(self._leaving):
                 self._settle(page)
@@ -300,6 +326,15 @@ class Pages:
         """Lets go of what no tensor has any more."""
         for page in [page for page in self._pages.values() if page.is_dead]:
             self._drop(page)
+
+    def _follow_stream(self) -> None:
+        """Where another stream works on pages than before, it waits for that one."""
+        if self._streams is None:
+            return
+        current = self._streams.current()
+        if self._stream is not None and current != self._stream:
+            self._streams.wait(current, self._streams.record(self._stream, is_timed=False))
+        self._stream = current
 
     def _follow(self, pages: Sequence[Page]) -> int:
         """Notes what is asked for; the place in the order that the step follows."""
@@ -463,7 +498,7 @@ class Pages:
         if not page.is_here:
             return
         if not storage.resizable():  # somebody shares it past PyTorch
-            if page.pending is None:
+            if page.pending is None and page.scaling is None:
                 self._drop(page)
             return
         if page.handle is not None and page.handle.state is HandleState.KEPT:
@@ -545,8 +580,12 @@ class Pages:
             try:
                 page.handle.get(into=storage)
             except BaseException:
-                storage.resize_(0)
-                self._gone(page)
+                if page.handle.state is not HandleState.ARRIVING:
+                    storage.resize_(0)
+                    self._gone(page)
+                elif not page.is_coming:  # interrupted: the copy is still under way
+                    page.is_coming = True
+                    self._held_bytes += page.size_bytes
                 raise
             self.waterfall.reap()
             self.fetched_bytes[page.kind] += page.size_bytes

@@ -1,6 +1,7 @@
 """A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -110,7 +111,7 @@ class Training:
         assert account.device_bytes is not None
         self._device, self._updates_in_backward = device, update_in_backward
         self._waterfall = waterfall_for(device, account)
-        self._pages = Pages(self._waterfall, account.device_bytes)
+        self._pages = Pages(self._waterfall, account.device_bytes, device)
         self._num_steps = 0
         self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
         self._before = self._last
@@ -122,8 +123,13 @@ class Training:
         """Parameters that this backward has updated."""
         self._hooked: set[int] = set()
         self._undo = contextlib.ExitStack()
+        self._thread = threading.get_ident()
         self._watch = Watch(self._pages, device)
-        self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
+        try:
+            self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
+        except ValueError:
+            self._waterfall.close()
+            raise
         try:
             self.model, self.optimizer = self._made(model, optimizer)
             self._move()
@@ -136,6 +142,7 @@ class Training:
             for handle in (
                 self.model.register_state_dict_pre_hook(self._refuse_state_dict),
                 self.optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
+                self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_pending(list(self._pages))),
                 self.optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_states()),
             ):
                 self._undo.callback(handle.remove)
@@ -154,6 +161,8 @@ class Training:
     def __enter__(self) -> Self:
         if self._is_closed:
             raise ValueError(f"this training is closed; make another: {_CALL}")
+        if self._thread != threading.get_ident():
+            raise ValueError("a training is entered in the thread that made it, which alone looks at operators")
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
         self._is_entered = True
@@ -338,7 +347,7 @@ class Training:
         if _is_wrapper(parameter) or parameter.device != self._device or parameter.layout is not torch.strided:
             return
         storage = parameter.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES:
+        if storage.nbytes() < SMALL_BYTES or self._pages.is_left_alone(storage):
             return
         if not storage.resizable():  # such as one that NumPy or a file gave
             sharing = [one for one in self.model.parameters() if storage_id(one) == storage._cdata]
@@ -409,7 +418,9 @@ class Training:
                 loss = closure()
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
-        do_pending(list(self._pages))  # of weights that nobody wanted since the last step
+        for page in list(self._pages):
+            if page.pending is not None:  # of a weight that nobody wanted since the last step
+                page.pending()
         settings = [_settings(group) for group in optimizer.param_groups]
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
@@ -428,37 +439,52 @@ class Training:
     def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]]) -> bool:
         """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway."""
         gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
-        if page is None or gradient is None:
+        own = None if gradient is None else self._pages.find(storage_id(gradient))
+        if page is None or own is None:  # nobody would notice who works on it
             return False
         state = self.optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
-        tensors = [gradient, *(one for one in state.values() if isinstance(one, torch.Tensor))]
-        pages = [page, *(one for one in map(self._pages.find, map(storage_id, tensors)) if one is not None)]
-        if page.pending is not None:  # parameters that share memory
+        of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
+        pages = [page, own, *(one for one in of_state if one is not None)]
+        if any(one.pending is not None for one in pages):  # several parameters share memory
             return False
-        pages = [one for one in pages if one.pending is None]  # a gradient that is yet to be scaled is so in the update
+        data = parameter.data
+        torch.autograd.graph.increment_version(parameter)
 
         def update() -> None:
             for one in pages:
                 one.pending = None
-            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-                current, parameter.grad = parameter.grad, gradient
+            calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device.type, enabled=False)
+            with calm[0], calm[1], calm[2]:
+                before = parameter.grad, parameter.data
+                is_other = storage_id(parameter) != page.identity
+                if is_other:  # somebody put other numbers in its place meanwhile
+                    parameter.grad, parameter.data = None, data
+                parameter.grad = gradient
                 try:
-                    self._update(parameter, settings)
+                    self._update(parameter, state, settings)
                 finally:
-                    parameter.grad = current
+                    parameter.grad = None
+                    if is_other:
+                        parameter.data = before[1]
+                    parameter.grad = before[0]
 
         for one in pages:
             one.pending = update
         return True
 
-    def _update(self, parameter: torch.Tensor, settings: list[dict[str, Any]] | None = None) -> None:
-        (after,) = step_part(
-            self.optimizer, [parameter], self.optimizer.state, groups=settings, runs_hooks=False
-        ).values()
+    def _update(
+        self, parameter: torch.Tensor, state: State | None = None, settings: list[dict[str, Any]] | None = None
+    ) -> None:
+        known = self.optimizer.state.get(parameter)
+        state = known if state is None else state
+        states = {parameter: {} if state is None else state}
+        (after,) = step_part(self.optimizer, [parameter], states, groups=settings, runs_hooks=False).values()
+        if known is not state:
+            return  # it has another one by now
         if after:
             self.optimizer.state[parameter] = after
             self._adopt_state(parameter, after)
-        elif not self.optimizer.state.get(parameter, True):
+        elif known is not None and not known:
             del self.optimizer.state[parameter]
 
     def _update_in_backward(self, parameter: torch.Tensor) -> None:
@@ -486,7 +512,8 @@ class Training:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """What a group says now; its list of parameters is its own."""
-    return {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
+    kept = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
+    return kept | {"params": list(group["params"])}
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -36,6 +36,7 @@ class Watch(TorchDispatchMode):
         self._pages: Pages | None = pages
         self._device = device
         self._process = os.getpid()
+        self._num_compiled = 0
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -45,7 +46,12 @@ class Watch(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def begin(self) -> None:
-        """From now on."""
+        """From now on. Raises ``ValueError`` while another one does."""
+        if _watching:
+            raise ValueError(
+                "another training is open in this process; close() it first. Models that train together are one: "
+                "training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
+            )
         _watching.add(self)
         if len(_watching) == 1:
             _replace_methods()
@@ -71,11 +77,10 @@ class Watch(TorchDispatchMode):
         kwargs, pages = kwargs or {}, self._pages
         if pages is None or pages.is_moving or self._process != os.getpid():
             return func(*args, **kwargs)
-        if types:  # a tensor made of others, whose own operators are to be seen
-            with self:
-                return func(*args, **kwargs)
+        if any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
+            return NotImplemented  # a tensor made of others, whose own operators are to be seen
         touched = touches(func, args, kwargs, pages.find)
-        if any(page.pending is not None for page in touched.pages):
+        if any(page.pending is not None or page.scaling is not None for page in touched.pages):
             with self:  # it is off while it handles an operator
                 do_pending(touched.pages)
         if touched.is_of_lists:
@@ -95,12 +100,12 @@ class Watch(TorchDispatchMode):
             if (
                 page is None
                 or page.kind is not Kind.GRADIENT
-                or page.pending is not None
+                or page.scaling is not None
                 or tensor.nbytes != page.size_bytes
             ):
                 rest.append(tensor)
             else:
-                page.pending = functools.partial(
+                page.scaling = functools.partial(
                     _scale, pages, page, tensor.dtype, tensor.size(), tensor.stride(), factor
                 )
         return rest
@@ -119,9 +124,11 @@ class Watch(TorchDispatchMode):
             added = set(found) - pages.pinned
             pages.pinned |= added
             known = {storage_id(one) for one in given}
+            self._num_compiled += 1
             try:
                 result = run(inputs)
             finally:
+                self._num_compiled -= 1
                 pages.pinned -= added
             results = result if isinstance(result, list | tuple) else (result,)
             self._adopt("a compiled graph", (one for one in results if isinstance(one, torch.Tensor)), known)
@@ -136,7 +143,7 @@ class Watch(TorchDispatchMode):
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
-            if pages.is_in_step:
+            if pages.is_in_step and not self._num_compiled:  # kernels of a compiled graph read by address
                 self._adopt(func, new_storages(func, args, kwargs, result))
             return result
 
@@ -155,7 +162,7 @@ def _scale(
     pages: Pages, page: Page, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], factor: Any
 ) -> None:
     """Scales the tensor that the page is of, which it does not keep alive."""
-    page.pending = None
+    page.scaling = None
     pages.need([page], [page])  # `set_` would give an emptied storage bytes
     storage = page.storage()
     if storage is not None:
@@ -169,6 +176,8 @@ def do_pending(pages: Iterable[Page]) -> None:
     for page in pages:
         if page.pending is not None:
             page.pending()
+        if page.scaling is not None:
+            page.scaling()
 
 
 def _find(tensor: torch.Tensor) -> tuple[Pages, Page] | None:

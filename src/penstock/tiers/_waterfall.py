@@ -323,6 +323,8 @@ class Waterfall:
             if room is not None:
                 self._mover.start_in(handle, storage, room)
         except BaseException:
+            if into is not None:
+                into.resize_(0)  # or it would pass for the bytes that are still below
             self._note_change(-handle.size_bytes)
             if room is not None:
                 self._handles.refuse(handle)
