@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from test_training import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
+from test_own_loop import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.offload import training
