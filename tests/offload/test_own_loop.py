@@ -895,3 +895,11 @@ def test_what_numpy_shares_stays_shared(make_training):
     with torch.no_grad():
         assert array.sum() == pytest.approx(model.blocks[0].layers[0].weight.sum().item(), rel=1e-3)
     assert model.blocks[0].layers[0].weight.data_ptr() == array.ctypes.data
+
+
+def test_a_step_of_small_tensors_that_exceeds_the_budget_is_refused(make_training):
+    model = nn.Sequential(*[layer for _ in range(20) for layer in (nn.Linear(16, 16), nn.GELU())])
+    optimizer = OPTIMIZERS["adamw"](model)
+    ours = make_training(model, optimizer, probe.held_bytes("cpu") + 4096)
+    with pytest.raises(BudgetError, match="no tensor of this step has 16 KiB"), ours:
+        model(torch.ones(64, 16)).square().mean().backward()

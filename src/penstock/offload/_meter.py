@@ -46,7 +46,7 @@ class Meter:
         self._before()
         self._pages.before_need = self._pages.after_need = None
         self._taken.close()
-        if not self._ready or not is_whole or len(self._until) != len(self._ready) + 1:  # an error that was caught
+        if not is_whole or len(self._until) != len(self._ready) + 1:  # an error, or one that was caught
             return []
         if self._watch is not None:
             self.peak_bytes = max(self._peaks)

@@ -194,6 +194,11 @@ class Training:
         )
         self._last, self._before = (fetched, parked), now
         self._pages.end_step(measured, is_whole=True)
+        if meter is not None and not measured and meter.peak_bytes > self._pages.budget_bytes:
+            raise BudgetError(
+                f"`budget` must be at least {meter.peak_bytes} ({format_bytes(meter.peak_bytes)}), got "
+                f"{format_bytes(self._pages.budget_bytes)}: no tensor of this step has 16 KiB, and smaller ones stay"
+            )
 
     @contextlib.contextmanager
     @checked("with training.whole(model.head)")
