@@ -142,6 +142,14 @@ ENTRIES = {
             Figure(label="with updates in backward {}", name="in backward, state 8 x.*", metric="step"),
         ),
     ),
+    "sim-training-bytes": Entry(
+        shows="Bytes copied per parameter and step in such a loop, AdamW, counted on the simulated device",
+        command="training_bytes",
+        figures=tuple(
+            Figure(label=f"{way} {{}}", name=f"{name}, budget 9%.*", metric="total", of="value", form=".1f")
+            for way, name in (("within 9% of the state", "as it is"), ("clipped", "clipped"), ("in backward",) * 2)
+        ),
+    ),
     "cpu-training-zoo": Entry(
         shows="Architectures of three libraries train in such a loop as in plain PyTorch",
         command="training_zoo",

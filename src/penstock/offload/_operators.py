@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.offload._pages import Page
+from penstock.offload._page import Page
 
 _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 """Operators that read nothing of what they write to."""
@@ -66,9 +66,7 @@ def _kind(func: Any) -> _Kind:
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
         is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
-        and not (
-            name.startswith("_foreach_addc") and schema.overload_name == "Tensor"
-        ),  # a tensor of scalars, one each
+        and (not name.startswith("_foreach_addc") or schema.overload_name != "Tensor"),  # one tensor has all scalars
         makes_new=any(one.alias_info is None for one in schema.returns),
     )
 

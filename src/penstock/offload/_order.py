@@ -25,7 +25,6 @@ class Order:
     """Keys of pages that began in this step, and where: what had the key before is dead by then."""
     others_bytes: list[int] = field(default_factory=list)
     """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
-    most_others_bytes: int = 0
     num_measured: int = 0
     """Times that this was done; the second time small states are there that the first time has made."""
     _begun_until: list[int] = field(default_factory=list)
@@ -50,7 +49,6 @@ class Order:
         """All else was measured in a step like this."""
         before = self.others_bytes or others_bytes
         self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
-        self.most_others_bytes = max(self.others_bytes)
         self.num_measured += 1
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]

@@ -17,7 +17,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.devices import Stream, backend_of
 from penstock.errors import BudgetError, TierReadError
 from penstock.offload._order import Follower, Order
-from penstock.tiers import Handle, HandleState, Waterfall
+from penstock.offload._page import Kind, Page
+from penstock.tiers import HandleState, Waterfall
 from penstock.units import format_bytes
 
 _TRIES = 4
@@ -40,87 +40,6 @@ _DYING_NEEDS = 16
 _MAX_OLD_ENTRIES = 4096
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
-
-
-class Kind(Enum):
-    """What a page is."""
-
-    PARAMETER = "parameters"
-    GRADIENT = "gradients"
-    STATE = "optimizer state"
-    OTHER = "activations"
-
-
-class Page:
-    """One storage, filled or emptied."""
-
-    __slots__ = (
-        "_name",
-        "_weak",
-        "handle",
-        "identity",
-        "is_coming",
-        "is_here",
-        "key",
-        "kind",
-        "last_use",
-        "pending",
-        "rank",
-        "scaling",
-        "size_bytes",
-        "stale",
-        "stays_until",
-    )
-
-    def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
-        self._weak = StorageWeakRef(storage)
-        self._name = name
-        self.identity = storage._cdata
-        self.key = key
-        """Of the same parameter, gradient or state in every step, though its storage may be another."""
-        self.kind = kind
-        self.size_bytes = storage.nbytes()
-        self.handle: Handle | None = None
-        """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
-        self.pending: Callable[[], None] | None = None
-        """The update that is to be done before anybody works on it."""
-        self.scaling: Callable[[], None] | None = None
-        """The same of clipping."""
-        self.stale: list[Handle] = []
-        """Of copies out that were under way when the bytes changed: they still read the storage."""
-        self.is_here = True
-        self.is_coming = False
-        """Whether its copy in was begun, and not yet asked for."""
-        self.last_use = self.stays_until = 0
-        self.rank = 0.0
-        """Among those here the lowest leaves first."""
-
-    @property
-    def label(self) -> str:
-        """What a message calls it."""
-        return self._name if isinstance(self._name, str) else f"a result of {self._name}"
-
-    def call(self, name: str, kind: Kind) -> None:
-        """It turned out to be this."""
-        self._name, self.kind = name, kind
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether no tensor has the storage any more."""
-        return bool(self._weak.expired())
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether emptying it now loses nothing."""
-        return self.handle is not None and self.handle.state is HandleState.PARKED
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """The storage itself; ``None`` once it is dead."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
-
-    def held_bytes(self) -> int:
-        """Of the device."""
-        return self.size_bytes if self.is_here or self.is_coming else 0
 
 
 class Pages:

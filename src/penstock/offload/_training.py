@@ -16,7 +16,8 @@ from penstock.errors import BudgetError
 from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
 from penstock.offload._operators import SMALL_BYTES, storage_id
-from penstock.offload._pages import Kind, Pages
+from penstock.offload._page import Kind
+from penstock.offload._pages import Pages
 from penstock.offload._statistics import TrainingStatistics
 from penstock.offload._watch import Watch, do_pending
 from penstock.probe import can_record, held_bytes

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.offload._operators import in_parts, new_storages, storage_id, touches
-from penstock.offload._pages import Kind, Page, Pages
+from penstock.offload._page import Kind, Page
+from penstock.offload._pages import Pages
 
 _PART_BYTES = 8 * 2**20
 """Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
@@ -53,16 +54,14 @@ class Watch(TorchDispatchMode):
                 "training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
             )
         _watching.add(self)
-        if len(_watching) == 1:
-            _replace_methods()
+        _replace_methods()
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Sees nothing any more. It leaves the stack of modes where it is the last that was entered."""
         self._pages = None
         _watching.discard(self)
-        if not _watching:
-            _give_methods_back()
+        _give_methods_back()
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
