@@ -17,7 +17,7 @@ LAYERS = {
     "_version": 0, "errors": 0, "units": 0, "arguments": 0,
     "devices": 1, "directio": 1, "files": 1, "links": 1, "machines": 1, "native": 1,
     "stepping": 1,
-    "probe": 2,
+    "checkpoints": 2, "probe": 2, "tensorfiles": 2,
     "tiers": 3,
     "offload": 4, "remat": 4, "fleet": 4, "unified": 4, "relational": 4,
     "testing": 5, "report": 5, "advisor": 5, "integrations": 5,

@@ -55,7 +55,8 @@ def main() -> None:
 
 def _have_library_buffers(size: Size) -> None:
     """Trains one block of the size once: what matrix products keep for themselves depends on the processor, and is
-    not a matter of the method that trains."""
+    not a matter of the method that trains.
+    """
     block = Trainer("plain", replace(size, num_layers=1))
     block.forward_and_backward(block.batch())
 

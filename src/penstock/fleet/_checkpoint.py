@@ -7,34 +7,27 @@ renamed. Nothing is unpickled, ever. Frozen parameters are not stored: the job's
 
 import json
 import math
-import os
 import shutil
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
 from penstock.errors import CheckpointError
 from penstock.files import check_is_file, read_json
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._training import Packed, Position, Training
+from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
 _STATE = "state.json"
-_CHECKSUMS = "checksums.json"
-_CHUNK_BYTES = 2**20
 Json = dict[str, Any]  # any: what JSON holds
-_FAULTS = (
-    OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError, StopIteration,
-    SafetensorError, CheckpointError,
-)  # fmt: skip
-"""What damage may raise."""
 
 
 def latest(folder: Path) -> Path | None:
@@ -49,29 +42,23 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
     Raises ``CheckpointError`` where it could not be written; the ones before are whole then.
     """
     training, parent = run.training, folder / "checkpoints"
-    name = f"step-{training.position.step:08}"
-    target, draft = parent / name, parent / f".{name}.draft"
+    target = parent / f"step-{training.position.step:08}"
     try:
         for old in parent.glob(".step-*.draft"):  # of a process that was killed
             shutil.rmtree(old, ignore_errors=True)
-        draft.mkdir(parents=True)
-        for index, group in enumerate(training.groups):
-            if group.kind == "frozen" or group.item is None:
-                continue
-            _write(draft / f"tensors-{index:05}.safetensors", memory, group.item, group_views(group))
-            packed = training.states.get(group)
-            if packed is not None:
-                _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
-        _write_text(draft / _STATE, json.dumps(state_of(training, wants_validation=run.wants_validation)))
-        _write_text(draft / _CHECKSUMS, json.dumps({path.name: _checksum(path) for path in sorted(draft.iterdir())}))
-        _synchronize(draft)
-        shutil.rmtree(target, ignore_errors=True)
-        draft.rename(target)
-        _synchronize(parent)
+        with drafted(target) as draft:
+            for index, group in enumerate(training.groups):
+                if group.kind == "frozen" or group.item is None:
+                    continue
+                _write(draft / f"tensors-{index:05}.safetensors", memory, group.item, group_views(group))
+                packed = training.states.get(group)
+                if packed is not None:
+                    _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
+            state = json.dumps(state_of(training, wants_validation=run.wants_validation))
+            (draft / _STATE).write_text(state)
         for old in sorted(parent.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, TypeError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
         raise CheckpointError(
             f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the "
             "last whole checkpoint is untouched"
@@ -89,7 +76,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
     try:
         state = read_state(path)
         check_whole(path)
-        for key, tensor in _stored(path, "tensors-*.safetensors"):
+        for key, tensor in TensorFiles(sorted(path.glob("tensors-*.safetensors"))).items():
             if key in training.originals:
                 training.put(key, _like(tensor, training.originals[key], key))
             elif not key.startswith("constant."):
@@ -98,8 +85,8 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
             return lambda: None
         _load_state(training, state)
         run.wants_validation = bool(state.get("wants_validation", False))
-    except _FAULTS as error:
-        raise _unusable(path, error) from error
+    except DAMAGE as error:
+        raise unusable(path, error) from error
     return lambda: _restore_states(run, path)
 
 
@@ -116,42 +103,9 @@ def read_state(path: Path) -> Json:
             float(loss)
         for validation in state["validations"]:
             int(validation["step"])
-    except _FAULTS as error:
-        raise _unusable(path, error) from error
+    except DAMAGE as error:
+        raise unusable(path, error) from error
     return state
-
-
-def check_whole(path: Path) -> None:
-    """Compares the checksums of all files of a checkpoint. Raises ``CheckpointError``; older ones have none."""
-    try:
-        if not (path / _CHECKSUMS).exists():
-            return
-        noted = read_json(path / _CHECKSUMS)
-        found = {one.name: one for one in path.iterdir() if one.name != _CHECKSUMS}
-        if not isinstance(noted, dict) or noted.keys() != found.keys():
-            raise ValueError("its files are not those that were written")
-        for name, one in found.items():
-            if _checksum(one) != noted[name]:
-                raise ValueError(f"{name} is not what was written")
-    except _FAULTS as error:
-        raise _unusable(path, error) from error
-
-
-def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
-    check_is_file(path)
-    found = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            found = zlib.crc32(chunk, found)
-    return found
-
-
-def _unusable(path: Path, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {path} cannot be used: {error}. Delete that folder to begin from the one before, or use "
-        "another run_dir"
-    )
 
 
 def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
@@ -163,11 +117,11 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
     check_whole(path)
     try:
         with torch.no_grad():
-            for key, tensor in _stored(path, "tensors-*.safetensors"):
+            for key, tensor in TensorFiles(sorted(path.glob("tensors-*.safetensors"))).items():
                 if key in own:
                     own[key].copy_(_like(tensor, own[key], key))
-    except _FAULTS as error:
-        raise _unusable(path, error) from error
+    except DAMAGE as error:
+        raise unusable(path, error) from error
     return model
 
 
@@ -211,35 +165,6 @@ def state_of(training: Training, *, wants_validation: bool) -> Json:
     }
 
 
-def encode(value: Any) -> Any:  # any: what optimizers and schedulers keep, and JSON
-    """As JSON can hold it. Raises ``TypeError`` naming what cannot be held."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.Tensor):
-        return {"": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "values": value.flatten().tolist()}
-    if isinstance(value, tuple | list):
-        return {"": type(value).__name__, "items": [encode(one) for one in value]}
-    if hasattr(value, "items"):
-        return {"": "dict", "items": [[encode(key), encode(one)] for key, one in value.items()]}
-    raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r}")
-
-
-def decode(value: Any) -> Any:  # any: as above
-    """What `encode` was given."""
-    if not isinstance(value, dict):
-        return value
-    kind = value[""]
-    if kind == "tensor":
-        dtype = getattr(torch, value["dtype"].removeprefix("torch."))
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value['dtype']!r} is no dtype")
-        return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
-    if kind == "dict":
-        return {decode(key): decode(one) for key, one in value["items"]}
-    items = [decode(one) for one in value["items"]]
-    return tuple(items) if kind == "tuple" else items
-
-
 def group_views(group: Any) -> Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]]:  # any: a Group
     """As `Packed.views`, for a group's one storage."""
     return lambda storages: group.views(storages[0])
@@ -254,31 +179,6 @@ def _write(
     memory.make_room(item.size_bytes - item.held_bytes(), [item], f"a checkpoint of {item.label}")
     tensors = {key: view.detach().contiguous().cpu() for key, view in views(memory.get(item)).items()}
     save_file(tensors, path)
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _synchronize(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _stored(path: Path, pattern: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(path.glob(pattern)):
-        check_is_file(file)
-        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
-            for key in opened.keys():  # noqa: SIM118  # no mapping
-                yield key, opened.get_tensor(key)
 
 
 def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
@@ -296,8 +196,8 @@ def _load_state(training: Training, state: Json) -> None:
     if training.scale is not None and state["scale"] is not None:
         training.scale.value, training.scale.num_good = float(state["scale"][0]), int(state["scale"][1])
     training.numbers = decode(state["numbers"])
-    for group, stored in zip(master.param_groups, decode(state["groups"]), strict=True):
-        group.update(stored)
+    for group, settings in zip(master.param_groups, decode(state["groups"]), strict=True):
+        group.update(settings)
     if training.scheduler is not None:
         training.scheduler.load_state_dict(decode(state["scheduler"]))
     training.skip_to(Position(**state["position"]), state["epoch_random"])
@@ -309,13 +209,13 @@ def _restore_states(run: JobRun, path: Path) -> None:
     assert home is not None
     memory = home.memory
     try:
-        stored = dict(_stored(path, "optimizer-*.safetensors"))
-    except _FAULTS as error:
-        raise _unusable(path, error) from error
+        found = dict(TensorFiles(sorted(path.glob("optimizer-*.safetensors"))))
+    except DAMAGE as error:
+        raise unusable(path, error) from error
     for group in training.groups:
         if group.kind != "trained":
             continue
-        mine = {key: tensor for key, tensor in stored.items() if key.rpartition("//")[0] in group.layouts}
+        mine = {key: tensor for key, tensor in found.items() if key.rpartition("//")[0] in group.layouts}
         if mine:
             size_bytes = sum(tensor.nbytes for tensor in mine.values())
             memory.make_room(2 * size_bytes, (), f"optimizer state of job {run.job.name!r}")

@@ -2,12 +2,14 @@
 
 - `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
 - `training(model, optimizer, budget, disk=..., host=...)` makes a `Training`: parameters, gradients, optimizer state
-  and activations leave the device, in a loop of your own; `TrainingStatistics`.
+  and activations leave the device, in a loop of your own; `TrainingStatistics`. `load(model, path)` fills a model of
+  `torch.device("meta")` from files, a tensor at a time.
 - `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
 - `modelled_cycle`: the problem of a step on a machine that is not here.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
 """
 
+from penstock.offload._load import load as load
 from penstock.offload._modelled import modelled_cycle as modelled_cycle
 from penstock.offload._plan import OffloadPlan as OffloadPlan
 from penstock.offload._plan import Transfer as Transfer

@@ -1,9 +1,10 @@
 """A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import contextlib
+import os
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
@@ -13,19 +14,24 @@ from torch import nn
 from penstock.arguments import checked, must_be
 from penstock.devices import backend_of, used_device
 from penstock.errors import BudgetError
+from penstock.offload import _checkpoint
 from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
-from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._operators import storage_id
 from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
 from penstock.offload._statistics import TrainingStatistics
+from penstock.offload._taken import Taken
+from penstock.offload._updates import Updates
 from penstock.offload._watch import Watch, do_pending
 from penstock.probe import can_record, held_bytes
-from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
+from penstock.stepping import refuse_whole_optimizers, state_share
 from penstock.tiers import Budget, DiskSpec, Size, waterfall_for
 from penstock.units import format_bytes
 
 _CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB', disk='/nvme')"
+_PARTS = 16
+"""A file of a checkpoint has at most this part of the budget, unless a single tensor has more."""
 
 
 @checked(_CALL)
@@ -110,7 +116,7 @@ class Training:
         update_in_backward: bool,
     ):
         assert account.device_bytes is not None
-        self._device, self._updates_in_backward = device, update_in_backward
+        self._device = device
         self._waterfall = waterfall_for(device, account)
         self._pages = Pages(self._waterfall, account.device_bytes, device)
         self._num_steps = 0
@@ -120,9 +126,6 @@ class Training:
         self._meter: Meter | None = None
         self._is_entered = self._is_closed = False
         self._num_whole = 0
-        self._updated: set[int] = set()
-        """Parameters that this backward has updated."""
-        self._hooked: set[int] = set()
         self._undo = contextlib.ExitStack()
         self._thread = threading.get_ident()
         self._watch = Watch(self._pages, device)
@@ -134,17 +137,19 @@ class Training:
         try:
             self.model, self.optimizer = self._made(model, optimizer)
             self._move()
-            self._names = {id(one): name for name, one in self.model.named_parameters()}
-            self._in_optimizer = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
+            self._taken = Taken(self._pages, self.model, device)
             self._refuse_too_much(account.device_bytes)
-            self._take_over_all()
-            self._adopt_states()
-            self._replace_step()
+            self._updates = Updates(self.optimizer, self._pages, self._taken)
+            self._taken.on_gradient = self._updates.in_backward if update_in_backward else self._taken.gradient
+            self._undo.callback(self._taken.end)
+            self._taken.parameters()
+            self._taken.states(self.optimizer)
+            self._undo.callback(self._updates.begin())
             for handle in (
                 self.model.register_state_dict_pre_hook(self._refuse_state_dict),
                 self.optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
                 self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_pending(list(self._pages))),
-                self.optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_states()),
+                self.optimizer.register_load_state_dict_post_hook(lambda _: self._taken.states(self.optimizer)),
             ):
                 self._undo.callback(handle.remove)
             self._pages.flush()
@@ -167,7 +172,7 @@ class Training:
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
         self._is_entered = True
-        self._take_over_all()  # some may be new, or have other storages now
+        self._taken.parameters()  # some may be new, or have other storages now
         self._pages.begin_step()
         if self._pages.wants_measure and can_record(self._device):
             if self._device.type == "cpu":
@@ -228,6 +233,48 @@ class Training:
             with self._pages.lock:
                 self._pages.pinned -= added
 
+    @checked("training.save('checkpoints/step-100', extra={'scheduler': scheduler.state_dict()})")
+    def save(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:  # any: see `load`
+        """Write a checkpoint between two steps, a part at a time, within the budget.
+
+        ``path`` becomes a folder, whole or not at all; one that is there already is replaced. It holds the model's
+        parameters and buffers as safetensors with the names of ``state_dict`` (what ``from_pretrained`` reads beside a
+        ``config.json``), the optimizer's states and groups, and the states of PyTorch's random generators. Gradients
+        are not stored. ``extra``: what else is needed to go on, of numbers, texts, tensors, lists and dicts.
+
+        Raises ``CheckpointError`` where it cannot be written; an older one is whole then.
+        """
+        self._refuse_in_step("saved")
+        part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
+        with self._pages.room(2 * part_bytes):
+            self._pages.begin_step()  # what updates make for a moment are pages
+            try:
+                do_pending(list(self._pages))
+            finally:
+                self._pages.end_step((), is_whole=False)
+            _checkpoint.save(Path(path), self.model, self.optimizer, self._device, extra, part_bytes)
+
+    @checked("extra = training.load('checkpoints/step-100')")
+    def load(self, path: str | os.PathLike[str]) -> Any:  # any: what `save` was given
+        """Go on from a folder that `save` wrote; returns its ``extra``.
+
+        Parameters, buffers, optimizer states and groups are those of that moment, and so are the states of PyTorch's
+        random generators: the losses that follow are those of the run that was not interrupted, to the bit, if the same
+        batches follow.
+
+        Raises ``CheckpointError`` for files that are damaged or another model's, before anything has changed.
+        """
+        self._refuse_in_step("loaded")
+        put = _checkpoint.load(Path(path), self.model, self.optimizer, self._device)
+        for page in self._pages:
+            page.pending = page.scaling = None  # of weights that are replaced
+        self._pages.begin_step()  # states are pages as soon as they are made
+        try:
+            return put()
+        finally:
+            self._pages.end_step((), is_whole=False)
+            self._taken.states(self.optimizer)
+
     def park(self) -> None:
         """All of it leaves the device now, for whoever else needs the memory until the next step."""
         if not self._is_closed:
@@ -273,7 +320,13 @@ class Training:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {_CALL}")
 
-    # What is taken care of
+    def _refuse_in_step(self, what: str) -> None:
+        if self._is_closed:
+            raise ValueError(f"this training is closed; make another: {_CALL}")
+        if self._is_entered:
+            raise ValueError(f"a training is {what} between two steps, outside of `with training:`")
+
+    # What is made at the beginning
 
     def _made(
         self,
@@ -334,180 +387,6 @@ class Training:
                 f"and {format_bytes(below)} below it. Give more room: {_CALL}"
             )
 
-    def _take_over_all(self) -> None:
-        for one in self.model.parameters():
-            page = self._pages.find(storage_id(one))
-            if page is None:
-                self._take_over(one)
-            elif page.kind is not Kind.PARAMETER:
-                page.call(self._name(one), Kind.PARAMETER)
-            if one.requires_grad and id(one) not in self._hooked:
-                self._hooked.add(id(one))
-                hook = self._update_in_backward if self._updates_in_backward else self._adopt_gradient
-                self._undo.callback(one.register_post_accumulate_grad_hook(hook).remove)
-                if one.grad is not None:
-                    self._adopt_gradient(one)
-
-    def _take_over(self, parameter: nn.Parameter) -> None:
-        """Makes its storage one that can be emptied, shared as it was."""
-        if _is_wrapper(parameter) or parameter.device != self._device or parameter.layout is not torch.strided:
-            return
-        storage = parameter.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES or self._pages.is_left_alone(storage):
-            return
-        if not storage.resizable():  # such as one that NumPy or a file gave
-            sharing = [one for one in self.model.parameters() if storage_id(one) == storage._cdata]
-            own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-            own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
-            for one in sharing:
-                view = torch.empty(0, dtype=one.dtype, device=storage.device)
-                view.set_(own.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
-                one.data = view
-            storage = own.untyped_storage()
-        self._pages.begin(storage, Kind.PARAMETER, self._name(parameter))
-
-    def _adopt_gradient(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None:
-            self._adopt(gradient, Kind.GRADIENT, f"gradient of {self._name(parameter)}")
-
-    def _adopt_states(self) -> None:
-        for parameter, state in self.optimizer.state.items():
-            self._adopt_state(parameter, state)
-
-    def _adopt_state(self, parameter: torch.Tensor, state: State) -> None:
-        for field, value in state.items():
-            if isinstance(value, torch.Tensor):
-                self._adopt(value, Kind.STATE, f"{field} of {self._name(parameter)}")
-
-    def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
-        page = self._pages.find(storage_id(tensor))
-        if page is not None:
-            if page.kind is Kind.OTHER:
-                page.call(name, kind)
-            return
-        if tensor.device != self._device or tensor.layout is not torch.strided or _is_wrapper(tensor):
-            return
-        storage = tensor.untyped_storage()
-        if SMALL_BYTES <= storage.nbytes() == tensor.nbytes and storage.resizable():
-            self._pages.begin(storage, kind, name)
-
-    def _name(self, parameter: torch.Tensor) -> str:
-        return self._names.setdefault(id(parameter), f"a parameter {tuple(parameter.shape)}")
-
-    # How the optimizer steps
-
-    def _replace_step(self) -> None:
-        optimizer, own = self.optimizer, self.optimizer.__dict__.get("step")
-        inner = self._step
-
-        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            del self
-            return inner(closure)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was here before warns otherwise
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-
-        def give_back() -> None:
-            if own is None:
-                del optimizer.step
-            else:
-                optimizer.step = own  # type: ignore[method-assign]
-
-        self._undo.callback(give_back)
-
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step, one parameter after the other."""
-        loss, optimizer = None, self.optimizer
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-            hook(optimizer, (), {})
-        for page in list(self._pages):
-            if page.pending is not None:  # of a weight that nobody wanted since the last step
-                page.pending()
-        settings = [_settings(group) for group in optimizer.param_groups]
-        is_scaled = (
-            getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-        )
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if is_scaled or not self._defer(parameter, settings):
-                    self._update(parameter)
-        self._updated.clear()
-        for hook in list(optimizer._optimizer_step_post_hooks.values()):
-            hook(optimizer, (), {})
-        return loss
-
-    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]]) -> bool:
-        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway."""
-        gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
-        own = None if gradient is None else self._pages.find(storage_id(gradient))
-        if page is None or own is None:  # nobody would notice who works on it
-            return False
-        state = self.optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
-        of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
-        pages = [page, own, *(one for one in of_state if one is not None)]
-        if any(one.pending is not None for one in pages):  # several parameters share memory
-            return False
-        data = parameter.data
-        torch.autograd.graph.increment_version(parameter)
-
-        def update() -> None:
-            for one in pages:
-                one.pending = None
-            calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device.type, enabled=False)
-            with calm[0], calm[1], calm[2]:
-                before = parameter.grad, parameter.data
-                is_other = storage_id(parameter) != page.identity
-                if is_other:  # somebody put other numbers in its place meanwhile
-                    parameter.grad, parameter.data = None, data
-                parameter.grad = gradient
-                try:
-                    self._update(parameter, state, settings)
-                finally:
-                    parameter.grad = None
-                    if is_other:
-                        parameter.data = before[1]
-                    parameter.grad = before[0]
-
-        for one in pages:
-            one.pending = update
-        return True
-
-    def _update(
-        self, parameter: torch.Tensor, state: State | None = None, settings: list[dict[str, Any]] | None = None
-    ) -> None:
-        known = self.optimizer.state.get(parameter)
-        state = known if state is None else state
-        states = {parameter: {} if state is None else state}
-        (after,) = step_part(self.optimizer, [parameter], states, groups=settings, runs_hooks=False).values()
-        if known is not state:
-            return  # it has another one by now
-        if after:
-            self.optimizer.state[parameter] = after
-            self._adopt_state(parameter, after)
-        elif known is not None and not known:
-            del self.optimizer.state[parameter]
-
-    def _update_in_backward(self, parameter: torch.Tensor) -> None:
-        """Its gradient is complete, as the user has promised, and nobody looks at it."""
-        if id(parameter) not in self._in_optimizer:
-            return
-        if id(parameter) in self._updated:
-            raise RuntimeError(
-                f"{self._name(parameter)} got a second gradient in one step, after its update. update_in_backward=True "
-                "is for one backward per step, in which each parameter gets its gradient once: leave it out, and go on "
-                "from the last checkpoint"
-            )
-        self._updated.add(id(parameter))
-        with torch.no_grad():
-            self._update(parameter)
-        parameter.grad = None
-
     def _refuse_state_dict(self, *_: Any) -> None:
         if not self._num_whole and not self._is_closed:
             raise ValueError(
@@ -516,18 +395,12 @@ class Training:
             )
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says now; its list of parameters is its own."""
-    kept = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
-    return kept | {"params": list(group["params"])}
-
-
 def _device_of(model: nn.Module) -> torch.device:
     devices = {one.device for one in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(
             f"the model's parameters have to be on one device, not on {sorted(map(str, devices)) or 'none'}: "
-            "model.to('cuda')"
+            "model.to('cuda'), or penstock.offload.load(model, path) for a model of torch.device('meta')"
         )
     wrapped = next((name for name, one in model.named_parameters() if _is_sharded(one)), None)
     if wrapped is not None:
@@ -540,8 +413,3 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor.data).__name__ == "DTensor"
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors and has no bytes of its own."""
-    return hasattr(tensor, "__tensor_flatten__")

@@ -9,24 +9,20 @@ from typing import Any
 
 import torch
 
+from penstock import tensorfiles
 from penstock.errors import FeatureFileError
-from penstock.files import check_is_file, parse_json
+from penstock.files import check_is_file
 from penstock.unified._aligned import MAGIC, read_header
 from penstock.unified._table import Table, check_shape, refuse
 from penstock.units import format_bytes
 
 _NPY = b"\x93NUMPY"
-_MOST_HEADER_BYTES = 100 * 2**20
 _MOST_NPY_BYTES = 2**16
 """A literal of Python is read from it, which takes memory and depth."""
 _NPY_TYPES = {
     "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "i1": torch.int8, "i2": torch.int16,
     "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "b1": torch.bool, "c8": torch.complex64,
     "c16": torch.complex128,
-}  # fmt: skip
-_SAFETENSORS_TYPES = {
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I8": torch.int8,
-    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
 
@@ -63,7 +59,7 @@ def find_table(
         elif begin == MAGIC:
             found = read_header(path, file).table
         elif path.suffix == ".safetensors":
-            found = _safetensors(path, file, begin, key, size)
+            found = _safetensors(path, file, key, size)
         else:
             raise FeatureFileError(
                 f"{path} is no .npy, .safetensors or penstock file. For raw numbers give their type and shape: "
@@ -74,10 +70,6 @@ def find_table(
             f"{path} is cut short: {found.shape} of {found.dtype} end at byte {found.end_byte}, the file at byte {size}"
         )
     return found
-
-
-class _KeyMissing(ValueError):
-    """Of a file that is whole."""
 
 
 def _npy(path: Path, file: Any, begin: bytes) -> Table:
@@ -109,32 +101,21 @@ def _npy(path: Path, file: Any, begin: bytes) -> Table:
     return Table(path=path, shape=shape, dtype=dtype, first_byte=file.tell(), stride_bytes=row)
 
 
-def _safetensors(path: Path, file: Any, begin: bytes, key: str | None, size: int) -> Table:
-    length = int.from_bytes(begin, "little")
-    if len(begin) < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
-        refuse(path, f"its header claims {format_bytes(length)} of a file of {format_bytes(size)}")
+def _safetensors(path: Path, file: Any, key: str | None, size: int) -> Table:
+    file.seek(0)
     try:
-        header = parse_json(file.read(length), "the header")
-        names = [name for name in header if name != "__metadata__"]
-        if key is None and len(names) == 1:
-            key = names[0]
-        if key not in names:
-            raise _KeyMissing(
-                f"{path} holds the tensors {', '.join(sorted(names)[:20])}; name one: from_file(path, key=...)"
-            )
-        entry = header[key]
-        dtype, shape = _SAFETENSORS_TYPES.get(entry["dtype"]), tuple(entry["shape"])
-        begins, ends = entry["data_offsets"]
-        check_shape(path, shape)
-        if not (isinstance(begins, int) and isinstance(ends, int) and 0 <= begins <= ends):
-            refuse(path, f"its offsets are {begins!r} and {ends!r}")
-    except (FeatureFileError, _KeyMissing):
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        refuse(path, f"its header cannot be read ({error})")
-    if dtype is None:
-        raise ValueError(f"{path} holds {key!r} as {entry['dtype']}, which rows are not read of")
-    if ends - begins != math.prod(shape) * dtype.itemsize:
-        refuse(path, f"{key!r} of {shape} has {ends - begins} bytes")
-    row = math.prod(shape[1:]) * dtype.itemsize
-    return Table(path=path, shape=shape, dtype=dtype, first_byte=8 + length + begins, stride_bytes=row)
+        entries = tensorfiles.read_header(file, size)
+    except ValueError as error:
+        refuse(path, str(error))
+    if key is None and len(entries) == 1:
+        (key,) = entries
+    if key not in entries:
+        raise ValueError(
+            f"{path} holds the tensors {', '.join(sorted(entries)[:20])}; name one: from_file(path, key=...)"
+        )
+    entry = entries[key]
+    check_shape(path, entry.shape)
+    if entry.dtype is None:
+        raise ValueError(f"{path} holds {key!r} as {entry.type_name}, which rows are not read of")
+    row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+    return Table(path=path, shape=entry.shape, dtype=entry.dtype, first_byte=entry.first_byte, stride_bytes=row)

@@ -1,0 +1,251 @@
+"""A training's parameters, buffers and optimizer state in files, written and read a part at a time.
+
+`model.safetensors` (in parts with an index where it is large) has the names of ``state_dict``, so that others read it;
+`optimizer-*.safetensors` holds ``place//field``, by a parameter's place in the optimizer, as PyTorch numbers them;
+`training.json` holds what is no tensor worth a file.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
+from penstock.devices import backend_of
+from penstock.errors import CheckpointError
+from penstock.files import read_json
+from penstock.tensorfiles import TensorFiles
+
+FORMAT = 1
+_STATE = "training.json"
+_WEIGHTS = "model"
+_OPTIMIZER = "optimizer"
+_OWN = "parameter"
+"""The field that stands for a parameter of the optimizer's which is not of the model."""
+Json = dict[str, Any]  # any: what JSON holds
+
+
+def save(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, extra: Any, part_bytes: int
+) -> None:
+    """Writes a folder, in files of about ``part_bytes``. Raises ``CheckpointError``; an older one is whole then."""
+    own, states, numbers = _split(optimizer, model)
+    try:
+        with drafted(path) as draft:
+            write_parts(draft, _WEIGHTS, tensors_of(model), part_bytes)
+            write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
+            groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+            found = {
+                "format": FORMAT,
+                "groups": encode(groups),
+                "numbers": encode(numbers),
+                "devices": {key: str(one.device) for key, one in _tensors(states, numbers) if one.device != device},
+                "random": {kind: _to_text(state) for kind, state in _random_states(device).items()},
+                "extra": encode(extra),
+            }
+            (draft / _STATE).write_text(json.dumps(found))
+    except (OSError, SafetensorError, TypeError) as error:
+        raise CheckpointError(
+            f"no checkpoint could be written to {path}: {error}. Free some space there; what was there before is "
+            "untouched"
+        ) from error
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Callable[[], Any]:  # any: see `save`
+    """Looks at a folder, and returns what puts its contents in the place of what is there, and returns ``extra``.
+
+    Raises ``CheckpointError`` for files that are damaged or another model's.
+    """
+    if not path.exists() and (old := path.parent / f".{path.name}.old").exists():
+        path = old  # its successor was about to take its place when the process was killed
+    try:
+        state = read_json(path / _STATE)
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise ValueError(f"this version reads folders of format {FORMAT} that training.save wrote")
+        check_whole(path)
+        own, tensors = tensors_of(model), TensorFiles(sorted(path.glob(f"{_WEIGHTS}*.safetensors")))
+        _check(tensors, own)
+        optimized, trained = TensorFiles(sorted(path.glob(f"{_OPTIMIZER}*.safetensors"))), _numbered(optimizer)
+        groups, numbers = decode(state["groups"]), decode(state["numbers"])
+        if len(groups) != len(optimizer.param_groups):
+            raise ValueError(f"it has {len(groups)} parameter groups, and the optimizer {len(optimizer.param_groups)}")
+        places = {int(key.partition("//")[0]) for key in (*optimized, *numbers)}
+        if not places <= trained.keys():
+            raise ValueError(f"it has states of {max(places) + 1} parameters, and the optimizer {len(trained)}")
+        devices = {key: torch.device(name) for key, name in state["devices"].items()}
+        random = {kind: _to_tensor(text) for kind, text in state["random"].items()}
+        extra = decode(state["extra"])
+    except DAMAGE as error:
+        raise unusable(path, error) from error
+
+    def put() -> Any:
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(tensors[name])
+            _put_states(optimizer, trained, optimized, numbers, lambda key: devices.get(key, device))
+        for group, one in zip(optimizer.param_groups, groups, strict=True):
+            group.update(one)
+        _put_random_states(device, random)
+        return extra
+
+    return put
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by their names in ``state_dict``; what has several is there once."""
+    extra = nn.Module.get_extra_state
+    found: dict[str, torch.Tensor] = {}
+    known: set[int] = set()
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not extra:
+            raise TypeError(
+                f"{type(module).__name__} has a state of its own (get_extra_state), which is not stored in parts: "
+                "with training.whole(): torch.save(model.state_dict(), path)"
+            )
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in known:
+                continue
+            known.add(id(tensor))
+            full = f"{prefix}.{name}" if prefix else name
+            if hasattr(tensor, "__tensor_flatten__"):
+                raise TypeError(
+                    f"{full} is a {type(tensor).__name__}, which is not stored in parts: "
+                    "with training.whole(): torch.save(model.state_dict(), path)"
+                )
+            found[full] = tensor
+    return found
+
+
+def write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], part_bytes: int) -> None:
+    """Safetensors files of about ``part_bytes`` each, with an index where it is not one: the names others look for."""
+    parts: list[list[str]] = []
+    size_bytes = part_bytes
+    for name, tensor in tensors.items():
+        if not parts or size_bytes + tensor.nbytes > part_bytes:
+            parts.append([])
+            size_bytes = 0
+        parts[-1].append(name)
+        size_bytes += tensor.nbytes
+    if len(parts) == 1:
+        save_file(_copied(parts[0], tensors), folder / f"{stem}.safetensors", {"format": "pt"})
+        return
+    files: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        file = f"{stem}-{number:05}-of-{len(parts):05}.safetensors"
+        save_file(_copied(names, tensors), folder / file, {"format": "pt"})
+        files |= dict.fromkeys(names, file)
+    if parts:
+        index = {"metadata": {"total_size": sum(one.nbytes for one in tensors.values())}, "weight_map": files}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _check(tensors: TensorFiles, own: Mapping[str, torch.Tensor]) -> None:
+    """Raises ``ValueError`` unless names, shapes and dtypes are those of ``own``."""
+    for label, names in (("the model has no", tensors.keys() - own.keys()), ("it lacks", own.keys() - tensors.keys())):
+        if names:
+            raise ValueError(f"{label} {shown(names)}")
+    for name, entry in tensors.entries.items():
+        mine = own[name]
+        if (entry.shape, entry.dtype) != (tuple(mine.shape), mine.dtype):
+            raise ValueError(
+                f"{name} is {entry.shape} {entry.dtype} there and {tuple(mine.shape)} {mine.dtype} in the model"
+            )
+
+
+def shown(names: Collection[str]) -> str:
+    """Some of them, for a message."""
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
+
+
+def _copied(names: list[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In host memory, each with memory of its own: a page may be emptied while others are fetched."""
+    with torch.no_grad():
+        return {
+            name: torch.empty(one.shape, dtype=one.dtype).copy_(one.detach())
+            for name, one in ((name, tensors[name]) for name in names)
+        }
+
+
+def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+    """Its parameters by the numbers that its ``state_dict`` gives them."""
+    return dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
+
+
+def _split(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:  # any: numbers
+    """Its parameters that are not the model's, its tensors of state, and what else its states have."""
+    of_model = {id(one) for one in model.parameters()}
+    own: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for place, parameter in _numbered(optimizer).items():
+        if id(parameter) not in of_model:
+            own[f"{place}//{_OWN}"] = parameter
+        for field, value in optimizer.state.get(parameter, {}).items():
+            (tensors if isinstance(value, torch.Tensor) and value.dim() else numbers)[f"{place}//{field}"] = value
+    return own, tensors, numbers
+
+
+def _tensors(*states: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # any: numbers
+    return ((key, one) for state in states for key, one in state.items() if isinstance(one, torch.Tensor))
+
+
+def _put_states(
+    optimizer: torch.optim.Optimizer,
+    trained: Mapping[int, torch.Tensor],
+    tensors: TensorFiles,
+    numbers: Mapping[str, Any],
+    device_of: Callable[[str], torch.device],
+) -> None:
+    fields: dict[int, list[str]] = {}
+    for key in (*tensors, *numbers):
+        place, _, field = key.partition("//")
+        fields.setdefault(int(place), []).append(field)
+    for place, parameter in trained.items():
+        known, state = optimizer.state.pop(parameter, {}), {}
+        for field in fields.get(place, ()):
+            key = f"{place}//{field}"
+            value = numbers[key] if key in numbers else tensors[key]
+            if field == _OWN:
+                parameter.copy_(value)
+            elif not isinstance(value, torch.Tensor):
+                state[field] = value
+            elif _is_same(known.get(field), value):
+                state[field] = known[field].copy_(value)
+            else:
+                order = parameter.stride() if value.shape == parameter.shape else value.stride()
+                empty = torch.empty_strided(value.shape, order, dtype=value.dtype, device=device_of(key))
+                state[field] = empty.copy_(value)
+        if state:
+            optimizer.state[parameter] = state
+
+
+def _is_same(old: Any, value: torch.Tensor) -> bool:  # any: what a state holds
+    return isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype)
+
+
+def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
+    return {one.device.type: one.random_state() for one in map(backend_of, {torch.device("cpu"), device})}
+
+
+def _put_random_states(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
+    for one in map(backend_of, {torch.device("cpu"), device}):
+        if one.device.type in states:
+            one.set_random_state(states[one.device.type])
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _to_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

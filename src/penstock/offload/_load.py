@@ -1,0 +1,180 @@
+"""Weights from files into a model that has none yet, a tensor at a time."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from penstock.arguments import checked
+from penstock.devices import backend_of, used_device
+from penstock.errors import CheckpointError
+from penstock.files import read_json
+from penstock.offload._checkpoint import shown
+from penstock.tensorfiles import TensorFiles
+
+_CALL = "penstock.offload.load(model, 'llama/model.safetensors')"
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@checked(_CALL)
+def load(
+    model: _Model,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    strict: bool = True,
+) -> _Model:
+    """Give a model that was made on the ``meta`` device its values, a tensor at a time; return it.
+
+    Inside of the function that `training` is given, what is loaded leaves the device as more comes, so that neither
+    device nor main memory ever hold the whole model:
+
+    >>> def model():  # doctest: +SKIP
+    ...     with torch.device("meta"):
+    ...         made = Llama(config)
+    ...     return penstock.offload.load(made, "llama/")
+    >>> training = penstock.offload.training(model, AdamW, budget="22GiB", disk="/nvme")  # doctest: +SKIP
+
+    Values are cast to the dtype that the model has. Tied parameters stay tied; one of their names in the files is
+    enough.
+
+    Args:
+        model: any module; parameters and buffers that are not on ``meta`` keep their places and are filled.
+        path: a .safetensors file, or a folder with several, with or without an index, as Hugging Face's hub has them.
+            ``None``: each module initialises itself (``reset_parameters``, or the ``_init_weights`` of transformers).
+        device: where the values go; by default the accelerator that this process uses, else the CPU.
+        strict: refuse files that lack a tensor of the model, or have one that it has not. Otherwise modules whose
+            tensors are missing initialise themselves, and what is too much is ignored.
+
+    Raises ``FileNotFoundError`` where there is no such file, ``CheckpointError`` for damaged files and for names or
+    shapes that differ, and ``ValueError`` for a module that has no values and does not know how to initialise itself.
+    """
+    where = used_device() if device is None else backend_of(device).device
+    try:
+        files = TensorFiles([]) if path is None else _opened(Path(path))
+        tensors = list(_tensors(model))
+        known = [next((name for name in names if name in files), None) for names, _, _ in tensors]
+        _check(tensors, known, files, strict=strict and path is not None)
+        placed: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            _initialise(model, tensors, known, where, placed)
+            for (_, tensor, owners), name in zip(tensors, known, strict=True):
+                if name is not None:
+                    _place(tensor, owners, where, placed).copy_(files[name])
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return model
+
+
+def _opened(path: Path) -> TensorFiles:
+    try:
+        return TensorFiles(_files(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+_Owners = list[tuple[nn.Module, str]]
+_Tensor = tuple[list[str], torch.Tensor, _Owners]
+"""All names of a parameter or buffer, itself, and the modules that have it; buffers not in ``state_dict`` no name."""
+
+
+def _tensors(model: nn.Module) -> Iterator[_Tensor]:
+    found: dict[int, _Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None:
+                continue
+            names, _, owners = found.setdefault(id(tensor), ([], tensor, []))
+            owners.append((module, name))
+            if name not in module._non_persistent_buffers_set:
+                names.append(f"{prefix}.{name}" if prefix else name)
+    yield from found.values()
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{path} is no .safetensors file; one of another kind is turned into one with "
+                "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+            )
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of safetensors files: {error}") from error
+    whole = path / "model.safetensors"
+    found = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise FileNotFoundError(f"there is no .safetensors file in {path}: {_CALL}")
+    return found
+
+
+def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, *, strict: bool) -> None:
+    if strict:
+        missing = [names[0] for (names, _, _), name in zip(tensors, known, strict=True) if names and name is None]
+        surplus = [*files.keys() - {name for names, _, _ in tensors for name in names}]
+        for label, names in (("the files lack", missing), ("the model has no", surplus)):
+            if names:
+                raise CheckpointError(f"{label} {shown(names)}; load(model, path, strict=False) takes what fits")
+    for (_, tensor, _), name in zip(tensors, known, strict=True):
+        if name is not None and files.entries[name].shape != tuple(tensor.shape):
+            raise CheckpointError(f"{name} is {files.entries[name].shape} there and {tuple(tensor.shape)} in the model")
+
+
+def _place(
+    tensor: torch.Tensor, owners: _Owners, device: torch.device, placed: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    """The tensor where it is to be; one on ``meta`` has memory in all of its places from now on."""
+    if not tensor.is_meta:
+        return tensor
+    if id(tensor) not in placed:
+        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made.__dict__.update(tensor.__dict__)
+        placed[id(tensor)] = made
+        for module, name in owners:
+            (module._parameters if name in module._parameters else module._buffers)[name] = made  # type: ignore[assignment]
+    return placed[id(tensor)]
+
+
+def _initialise(
+    model: nn.Module,
+    tensors: list[_Tensor],
+    known: list[str | None],
+    device: torch.device,
+    placed: dict[int, torch.Tensor],
+) -> None:
+    """Modules initialise themselves, one after the other; what the files have comes over it."""
+    owners_of = {id(tensor): owners for _, tensor, owners in tensors}
+    lacking = [one for one, name in zip(tensors, known, strict=True) if name is None and one[1].is_meta]
+    for module in dict.fromkeys(owner for _, _, owners in lacking for owner, _ in owners):
+        initialise = _initialiser(model, module)
+        if initialise is None:
+            name = next(name for name, one in model.named_modules() if one is module)
+            fields = [field for _, _, owners in lacking for owner, field in owners if owner is module]
+            raise ValueError(
+                f"{name or type(module).__name__} ({type(module).__name__}) has no values for {', '.join(fields)}, and "
+                "no reset_parameters that would make them. Make the model without torch.device('meta'), or its buffers "
+                "at least: with accelerate.init_empty_weights(): ..."
+            )
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_meta:
+                _place(tensor, owners_of[id(tensor)], device, placed)
+        initialise()
+
+
+def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+    own = getattr(module, "reset_parameters", None)
+    if own is not None:
+        return own  # type: ignore[no-any-return]
+    of_model = getattr(model, "_init_weights", None)
+    return None if of_model is None else lambda: of_model(module)

@@ -1,0 +1,94 @@
+"""What a training moves: a model's parameters, their gradients, and what its optimizer keeps of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._page import Kind
+from penstock.offload._pages import Pages
+from penstock.stepping import State
+
+
+class Taken:
+    """Makes pages of them, whenever some are new."""
+
+    def __init__(self, pages: Pages, model: nn.Module, device: torch.device):
+        self._pages, self._model, self._device = pages, model, device
+        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._hooked: set[int] = set()
+        self._hooks: list[Any] = []  # any: of PyTorch's handles
+        self.on_gradient: Callable[[torch.Tensor], None] = self.gradient
+        """Called with a parameter whose gradient has just been added to."""
+
+    def end(self) -> None:
+        """Hears of gradients no more."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def parameters(self) -> None:
+        for one in self._model.parameters():
+            page = self._pages.find(storage_id(one))
+            if page is None:
+                self._take_over(one)
+            elif page.kind is not Kind.PARAMETER:
+                page.call(self.name(one), Kind.PARAMETER)
+            if one.requires_grad and id(one) not in self._hooked:
+                self._hooked.add(id(one))
+                self._hooks.append(one.register_post_accumulate_grad_hook(self.on_gradient))
+                if one.grad is not None:
+                    self.gradient(one)
+
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        """Makes its storage one that can be emptied, shared as it was."""
+        if _is_wrapper(parameter) or parameter.device != self._device or parameter.layout is not torch.strided:
+            return
+        storage = parameter.untyped_storage()
+        if storage.nbytes() < SMALL_BYTES or self._pages.is_left_alone(storage):
+            return
+        if not storage.resizable():  # such as one that NumPy or a file gave
+            sharing = [one for one in self._model.parameters() if storage_id(one) == storage._cdata]
+            own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+            own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
+            for one in sharing:
+                view = torch.empty(0, dtype=one.dtype, device=storage.device)
+                view.set_(own.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
+                one.data = view
+            storage = own.untyped_storage()
+        self._pages.begin(storage, Kind.PARAMETER, self.name(parameter))
+
+    def gradient(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            self._adopt(gradient, Kind.GRADIENT, f"gradient of {self.name(parameter)}")
+
+    def states(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            self.state(parameter, state)
+
+    def state(self, parameter: torch.Tensor, state: State) -> None:
+        for field, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._adopt(value, Kind.STATE, f"{field} of {self.name(parameter)}")
+
+    def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
+        page = self._pages.find(storage_id(tensor))
+        if page is not None:
+            if page.kind is Kind.OTHER:
+                page.call(name, kind)
+            return
+        if tensor.device != self._device or tensor.layout is not torch.strided or _is_wrapper(tensor):
+            return
+        storage = tensor.untyped_storage()
+        if SMALL_BYTES <= storage.nbytes() == tensor.nbytes and storage.resizable():
+            self._pages.begin(storage, kind, name)
+
+    def name(self, parameter: torch.Tensor) -> str:
+        return self._names.setdefault(id(parameter), f"a parameter {tuple(parameter.shape)}")
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is made of other tensors and has no bytes of its own."""
+    return hasattr(tensor, "__tensor_flatten__")

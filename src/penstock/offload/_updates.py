@@ -1,0 +1,140 @@
+"""How an optimizer steps whose parameters, gradients and states are pages: one parameter after the other, and late."""
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from penstock.offload._operators import storage_id
+from penstock.offload._pages import Pages
+from penstock.offload._taken import Taken
+from penstock.stepping import State, step_part
+
+
+class Updates:
+    """The step of one optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, taken: Taken):
+        self._optimizer, self._pages, self._taken = optimizer, pages, taken
+        self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._updated: set[int] = set()
+        """Parameters that this backward has updated."""
+
+    def begin(self) -> Callable[[], None]:
+        """Takes the place of ``optimizer.step``; returns what gives it back."""
+        optimizer, own = self._optimizer, self._optimizer.__dict__.get("step")
+        inner = self._step
+
+        def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            del self
+            return inner(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler that was here before warns otherwise
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+
+        def give_back() -> None:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own  # type: ignore[method-assign]
+
+        return give_back
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """The optimizer's step, one parameter after the other."""
+        loss, optimizer = None, self._optimizer
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (), {})
+        for page in list(self._pages):
+            if page.pending is not None:  # of a weight that nobody wanted since the last step
+                page.pending()
+        settings = [_settings(group) for group in optimizer.param_groups]
+        is_scaled = (
+            getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+        )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if is_scaled or not self._defer(parameter, settings):
+                    self._update(parameter)
+        self._updated.clear()
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (), {})
+        return loss
+
+    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]]) -> bool:
+        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway."""
+        gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
+        own = None if gradient is None else self._pages.find(storage_id(gradient))
+        if page is None or own is None:  # nobody would notice who works on it
+            return False
+        state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
+        of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
+        pages = [page, own, *(one for one in of_state if one is not None)]
+        if any(one.pending is not None for one in pages):  # several parameters share memory
+            return False
+        data = parameter.data
+        torch.autograd.graph.increment_version(parameter)
+
+        def update() -> None:
+            for one in pages:
+                one.pending = None
+            calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
+            with calm[0], calm[1], calm[2]:
+                before = parameter.grad, parameter.data
+                is_other = storage_id(parameter) != page.identity
+                if is_other:  # somebody put other numbers in its place meanwhile
+                    parameter.grad, parameter.data = None, data
+                parameter.grad = gradient
+                try:
+                    self._update(parameter, state, settings)
+                finally:
+                    parameter.grad = None
+                    if is_other:
+                        parameter.data = before[1]
+                    parameter.grad = before[0]
+
+        for one in pages:
+            one.pending = update
+        return True
+
+    def _update(
+        self, parameter: torch.Tensor, state: State | None = None, settings: list[dict[str, Any]] | None = None
+    ) -> None:
+        known = self._optimizer.state.get(parameter)
+        state = known if state is None else state
+        states = {parameter: {} if state is None else state}
+        (after,) = step_part(self._optimizer, [parameter], states, groups=settings, runs_hooks=False).values()
+        if known is not state:
+            return  # it has another one by now
+        if after:
+            self._optimizer.state[parameter] = after
+            self._taken.state(parameter, after)
+        elif known is not None and not known:
+            del self._optimizer.state[parameter]
+
+    def in_backward(self, parameter: torch.Tensor) -> None:
+        """Its gradient is complete, as the user has promised, and nobody looks at it."""
+        if id(parameter) not in self._in_optimizer:
+            return
+        if id(parameter) in self._updated:
+            raise RuntimeError(
+                f"{self._taken.name(parameter)} got a second gradient in one step, after its update. "
+                "update_in_backward=True is for one backward per step, in which each parameter gets its gradient once: "
+                "leave it out, and go on from the last checkpoint"
+            )
+        self._updated.add(id(parameter))
+        with torch.no_grad():
+            self._update(parameter)
+        parameter.grad = None
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a group says now; its list of parameters is its own."""
+    kept = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
+    return kept | {"params": list(group["params"])}

@@ -1,0 +1,113 @@
+"""Where tensors lie in a .safetensors file, so that one is read without a map of the whole file.
+
+Format: 8 bytes with the length of a JSON header, the header, and the tensors' bytes. Source: the safetensors project.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from penstock.files import check_is_file, parse_json
+from penstock.units import format_bytes
+
+__all__ = ["Entry", "TensorFiles", "read_header"]
+
+_MOST_HEADER_BYTES = 100 * 2**20
+_TYPES = {
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "I8": torch.int8,
+    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file."""
+
+    dtype: torch.dtype | None
+    """``None`` for a type that PyTorch has not."""
+    type_name: str
+    """As the file says."""
+    shape: tuple[int, ...]
+    first_byte: int
+    """In the file."""
+    size_bytes: int
+
+
+def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
+    """The tensors of a file of ``size`` bytes, from whose beginning is read. Raises ``ValueError`` for damage."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > min(size - 8, _MOST_HEADER_BYTES):
+        raise ValueError(f"its header claims {format_bytes(length)} of a file of {format_bytes(size)}")
+    try:
+        header = parse_json(file.read(length), "the header")
+        return {name: _entry(name, one, 8 + length) for name, one in header.items() if name != "__metadata__"}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"its header cannot be read ({error})") from None
+
+
+def _entry(name: str, one: Mapping[str, Any], first_byte: int) -> Entry:  # any: JSON
+    shape, type_name = one["shape"], str(one["dtype"])
+    begins, ends = one["data_offsets"]
+    if not isinstance(shape, list) or not all(isinstance(number, int) and number >= 0 for number in shape):
+        raise ValueError(f"its shape of {name!r} is {shape!r}")
+    if not (isinstance(begins, int) and isinstance(ends, int) and 0 <= begins <= ends):
+        raise ValueError(f"its offsets of {name!r} are {begins!r} and {ends!r}")
+    dtype = _TYPES.get(type_name)
+    if dtype is not None and ends - begins != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} of {tuple(shape)} has {ends - begins} bytes")
+    return Entry(dtype, type_name, tuple(shape), first_byte + begins, ends - begins)
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of several files by name. Each is read when it is asked for, into memory of its own.
+
+    Raises ``ValueError`` for damaged files, naming the file, and ``OSError``.
+    """
+
+    def __init__(self, paths: list[Path]):
+        self.entries: dict[str, Entry] = {}
+        self._paths: dict[str, Path] = {}
+        for path in paths:
+            check_is_file(path)
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                try:
+                    found = read_header(file, size)
+                    ends = max((one.first_byte + one.size_bytes for one in found.values()), default=0)
+                    if ends > size:
+                        raise ValueError(f"it is cut short: tensors end at byte {ends}, the file at byte {size}")
+                except ValueError as error:
+                    raise ValueError(f"{path.name}: {error}") from None
+            self.entries |= found
+            self._paths |= dict.fromkeys(found, path)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        if entry.dtype is None:
+            raise ValueError(f"{name} is of type {entry.type_name}, which PyTorch has not")
+        raw = np.empty(entry.size_bytes, np.uint8)
+        with self._paths[name].open("rb", buffering=0) as file:
+            file.seek(entry.first_byte)
+            done = 0
+            while done < entry.size_bytes:
+                read = file.readinto(raw[done:])  # type: ignore[arg-type]
+                if not read:
+                    raise ValueError(f"{self._paths[name].name} is cut short")
+                done += read
+        if not entry.size_bytes:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.from_numpy(raw).view(entry.dtype).reshape(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
