@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from benchmarks.misuse_table import RECORDS, UNCALLED, USES, Arguments, Use, require
@@ -107,6 +108,22 @@ def _training(case: Case) -> Arguments:
     }  # fmt: skip
 
 
+def _weights(case: Case) -> Path:
+    path = case.folder / "model.safetensors"
+    save_file(model().state_dict(), path)
+    return path
+
+
+def _saved_training(training: Any) -> Arguments:
+    training.save("../out/training")
+    return {"path": "../out/training"}
+
+
+def _on_meta() -> torch.nn.Module:
+    with torch.device("meta"):
+        return model()
+
+
 def _trained(training: Any, arguments: Arguments) -> None:
     """Steps inside of a training are plain PyTorch's."""
     module, optimizer = arguments["model"], arguments["optimizer"]
@@ -151,7 +168,14 @@ USES |= {
     "offload.training": Use(call=offload.training, good=_training, check=_trained),
     "offload.Training": Use(
         call=offload.training, good=_training, check=_trained, made_by="offload.training",
-        methods={"whole": lambda _: {}},
+        methods={
+            "whole": lambda _: {}, "save": lambda _: {"path": "../out/training"}, "load": _saved_training,
+            "save_weights": lambda _: {"path": "../out/weights"},
+        },
+    ),
+    "offload.load": Use(
+        call=offload.load, good=lambda case: {"model": _on_meta(), "path": _weights(case)},
+        check=lambda found, _: require(not any(one.is_meta for one in found.parameters()), "values"),
     ),
     "offload.modelled_cycle": Use(
         call=offload.modelled_cycle, good=lambda _: _meta_step(),

@@ -36,9 +36,11 @@ class Entry:
     type_name: str
     """As the file says."""
     shape: tuple[int, ...]
+    """Empty for a number."""
     first_byte: int
     """In the file."""
     size_bytes: int
+    """From there on."""
 
 
 def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:

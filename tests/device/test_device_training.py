@@ -150,3 +150,31 @@ def test_a_model_on_the_host_comes_to_the_device_a_parameter_at_a_time(prompt_de
     assert [one.item() for one in losses] == expected
     assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
     assert peak_bytes <= budget
+
+
+@pytest.mark.parametrize("where", TIERS)
+def test_a_checkpoint_goes_on_to_the_bit(device, make_training, tmp_path, where):
+    model, batch = make_model(device), make_batch(device)
+    optimizer = make_optimizer(model)
+    training = make_training(model, optimizer, probe.held_bytes(device) + 2**21, where)
+    losses = []
+    for number in range(4):
+        if number == 2:
+            training.save(tmp_path / "saved", extra=number)
+            torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        with training:
+            losses.append(simple_step(model, optimizer, batch))
+    training.close(discard=True)
+    with torch.device("meta"):
+        model = make_model("meta")
+    offload.load(model, tmp_path / "saved", device=device)
+    optimizer = make_optimizer(model)
+    training = make_training(model, optimizer, probe.held_bytes(device) + 2**21, where)
+    assert training.load(tmp_path / "saved") == 2
+    stored = torch.load(tmp_path / "optimizer.pt", map_location=device)["state"]
+    with training.whole():
+        states = optimizer.state_dict()["state"]
+        assert all(torch.equal(one, stored[at][key]) for at, state in states.items() for key, one in state.items())
+    for expected in losses[2:]:
+        with training:
+            assert torch.equal(simple_step(model, optimizer, batch), expected)

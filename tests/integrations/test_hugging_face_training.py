@@ -6,6 +6,8 @@ import logging
 import pytest
 import torch
 from loops import assert_same_parameters, gpt2
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from test_hugging_face import losses, trainer_of
 
 from penstock import probe
@@ -110,3 +112,39 @@ def test_options(tmp_path):
         PenstockCallback(disk=tmp_path, method="other")
     given = PenstockArguments(penstock_budget="1GiB", penstock_disk=[str(tmp_path)], penstock_method="training")
     assert PenstockCallback(given).summary() is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "tied", "lora"])
+def test_models_are_saved_within_the_budget(tmp_path, kind):
+    def made():
+        torch.manual_seed(0)
+        model = gpt2(tie_word_embeddings=kind == "tied")
+        return (
+            get_peft_model(model, LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True))
+            if kind == "lora"
+            else model
+        )
+
+    class Saving(transformers.TrainerCallback):
+        peak_bytes = 0
+
+        def on_step_end(self, _args, state, *_, **__):
+            if state.global_step == 3:
+                path = tmp_path / ("plain" if self.trainer.model is plain_model else "ours") / "saved"
+                self.peak_bytes = probe.peak_bytes(lambda: self.trainer.save_model(path)).peak_bytes
+
+    saving, plain_model = Saving(), made()
+    saving.trainer = trainer_of(tmp_path / "plain", saving, model=plain_model)
+    saving.trainer.train()
+    model, saving.trainer = made(), None
+    callback = callback_within(tmp_path, model)
+    saving.trainer = trainer_of(tmp_path / "ours", callback, saving, model=model)
+    saving.trainer.train()
+    assert saving.peak_bytes <= callback._options["budget"]
+    expected, found = (tensors_in(tmp_path / which / "saved") for which in ("plain", "ours"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+
+
+def tensors_in(path):
+    return {name: one for file in path.glob("*.safetensors") for name, one in load_file(file).items()}

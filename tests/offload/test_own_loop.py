@@ -7,11 +7,13 @@ import gc
 import io
 import itertools
 import os
+import pickle
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -402,32 +404,31 @@ def test_batches_of_other_lengths_keep_the_budget(make_training):
     assert max(peaks) <= budget * 1.03  # what a longer batch's first operators make is learned from them
 
 
-def test_state_is_saved_and_loaded_where_all_of_it_is_there(make_training):
+@pytest.mark.parametrize("how", ["whole", "in parts", "into memory"])
+def test_torch_save_finds_what_is_elsewhere(make_training, tmp_path, how):
     torch.manual_seed(0)
     model = Transformer()
     twin = copy.deepcopy(model)
     plain = OPTIMIZERS["adamw"](twin)
     expected = run_plain(twin, plain, simple_step, batches())
     optimizer = OPTIMIZERS["adamw"](model)
-    ours = make_training(model, optimizer, beside(model, 8))
-    saved, losses = io.BytesIO(), []
+    budget = beside(model, 8)
+    ours = make_training(model, optimizer, budget)
+    saved, losses = io.BytesIO() if how == "into memory" else tmp_path / "saved.pt", []
     for number, tokens in enumerate(batches()):
         if number == 2:
-            for refused in (
-                model.state_dict,
-                optimizer.state_dict,
-                lambda: torch.save(model.head.weight, io.BytesIO()),
-            ):
-                with pytest.raises(ValueError, match=r"with training\.whole\(\)"):
-                    refused()
-            with ours.whole():
-                torch.save((model.state_dict(), optimizer.state_dict()), saved)
+            with ours.whole() if how == "whole" else contextlib.nullcontext():
+                peak = probe.peak_bytes(lambda: torch.save((model.state_dict(), optimizer.state_dict()), saved))
+            if how == "in parts":
+                assert peak.peak_bytes <= budget
+            assert "nbytes" not in torch.UntypedStorage.__dict__
         with ours:
             losses.append(simple_step(model, optimizer, tokens))
     assert losses == expected
-    saved.seek(0)
-    parameters, states = torch.load(saved)
-    with ours.whole():
+    if how == "into memory":
+        saved.seek(0)
+    parameters, states = torch.load(saved, mmap=how == "in parts")
+    with ours.whole() if how == "whole" else contextlib.nullcontext():
         model.load_state_dict(parameters)
         optimizer.load_state_dict(states)
     del parameters, states
@@ -436,6 +437,20 @@ def test_state_is_saved_and_loaded_where_all_of_it_is_there(make_training):
         with ours:
             losses.append(simple_step(model, optimizer, tokens))
     assert losses == expected
+
+
+def test_what_takes_all_memory_at_once_is_refused(make_training, tmp_path):
+    model = Transformer()
+    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 8))
+    for refused in (
+        lambda: pickle.dumps(model.head.weight),
+        lambda: torch.save(model.head.weight, tmp_path / "old.pt", _use_new_zipfile_serialization=False),
+        lambda: save_file({"weight": model.head.weight.detach()}, tmp_path / "model.safetensors"),
+    ):
+        with pytest.raises(ValueError, match=r"with training\.whole\(\)"):
+            refused()
+        with ours.whole():
+            refused()
 
 
 def test_a_part_is_whole_and_the_rest_stays_away(make_training):

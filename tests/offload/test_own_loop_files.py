@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -266,6 +267,28 @@ def test_modules_initialise_themselves():
     assert torch.equal(model[1].running_var, torch.ones(40))
 
 
+class Scaled(nn.Embedding):
+    """Has ``reset_parameters``, which knows nothing of the buffer."""
+
+    def __init__(self):
+        super().__init__(7, 4)
+        self.register_buffer("scale", torch.tensor(3.0), persistent=False)
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_no_value_is_left_to_chance(tmp_path, knows):
+    save_file({"0.weight": torch.ones(7, 4)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled())
+    if knows:  # as models of transformers do
+        model._init_weights = lambda module: module.scale.fill_(3)
+        assert load(model, tmp_path, device="cpu")[0].scale == 3
+        assert torch.equal(model[0].weight, torch.ones(7, 4))
+    else:
+        with pytest.raises(ValueError, match="no values for scale"):
+            load(model, tmp_path, device="cpu")
+
+
 def test_tied_parameters_stay_tied_and_frozen_ones_frozen(tmp_path):
     def tied():
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)).half()
@@ -315,3 +338,18 @@ def test_what_cannot_be_loaded_is_told(tmp_path):
     model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
     with pytest.raises(ValueError, match="no values for table"):
         load(model)
+
+
+def test_another_thread_saves_and_reads(tmp_path):
+    own = make(tmp_path)
+    for number in range(3):
+        step(own, number)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(own.save, tmp_path / "saved").result()
+        pool.submit(torch.save, own.model.state_dict(), tmp_path / "saved.pt").result()
+        loss = step(own, 3)
+        pool.submit(own.load, tmp_path / "saved").result()
+    assert step(own, 3) == loss
+    stored = torch.load(tmp_path / "saved.pt")
+    own.load(tmp_path / "saved")
+    assert all(torch.equal(one, stored[name]) for name, one in own.model.named_parameters())

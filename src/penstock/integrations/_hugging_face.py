@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock import offload, remat
 from penstock.arguments import check_fields, checked
+from penstock.integrations._in_parts import saving_in_parts
 from penstock.integrations._offloading import LoopOffloader, OffloadSummary, check_options
 from penstock.tiers import Budget, DiskSpec, Size
 
@@ -77,8 +78,9 @@ class PenstockCallback:
         method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
             and swapped where disk or host are given. The loss must be inside of the model. ``"training"`` is for a
             model that is too large: parameters, gradients, optimizer state and activations leave the device
-            (`offload.training`). The budget then holds from the first step to the last, but for the saving of a
-            checkpoint, which brings everything back for a moment.
+            (`offload.training`). The budget then holds from the first step to the last, checkpoints included. The
+            Trainer moves the model to an accelerator as a whole unless ``place_model_on_device`` of its arguments,
+            a property that a subclass overrides, is false.
         options: further ones of ``offload.activations``, ``remat.optimize`` or ``offload.training``.
 
     Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, ``ValueError`` for options that
@@ -112,6 +114,7 @@ class PenstockCallback:
         self._loop: LoopOffloader | None = None
         self._compiled: contextlib.ExitStack | None = None
         self._training: offload.Training | None = None
+        self._is_saving = False
         self._summary: OffloadSummary | offload.TrainingStatistics | None = None
 
     def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
@@ -164,7 +167,8 @@ class PenstockCallback:
             self._compile(trainer)
         elif self._method == "training":
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
-            self._training = offload.training(trainer.model, optimizer, **self._options)
+            options = {"device": args.device, **self._options}  # where the Trainer may not have placed the model
+            self._training = offload.training(trainer.model, optimizer, **options)
         else:
             is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # which offloading declines, and says so
             self._loop = LoopOffloader(trainer.model_wrapped if is_compiled else trainer.model, self._options)
@@ -227,7 +231,7 @@ class PenstockCallback:
         trainer.training_step = self._inside_offloader(trainer.training_step)
         trainer.train = self._until_closed(trainer.train)
         for name in ("_save_checkpoint", "save_model"):
-            setattr(trainer, name, self._with_all_there(getattr(trainer, name)))
+            setattr(trainer, name, self._in_parts(trainer, getattr(trainer, name)))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # figures are in the log before others write it
@@ -242,15 +246,19 @@ class PenstockCallback:
 
         return step
 
-    def _with_all_there(self, save: Any) -> Any:  # any: bound methods of whatever subclass
+    def _in_parts(self, trainer: Any, save: Any) -> Any:  # any: bound methods of whatever subclass
         @functools.wraps(save)
-        def save_all(*arguments: Any, **keywords: Any) -> Any:
-            if self._training is None:
+        def save_in_parts(*arguments: Any, **keywords: Any) -> Any:
+            if self._training is None or self._is_saving:  # one calls the other
                 return save(*arguments, **keywords)
-            with self._training.whole():
-                return save(*arguments, **keywords)
+            self._is_saving = True
+            try:
+                with saving_in_parts(trainer.model, self._training):
+                    return save(*arguments, **keywords)
+            finally:
+                self._is_saving = False
 
-        return save_all
+        return save_in_parts
 
     def _until_closed(self, train: Any) -> Any:
         @functools.wraps(train)

@@ -38,8 +38,8 @@ def save(
     own, states, numbers = _split(optimizer, model)
     try:
         with drafted(path) as draft:
-            write_parts(draft, _WEIGHTS, tensors_of(model), part_bytes)
-            write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
+            _write_parts(draft, _WEIGHTS, _tensors_of(model), part_bytes)
+            _write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
             groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
             found = {
                 "format": FORMAT,
@@ -71,7 +71,7 @@ def load(
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"this version reads folders of format {FORMAT} that training.save wrote")
         check_whole(path)
-        own, tensors = tensors_of(model), TensorFiles(sorted(path.glob(f"{_WEIGHTS}*.safetensors")))
+        own, tensors = _tensors_of(model), TensorFiles(sorted(path.glob(f"{_WEIGHTS}*.safetensors")))
         _check(tensors, own)
         optimized, trained = TensorFiles(sorted(path.glob(f"{_OPTIMIZER}*.safetensors"))), _numbered(optimizer)
         groups, numbers = decode(state["groups"]), decode(state["numbers"])
@@ -99,7 +99,23 @@ def load(
     return put
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, part_bytes: int) -> None:
+    """Writes parameters and buffers alone. Raises ``CheckpointError``."""
+    tensors = _tensors_of(model)
+    if names is not None:
+        every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+        if unknown := set(names) - every.keys():
+            raise ValueError(f"the model has no {shown(unknown)}")
+        own = {id(one) for one in tensors.values()}
+        tensors = {name: every[name] for name in names if id(every[name]) in own}
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write_parts(path, _WEIGHTS, tensors, part_bytes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"the weights could not be written to {path}: {error}. Free some space there") from error
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by their names in ``state_dict``; what has several is there once."""
     extra = nn.Module.get_extra_state
     found: dict[str, torch.Tensor] = {}
@@ -124,7 +140,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], part_bytes: int) -> None:
+def _write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], part_bytes: int) -> None:
     """Safetensors files of about ``part_bytes`` each, with an index where it is not one: the names others look for."""
     parts: list[list[str]] = []
     size_bytes = part_bytes

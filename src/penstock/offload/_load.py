@@ -1,5 +1,6 @@
 """Weights from files into a model that has none yet, a tensor at a time."""
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -157,24 +158,43 @@ def _initialise(
     owners_of = {id(tensor): owners for _, tensor, owners in tensors}
     lacking = [one for one, name in zip(tensors, known, strict=True) if name is None and one[1].is_meta]
     for module in dict.fromkeys(owner for _, _, owners in lacking for owner, _ in owners):
-        initialise = _initialiser(model, module)
-        if initialise is None:
-            name = next(name for name, one in model.named_modules() if one is module)
-            fields = [field for _, _, owners in lacking for owner, field in owners if owner is module]
-            raise ValueError(
-                f"{name or type(module).__name__} ({type(module).__name__}) has no values for {', '.join(fields)}, and "
-                "no reset_parameters that would make them. Make the model without torch.device('meta'), or its buffers "
-                "at least: with accelerate.init_empty_weights(): ..."
-            )
+        fields = {field: tensor for _, tensor, owners in lacking for owner, field in owners if owner is module}
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_meta:
                 _place(tensor, owners_of[id(tensor)], device, placed)
-        initialise()
+        for tensor in fields.values():
+            placed[id(tensor)].fill_(_mark(tensor.dtype))
+        for initialise in _initialisers(model, module):
+            initialise()
+            fields = {field: one for field, one in fields.items() if _is_marked(placed[id(one)])}
+            if not fields:
+                break
+        if fields:
+            name = next(name for name, one in model.named_modules() if one is module)
+            raise ValueError(
+                f"{name or type(module).__name__} ({type(module).__name__}) has no values for {', '.join(fields)}, and "
+                "no reset_parameters that makes them. Make the model without torch.device('meta'), or its buffers at "
+                "least: with accelerate.init_empty_weights(): ..."
+            )
 
 
-def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    own = getattr(module, "reset_parameters", None)
+def _initialisers(model: nn.Module, module: nn.Module) -> Iterator[Callable[[], object]]:
+    of_model, own = getattr(model, "_init_weights", None), getattr(module, "reset_parameters", None)
+    if of_model is not None:
+        yield lambda: of_model(module)
     if own is not None:
-        return own  # type: ignore[no-any-return]
-    of_model = getattr(model, "_init_weights", None)
-    return None if of_model is None else lambda: of_model(module)
+        yield own
+
+
+def _mark(dtype: torch.dtype) -> float:
+    """What stands where nothing was written."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    mark = _mark(tensor.dtype)
+    if tensor.dtype is torch.bool:
+        return not bool(tensor.any())
+    return bool((tensor.isnan() if math.isnan(mark) else tensor == mark).any())

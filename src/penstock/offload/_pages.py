@@ -217,14 +217,18 @@ class Pages:
         self.need([page], [page])
         page.stays_until = self._count + _RAW_NEEDS
 
+    def trim(self) -> None:
+        """Pages take no more than they may, after some came that nobody made room for."""
+        with self._moving():
+            self._make_room(0, (), self._limit(-1))
+
     @contextlib.contextmanager
     def room(self, size_bytes: int) -> Iterator[None]:
         """Between two steps: pages leave so much to what else is made inside."""
         before, half = self._unmeasured_bytes, (self.budget_bytes + self.others_bytes) // 2
         self._unmeasured_bytes = max(before or half, self.others_bytes + size_bytes)
         try:
-            with self._moving():
-                self._make_room(0, (), self._limit(-1))
+            self.trim()
             yield
         finally:
             self._unmeasured_bytes = before

@@ -43,10 +43,10 @@ class Taken:
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Makes its storage one that can be emptied, shared as it was."""
-        if _is_wrapper(parameter) or parameter.device != self._device or parameter.layout is not torch.strided:
+        if not self._may_move(parameter):
             return
         storage = parameter.untyped_storage()
-        if storage.nbytes() < SMALL_BYTES or self._pages.is_left_alone(storage):
+        if self._pages.is_left_alone(storage):
             return
         if not storage.resizable():  # such as one that NumPy or a file gave
             sharing = [one for one in self._model.parameters() if storage_id(one) == storage._cdata]
@@ -67,10 +67,13 @@ class Taken:
     def states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
             self.state(parameter, state)
+            self._pages.trim()
 
     def state(self, parameter: torch.Tensor, state: State) -> None:
         for field, value in state.items():
             if isinstance(value, torch.Tensor):
+                if self._may_move(value) and not value.untyped_storage().resizable():  # a file's, or NumPy's
+                    state[field] = value = value.clone()
                 self._adopt(value, Kind.STATE, f"{field} of {self.name(parameter)}")
 
     def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
@@ -79,11 +82,18 @@ class Taken:
             if page.kind is Kind.OTHER:
                 page.call(name, kind)
             return
-        if tensor.device != self._device or tensor.layout is not torch.strided or _is_wrapper(tensor):
-            return
-        storage = tensor.untyped_storage()
-        if SMALL_BYTES <= storage.nbytes() == tensor.nbytes and storage.resizable():
-            self._pages.begin(storage, kind, name)
+        if self._may_move(tensor):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == tensor.nbytes and storage.resizable():
+                self._pages.begin(storage, kind, name)
+
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        return (
+            tensor.device == self._device
+            and tensor.layout is torch.strided
+            and not _is_wrapper(tensor)
+            and tensor.untyped_storage().nbytes() >= SMALL_BYTES
+        )
 
     def name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(id(parameter), f"a parameter {tuple(parameter.shape)}")

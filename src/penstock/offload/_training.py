@@ -3,7 +3,7 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -20,10 +20,11 @@ from penstock.offload._meter import Meter
 from penstock.offload._operators import storage_id
 from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
+from penstock.offload._past import do_all_pending, do_pending
 from penstock.offload._statistics import TrainingStatistics
 from penstock.offload._taken import Taken
 from penstock.offload._updates import Updates
-from penstock.offload._watch import Watch, do_pending
+from penstock.offload._watch import Watch
 from penstock.probe import can_record, held_bytes
 from penstock.stepping import refuse_whole_optimizers, state_share
 from penstock.tiers import Budget, DiskSpec, Size, waterfall_for
@@ -125,7 +126,6 @@ class Training:
         self._measured_peak_bytes: int | None = None
         self._meter: Meter | None = None
         self._is_entered = self._is_closed = False
-        self._num_whole = 0
         self._undo = contextlib.ExitStack()
         self._thread = threading.get_ident()
         self._watch = Watch(self._pages, device)
@@ -146,9 +146,8 @@ class Training:
             self._taken.states(self.optimizer)
             self._undo.callback(self._updates.begin())
             for handle in (
-                self.model.register_state_dict_pre_hook(self._refuse_state_dict),
-                self.optimizer.register_state_dict_pre_hook(self._refuse_state_dict),
-                self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_pending(list(self._pages))),
+                self.optimizer.register_state_dict_pre_hook(lambda *_: do_all_pending(self._pages)),
+                self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_all_pending(self._pages)),
                 self.optimizer.register_load_state_dict_post_hook(lambda _: self._taken.states(self.optimizer)),
             ):
                 self._undo.callback(handle.remove)
@@ -217,19 +216,22 @@ class Training:
         if self._is_closed:
             yield
             return
+        with self._watch.entered(), self._pinned(module):
+            yield
+
+    @contextlib.contextmanager
+    def _pinned(self, module: nn.Module | None) -> Iterator[None]:
         wanted = None if module is None else {storage_id(one) for one in module.parameters()}
         do_pending(list(self._pages) if wanted is None else [one for one in self._pages if one.identity in wanted])
         with self._pages.lock:
             pages = [page for page in self._pages if wanted is None or page.identity in wanted]
             added = set(pages) - self._pages.pinned
             self._pages.pinned |= added
-        self._num_whole += 1
         try:
             for page in pages:
                 self._pages.need([page], [page])
             yield
         finally:
-            self._num_whole -= 1
             with self._pages.lock:
                 self._pages.pinned -= added
 
@@ -245,14 +247,22 @@ class Training:
         Raises ``CheckpointError`` where it cannot be written; an older one is whole then.
         """
         self._refuse_in_step("saved")
-        part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
-        with self._pages.room(2 * part_bytes):
-            self._pages.begin_step()  # what updates make for a moment are pages
-            try:
-                do_pending(list(self._pages))
-            finally:
-                self._pages.end_step((), is_whole=False)
+        with self._room_for_parts() as part_bytes:
             _checkpoint.save(Path(path), self.model, self.optimizer, self._device, extra, part_bytes)
+
+    @checked("training.save_weights('model')")
+    def save_weights(self, path: str | os.PathLike[str], *, names: Collection[str] | None = None) -> None:
+        """Write the model's parameters and buffers into a folder, a part at a time, within the budget.
+
+        As safetensors with the names of ``state_dict``, in several files with an index where they are large: beside a
+        ``config.json`` that is what ``from_pretrained`` reads. ``names``: of which of them; of a tensor that has
+        several names any will do.
+
+        Raises ``CheckpointError`` where they cannot be written.
+        """
+        self._refuse_in_step("saved")
+        with self._room_for_parts() as part_bytes:
+            _checkpoint.save_weights(Path(path), self.model, names, part_bytes)
 
     @checked("extra = training.load('checkpoints/step-100')")
     def load(self, path: str | os.PathLike[str]) -> Any:  # any: what `save` was given
@@ -270,7 +280,8 @@ class Training:
             page.pending = page.scaling = None  # of weights that are replaced
         self._pages.begin_step()  # states are pages as soon as they are made
         try:
-            return put()
+            with self._watch.entered():
+                return put()
         finally:
             self._pages.end_step((), is_whole=False)
             self._taken.states(self.optimizer)
@@ -319,6 +330,14 @@ class Training:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {_CALL}")
+
+    @contextlib.contextmanager
+    def _room_for_parts(self) -> Iterator[int]:
+        """Bytes of a file, and as much room beside the pages while it is made as that takes."""
+        part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
+        with self._watch.entered(), self._pages.room(2 * part_bytes):
+            do_all_pending(self._pages)
+            yield part_bytes
 
     def _refuse_in_step(self, what: str) -> None:
         if self._is_closed:
@@ -385,13 +404,6 @@ class Training:
                 f"training takes {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
                 f"{format_bytes(states)} of optimizer state, and there are {format_bytes(device_bytes)} on the device "
                 f"and {format_bytes(below)} below it. Give more room: {_CALL}"
-            )
-
-    def _refuse_state_dict(self, *_: Any) -> None:
-        if not self._num_whole and not self._is_closed:
-            raise ValueError(
-                "parameters and optimizer states may be in another tier now. Take them where all of them are on the "
-                "device: with training.whole(): torch.save(model.state_dict(), path)"
             )
 
 

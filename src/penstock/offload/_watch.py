@@ -1,32 +1,24 @@
-"""Seeing whatever is about to read or write a page: operators, compiled graphs, and who goes past both."""
+"""Seeing whatever is about to read or write a page: operators and compiled graphs."""
 
+import contextlib
 import functools
 import os
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.offload._operators import in_parts, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
+from penstock.offload._past import begin_watching, do_pending, end_watching
 
 _PART_BYTES = 8 * 2**20
 """Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
 """Clipping by a norm, which would fetch gradients and let them go again."""
-_SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
-"""Methods whose result is the storage itself, for nobody knows how long."""
-_READING = ("tolist", "data_ptr", "__deepcopy__")
-"""Methods that read its memory, or give its address away, past the dispatcher."""
-_PICKLING = "__reduce_ex__"
-
-_watching: "weakref.WeakSet[Watch]" = weakref.WeakSet()
-_replaced: list[tuple[type, str, Any]] = []
 
 
 class Watch(TorchDispatchMode):
@@ -48,40 +40,30 @@ class Watch(TorchDispatchMode):
 
     def begin(self) -> None:
         """From now on. Raises ``ValueError`` while another one does."""
-        if _watching:
-            raise ValueError(
-                "another training is open in this process; close() it first. Models that train together are one: "
-                "training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
-            )
-        _watching.add(self)
-        _replace_methods()
+        begin_watching(self)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
         """Sees nothing any more. It leaves the stack of modes where it is the last that was entered."""
         self._pages = None
-        _watching.discard(self)
-        _give_methods_back()
+        end_watching(self)
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def page_of(self, tensor: torch.Tensor) -> tuple[Pages, Page] | None:
-        """The page that the tensor is in."""
-        pages = self._pages
-        page = None if pages is None or self._process != os.getpid() else pages.find(storage_id(tensor))
-        return None if pages is None or page is None else (pages, page)
+    @property
+    def pages(self) -> Pages | None:
+        """Its pages, in the process that made it."""
+        return self._pages if self._process == os.getpid() else None
 
     # any: PyTorch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs, pages = kwargs or {}, self._pages
-        if pages is None or pages.is_moving or self._process != os.getpid():
+        kwargs, pages = kwargs or {}, self.pages
+        if pages is None or pages.is_moving:
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
         touched = touches(func, args, kwargs, pages.find)
-        if any(page.pending is not None or page.scaling is not None for page in touched.pages):
-            with self:  # it is off while it handles an operator
-                do_pending(touched.pages)
+        do_pending(touched.pages)
         if touched.is_of_lists:
             if func in _SCALING:
                 args = (self._scale_later(pages, *args[:2]), *args[1:])
@@ -109,10 +91,19 @@ class Watch(TorchDispatchMode):
                 )
         return rest
 
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, it sees what this thread does: another one, or its own while it handles an operator."""
+        if self in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+            yield
+        else:
+            with self:
+                yield
+
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
         """A compiled graph, whose kernels read their inputs by address."""
-        pages = self._pages
-        if pages is None or self._process != os.getpid():
+        pages = self.pages
+        if pages is None:
             return run(inputs)
         given = [one for one in inputs if isinstance(one, torch.Tensor)]
         do_pending(page for page in (pages.find(storage_id(one)) for one in given) if page is not None)
@@ -168,71 +159,3 @@ def _scale(
         with torch.no_grad():
             tensor = torch.empty(0, dtype=dtype, device=storage.device)
             tensor.set_(storage, 0, size, stride).mul_(factor)  # type: ignore[call-overload]
-
-
-def do_pending(pages: Iterable[Page]) -> None:
-    """Does what is to be done before anybody works on them."""
-    for page in pages:
-        if page.pending is not None:
-            page.pending()
-        if page.scaling is not None:
-            page.scaling()
-
-
-def _find(tensor: torch.Tensor) -> tuple[Pages, Page] | None:
-    return next((found for found in (one.page_of(tensor) for one in list(_watching)) if found is not None), None)
-
-
-def _replace_methods() -> None:
-    """Whoever reads a tensor past the dispatcher finds its bytes, or an error."""
-    from torch._inductor.output_code import CompiledFxGraph  # seconds, and Triton
-
-    for name in _SHARING:
-        _replace(torch.Tensor, name, lambda pages, page: pages.let_go(page))
-    for name in _READING:
-        _replace(torch.Tensor, name, lambda pages, page: pages.ask_for_address(page))
-    for kind in (torch.Tensor, nn.Parameter):
-        _replace(kind, _PICKLING, _refuse_pickling)
-    run = CompiledFxGraph.__call__
-
-    def run_watched(self: Any, inputs: Sequence[Any]) -> Any:
-        watch = next(iter(_watching), None)
-        return run(self, inputs) if watch is None else watch.compiled(functools.partial(run, self), inputs)
-
-    _put(CompiledFxGraph, "__call__", run_watched)
-
-
-def _replace(kind: type, name: str, prepare: Callable[[Pages, Page], None]) -> None:
-    method = getattr(kind, name)
-
-    @functools.wraps(method)
-    def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = _find(self)
-        if found is not None:
-            do_pending(found[1:])
-            prepare(*found)
-        return method(self, *args, **kwargs)
-
-    _put(kind, name, prepared)
-
-
-def _put(kind: type, name: str, method: Any) -> None:
-    _replaced.append((kind, name, kind.__dict__.get(name)))
-    setattr(kind, name, method)
-
-
-def _give_methods_back() -> None:
-    while _replaced:
-        kind, name, method = _replaced.pop()
-        if method is None:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, method)
-
-
-def _refuse_pickling(pages: Pages, page: Page) -> None:
-    if page not in pages.pinned:
-        raise ValueError(
-            f"{page.label} may be in another tier now and cannot be pickled. Save where everything is on the device: "
-            "with training.whole(): torch.save(model.state_dict(), path)"
-        )

@@ -1,0 +1,71 @@
+"""What the Trainer saves of a model whose parameters are not on the device: a part at a time."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.offload import Training
+
+
+@contextlib.contextmanager
+def saving_in_parts(model: nn.Module, training: Training) -> Iterator[None]:
+    """Inside, ``model.save_pretrained`` keeps the budget; ``torch.save`` does anyway.
+
+    Of a model with adapters those are saved, and are on the device meanwhile. A model whose files have other tensors
+    than itself (experts that are one parameter in memory, say) is on the device as a whole.
+    """
+    from transformers import PreTrainedModel
+
+    if hasattr(model, "peft_config"):
+        adapters = [one for one in model.parameters() if one.requires_grad]
+        with training.whole(nn.ParameterList(adapters)):
+            yield
+    elif isinstance(model, PreTrainedModel) and not _is_stored_otherwise(model):
+        save = model.save_pretrained
+        model.save_pretrained = functools.partial(_save_pretrained, model, training, save)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del model.save_pretrained
+    else:
+        with training.whole():
+            yield
+
+
+def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:
+    """Its configuration and code by ``save``, its tensors by the training."""
+    save(path, **{**options, "state_dict": {}})
+    if not options.get("is_main_process", True):
+        return
+    for old in Path(path).glob("model*.safetensors*"):
+        old.unlink()
+    training.save_weights(path, names=_saved_names(model))
+
+
+def _saved_names(model: Any) -> set[str]:
+    """Those that its own ``save_pretrained`` would store: of tied parameters the one that others are tied to."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in ignored:
+            names.setdefault(id(tensor), []).append(name)
+    return {next((name for name in same if name not in tied), same[0]) for same in names.values()}
+
+
+def _is_stored_otherwise(model: Any) -> bool:
+    """Whether names or tensors of its files are not those of its ``state_dict``."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5
+        return False
+    shapes = {name: (one.shape, one.dtype) for name, one in model.state_dict().items()}
+    own = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    stored = revert_weight_conversion(model, dict(own))
+    return stored.keys() != own.keys() or any(stored[name].shape != one.shape for name, one in own.items())
