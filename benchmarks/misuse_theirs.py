@@ -38,7 +38,7 @@ THEIRS: list[Theirs] = [
     Theirs(r"(tiers\.check_version)?", "(version)?", r"RuntimeError: one of the variables needed for gradient comp",
            "PyTorch's own error, word for word, since what was saved is checked as it does"),
     Theirs(r"offload\.OffloadedModule\.forward|remat\..*(__call__|forward)", "arguments|keywords", ".*", _FORWARD),
-    Theirs(r"offload\.(activations|wrap)|remat\.(optimize|compile)|integrations\..*",
+    Theirs(r"offload\.(activations|wrap|training)|remat\.(optimize|compile)|integrations\..*",
            "model|module|step|example_inputs", "RuntimeError: mat1 and mat2", _FORWARD),
     Theirs(".*", "policy|loss|function|scheduler|make|make_job|stop|progress|after_round|wait", ".*", _USERS),
     Theirs(r"(tiers\.Budget\.credit)?", ".*", "InternalError: .*given back",

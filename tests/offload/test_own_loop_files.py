@@ -353,3 +353,33 @@ def test_another_thread_saves_and_reads(tmp_path):
     stored = torch.load(tmp_path / "saved.pt")
     own.load(tmp_path / "saved")
     assert all(torch.equal(one, stored[name]) for name, one in own.model.named_parameters())
+
+
+def test_a_forked_process_is_told_what_is_not_there(tmp_path):
+    own = make(tmp_path)
+    step(own, 0)
+    own.park()
+    weight = own.model.head.weight
+    for use in (weight.norm, weight.tolist, own.__enter__, own.park, lambda: own.save(tmp_path / "saved")):
+        assert in_a_child(use) == "ForkedProcessError"
+    assert in_a_child(own.close) == ""
+    with own.whole():
+        assert in_a_child(weight.norm) == ""
+    step(own, 1)
+
+
+def in_a_child(use):
+    """The error that it raises in a forked process."""
+    receives, sends = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            use()
+        except BaseException as error:
+            os.write(sends, type(error).__name__.encode())
+        os._exit(0)
+    os.close(sends)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    with os.fdopen(receives) as file:
+        return file.read()

@@ -105,7 +105,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
     if names is not None:
         every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         if unknown := set(names) - every.keys():
-            raise ValueError(f"the model has no {shown(unknown)}")
+            raise ValueError(f"`names` has {shown(unknown)}, which the model has not")
         own = {id(one) for one in tensors.values()}
         tensors = {name: every[name] for name in names if id(every[name]) in own}
     try:

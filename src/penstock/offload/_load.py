@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from penstock.arguments import checked
+from penstock.arguments import checked, must_be
 from penstock.devices import backend_of, used_device
 from penstock.errors import CheckpointError
 from penstock.files import read_json
@@ -53,6 +53,8 @@ def load(
     Raises ``FileNotFoundError`` where there is no such file, ``CheckpointError`` for damaged files and for names or
     shapes that differ, and ``ValueError`` for a module that has no values and does not know how to initialise itself.
     """
+    if not isinstance(model, nn.Module):
+        raise must_be("model", "a torch.nn.Module, made inside of torch.device('meta')", model, _CALL)
     where = used_device() if device is None else backend_of(device).device
     try:
         files = TensorFiles([]) if path is None else _opened(Path(path))

@@ -34,6 +34,9 @@ class Watching(Protocol):
     def pages(self) -> Pages | None:
         """``None`` where there are none any more, or they are another process's."""
 
+    def find(self, identity: int) -> tuple[Pages, Page] | None:
+        """The page of a storage."""
+
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
         """Calls a compiled graph."""
 
@@ -91,11 +94,6 @@ def do_all_pending(pages: Pages) -> None:
         pages.end_step((), is_whole=False)
 
 
-def _pages() -> Pages | None:
-    watching = next(iter(_watching), None)
-    return None if watching is None else watching.pages
-
-
 def _replace_all() -> None:
     from torch._inductor.output_code import CompiledFxGraph  # seconds, and Triton
 
@@ -121,9 +119,10 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
 
     @functools.wraps(method)
     def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        pages = _pages()
-        page = None if pages is None else pages.find(storage_id(self))
-        if pages is not None and page is not None:
+        watching = next(iter(_watching), None)
+        found = None if watching is None else watching.find(storage_id(self))
+        if found is not None:
+            pages, page = found
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.pinned:
                 raise ValueError(
                     f"safetensors takes {page.label} with all other tensors of a file at once, for which the budget "

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.devices import backend_of, used_device
-from penstock.errors import BudgetError
+from penstock.errors import BudgetError, ForkedProcessError
 from penstock.offload import _checkpoint
 from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
@@ -88,8 +88,10 @@ def training(
     account = account_of(budget, host, disk, _CALL)
     if account.device_bytes is None:
         raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
-    if isinstance(optimizer, nn.Module):
-        raise must_be("optimizer", "a torch.optim.Optimizer", optimizer, _CALL)
+    if isinstance(optimizer, nn.Module) or (
+        isinstance(optimizer, type) and not issubclass(optimizer, torch.optim.Optimizer)
+    ):
+        raise must_be("optimizer", "a torch.optim.Optimizer, or a function that makes one", optimizer, _CALL)
     if isinstance(model, nn.Module):
         where = _device_of(model)
         if device is not None:
@@ -127,7 +129,7 @@ class Training:
         self._meter: Meter | None = None
         self._is_entered = self._is_closed = False
         self._undo = contextlib.ExitStack()
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
         self._watch = Watch(self._pages, device)
         try:
             self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
@@ -164,8 +166,7 @@ class Training:
             raise
 
     def __enter__(self) -> Self:
-        if self._is_closed:
-            raise ValueError(f"this training is closed; make another: {_CALL}")
+        self._refuse_unusable()
         if self._thread != threading.get_ident():
             raise ValueError("a training is entered in the thread that made it, which alone looks at operators")
         if self._is_entered:
@@ -216,6 +217,7 @@ class Training:
         if self._is_closed:
             yield
             return
+        self._refuse_unusable()
         with self._watch.entered(), self._pinned(module):
             yield
 
@@ -289,6 +291,7 @@ class Training:
     def park(self) -> None:
         """All of it leaves the device now, for whoever else needs the memory until the next step."""
         if not self._is_closed:
+            self._refuse_unusable()
             self._pages.flush()
 
     def statistics(self) -> TrainingStatistics:
@@ -318,7 +321,7 @@ class Training:
             return
         if self._is_entered:
             self.__exit__(RuntimeError, RuntimeError("closed in mid-step"), None)
-        if discard:
+        if discard or self._process != os.getpid():
             self._pages.drop_all()
         else:
             do_pending(list(self._pages))
@@ -340,10 +343,15 @@ class Training:
             yield part_bytes
 
     def _refuse_in_step(self, what: str) -> None:
-        if self._is_closed:
-            raise ValueError(f"this training is closed; make another: {_CALL}")
+        self._refuse_unusable()
         if self._is_entered:
             raise ValueError(f"a training is {what} between two steps, outside of `with training:`")
+
+    def _refuse_unusable(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"this training is closed; make another: {_CALL}")
+        if self._process != os.getpid():
+            raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {_CALL}")
 
     # What is made at the beginning
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.errors import ForkedProcessError
 from penstock.offload._operators import in_parts, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
@@ -55,10 +56,29 @@ class Watch(TorchDispatchMode):
         """Its pages, in the process that made it."""
         return self._pages if self._process == os.getpid() else None
 
+    def find(self, identity: int) -> tuple[Pages, Page] | None:
+        """The page of a storage. Raises ``ForkedProcessError`` for one whose bytes another process has moved away."""
+        pages = self._pages
+        page = None if pages is None else pages.find(identity)
+        if pages is None or page is None:
+            return None
+        if self._process == os.getpid():
+            return pages, page
+        if page.is_here and page.pending is None and page.scaling is None:
+            return None
+        raise ForkedProcessError(
+            f"{page.label} is in a tier of the process that this one was forked from. Work on it there, or have it on "
+            "the device when you fork: with training.whole(): ..."
+        )
+
     # any: PyTorch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs, pages = kwargs or {}, self.pages
-        if pages is None or pages.is_moving:
+        if pages is None:
+            if self._process != os.getpid():
+                touches(func, args, kwargs, self._refuse_elsewhere)
+            return func(*args, **kwargs)
+        if pages.is_moving:
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
@@ -72,6 +92,9 @@ class Watch(TorchDispatchMode):
             found = [one for result in results if result is not None for one in result]
             return found or None
         return self._run(pages, func, args, kwargs)
+
+    def _refuse_elsewhere(self, identity: int) -> None:
+        self.find(identity)
 
     def _scale_later(self, pages: Pages, tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
         """Leaves gradients to be scaled when they are fetched for the update; returns what is none."""
@@ -138,7 +161,7 @@ class Watch(TorchDispatchMode):
             return result
 
     def _adopt(self, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        pages = self._pages
+        pages = self.pages
         if pages is None or not pages.is_in_step:
             return
         for tensor in tensors:
