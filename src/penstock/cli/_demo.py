@@ -1,23 +1,20 @@
 """The demo: the same training in child processes, by four methods, under a cap that the kernel enforces."""
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from penstock.cli import _demo_whole
 from penstock.cli._answer import Answer, as_json
+from penstock.cli._demo_process import Child, child
 from penstock.cli._progress import Steps
 from penstock.errors import InternalError, PenstockError
 from penstock.probe import machine
@@ -59,6 +56,8 @@ class _Outcome:
     failure: str = ""
     cap_bytes: int = 0
     budget_bytes: int = 0
+    whole: dict[str, Any] = field(default_factory=dict)
+    """Of the model whose parameters, gradients and optimizer state are too large."""
     methods: dict[str, _Method] = field(default_factory=lambda: {name: _Method() for name in _CAPPED})
 
     def largest_loss_difference(self, name: str) -> float:
@@ -93,7 +92,7 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     outcome = _Outcome()
     with ExitStack() as stack:
-        plain = stack.enter_context(_child(*size))
+        plain = stack.enter_context(child(*size))
         hello = plain.hello
         console.print(
             f"A GPT of {hello['num_parameters'] / 1e6:.1f}M parameters ({num_layers} layers, width 256) trains on "
@@ -117,35 +116,34 @@ def run(
             steps.phase(f"starting {label}")
             limits = ("--cap", str(outcome.cap_bytes), "--budget", str(outcome.budget_bytes))
             files = ("--disk", str(disk), "--trace", str(out / "trace.json"))
-            capped[name] = stack.enter_context(_child(*size, "--method", name, *limits, *files))
+            capped[name] = stack.enter_context(child(*size, "--method", name, *limits, *files))
             capped[name].ask("measure")  # takes the batch that the plain run took
         _train_in_turn(plain, capped, num_steps, outcome, steps)
         steps.phase("measuring the peaks of the capped runs")
-        for name, child in capped.items():
-            outcome.methods[name].peak = child.ask("measure")
-            outcome.methods[name].last = child.ask("finish")
+        for name, process in capped.items():
+            outcome.methods[name].peak = process.ask("measure")
+            outcome.methods[name].last = process.ask("finish")
+    outcome.whole = _demo_whole.run(disk, num_steps, steps, console)
     steps.end()
     return _report(outcome, out, disk, console)
 
 
 def _fail_plainly(size: Sequence[str], cap_bytes: int) -> str:
     """PyTorch's own error when the plain script meets the cap."""
-    with _child(*size, "--cap", str(cap_bytes)) as capped:
+    with child(*size, "--cap", str(cap_bytes)) as capped:
         answer = capped.ask("step", may_fail=True)
     if "error" not in answer:
         raise PenstockError("the plain run did not fail under the cap, so this machine cannot show the difference")
     return str(answer["error"])
 
 
-def _train_in_turn(
-    plain: "_Child", capped: "dict[str, _Child]", num_steps: int, outcome: _Outcome, steps: Steps
-) -> None:
+def _train_in_turn(plain: Child, capped: dict[str, Child], num_steps: int, outcome: _Outcome, steps: Steps) -> None:
     """One step of each, so that whatever else the machine does meets all of them."""
     steps.phase("training in turn, plain and under the cap", num_steps)
     for number in range(1, num_steps + 1):
         outcome.plain_steps.append(plain.ask("step"))
-        for name, child in capped.items():
-            outcome.methods[name].steps.append(child.ask("step"))
+        for name, process in capped.items():
+            outcome.methods[name].steps.append(process.ask("step"))
         steps.advance(number, num_steps)
 
 
@@ -228,59 +226,10 @@ def _summary(outcome: _Outcome, disk: Path) -> dict[str, Any]:
             for name, method in outcome.methods.items()
         },
         "best": outcome.best,
+        "whole": outcome.whole,
         "ssd_life_s": ssd_life_s(capacity_bytes=capacity_bytes, written_bytes=written, duration_s=step_s),
     }
 
 
 def _without_timeline(measured: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in measured.items() if key != "timeline"}
-
-
-class _Child:
-    """A training process that answers lines with lines."""
-
-    def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]):
-        self._process = process
-        self._errors = errors
-        self.hello = self._answer(may_fail=False)
-
-    def ask(self, command: str, *, may_fail: bool = False) -> dict[str, Any]:
-        """Sends a command and returns the answer. A dead child raises, unless it ``may_fail``."""
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has died, and its last words are the answer
-            self._process.stdin.write(command + "\n")
-            self._process.stdin.flush()
-        return self._answer(may_fail=may_fail)
-
-    def _answer(self, *, may_fail: bool) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
-        if "error" in answer and not may_fail:
-            raise PenstockError(f"a training process of the demo failed: {answer['error']}")
-        return answer
-
-    def _last_words(self) -> str:
-        self._process.wait()
-        self._errors.seek(0)
-        words = self._errors.read().strip().splitlines()
-        return words[-1] if words else f"exit status {self._process.returncode}"
-
-
-@contextmanager
-def _child(*arguments: str) -> Iterator[_Child]:
-    """Starts a training process. All have malloc's same settings: few arenas, and freed blocks go back at once."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli._demo_child", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env={**os.environ, "MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(2**20)},
-        )
-        try:
-            yield _Child(process, errors)
-        finally:
-            process.kill()
-            process.communicate()

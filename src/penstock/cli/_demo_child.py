@@ -1,8 +1,9 @@
-"""One training process of the demo, by one of four methods, with or without a cap on its memory.
+"""One training process of the demo, by one of five methods, with or without a cap on its memory.
 
 Run as ``python -m penstock.cli._demo_child``; it obeys the lines "step", "measure" and "finish" on standard input and
 answers each with a line of JSON. With a cap the process may not hold more than what it has when training begins
-(parameters, gradients, optimizer state, libraries) plus that many bytes: ``RLIMIT_DATA``, enforced by the kernel.
+(parameters, gradients, optimizer state, libraries) plus that many bytes: ``RLIMIT_DATA``, enforced by the kernel. With
+``--whole`` the cap is on parameters, gradients and optimizer state too.
 """
 
 import argparse
@@ -13,9 +14,10 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from penstock.cli._trainer import METHODS, Size, Trainer, standard_library
+from penstock.cli._trainer import METHODS, WHOLE, Size, Trainer, standard_library
+from penstock.probe import held_bytes
 from penstock.report import save
 from penstock.tiers import write_trace
 
@@ -27,17 +29,24 @@ def main() -> None:
     """Trains as told."""
     arguments = _arguments()
     threading.stack_size(_STACK_BYTES)
-    size = Size(num_layers=arguments.layers, width=256, length=512, batch=arguments.batch)
-    _have_library_buffers(size)
-    trainer = Trainer(arguments.method, size, disk=arguments.disk, budget=arguments.budget)
-    trainer.run_tiny_step()  # optimizer state and worker threads exist from here on
+    size = Size(num_layers=arguments.layers, width=arguments.width, length=512, batch=arguments.batch)
+    standard_library()
+    _have_library_buffers(size, arguments)
+    if arguments.whole:
+        _limit(arguments.cap)
+    try:
+        budget = arguments.budget
+        if arguments.whole and budget is not None:
+            budget += held_bytes("cpu")
+        trainer = Trainer(arguments.method, size, disk=arguments.disk, budget=budget)
+        trainer.run_tiny_step()  # optimizer state and worker threads exist from here on
+    except RuntimeError as error:
+        _fail(error)
     if trainer.method == "remat":
         trainer.plan(arguments.budget, disk=arguments.disk, reserve=standard_library().nbytes)
-    static_bytes = _data_bytes()
-    if arguments.cap is not None:
-        limit = static_bytes + arguments.cap
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    _say({"static_bytes": static_bytes, "num_parameters": sum(one.numel() for one in trainer.model.parameters())})
+    if not arguments.whole:
+        _limit(arguments.cap)
+    _say({"num_parameters": sum(one.numel() for one in trainer.model.parameters())})
     for line in sys.stdin:
         command = line.strip()
         try:
@@ -49,16 +58,34 @@ def main() -> None:
                 _say(_finish(trainer, arguments.trace))
                 return
         except RuntimeError as error:  # PyTorch's own error for memory that it cannot have
-            _say({"error": str(error).splitlines()[0]})
-            raise SystemExit(1) from error
+            _fail(error)
 
 
-def _have_library_buffers(size: Size) -> None:
-    """Trains one block of the size once: what matrix products keep for themselves depends on the processor, and is
-    not a matter of the method that trains.
+def _limit(cap_bytes: int | None) -> None:
+    if cap_bytes is not None:
+        limit = _data_bytes() + cap_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _fail(error: RuntimeError) -> NoReturn:
+    _say({"error": str(error).splitlines()[0]})
+    raise SystemExit(1) from error
+
+
+def _have_library_buffers(size: Size, arguments: argparse.Namespace) -> None:
+    """Trains one block of the size once, and a small model by the method.
+
+    What matrix products keep for themselves depends on the processor, and what the method imports on what is installed:
+    neither is to decide who fits.
     """
     block = Trainer("plain", replace(size, num_layers=1))
     block.forward_and_backward(block.batch())
+    if arguments.method == WHOLE:
+        small = Size(num_layers=1, width=64, length=64, batch=1)
+        trainer = Trainer(WHOLE, small, disk=arguments.disk, budget=held_bytes("cpu") + 2**24)
+        for _ in range(2):
+            trainer.train(trainer.batch())
+        trainer.close()
 
 
 def _step(trainer: Trainer) -> dict[str, Any]:  # any: JSON
@@ -68,6 +95,8 @@ def _step(trainer: Trainer) -> dict[str, Any]:  # any: JSON
     answer: dict[str, Any] = {"loss": loss.hex(), "step_s": time.perf_counter() - start_s}
     if trainer.offloader is not None:
         answer["offload"] = asdict(trainer.offloader.statistics())
+    if trainer.training is not None:
+        answer["training"] = asdict(trainer.training.statistics())
     return answer
 
 
@@ -125,11 +154,13 @@ def _say(answer: dict[str, Any]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--method", choices=METHODS, default="plain")
+    parser.add_argument("--method", choices=(*METHODS, WHOLE), default="plain")
     parser.add_argument("--disk", type=Path)
     parser.add_argument("--budget", type=int)
     parser.add_argument("--cap", type=int)
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--trace", type=Path)
     return parser.parse_args()
 

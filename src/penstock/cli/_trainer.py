@@ -3,19 +3,23 @@
 import contextlib
 import functools
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock import remat
-from penstock.offload import activations
+from penstock.offload import Training, activations, training
 from penstock.probe import PeakReport, peak_bytes
 from penstock.testing import GPT
 
 METHODS = ("plain", "checkpoint", "offload", "remat")
+"""Those that keep a budget on what comes on top of parameters, gradients and optimizer state."""
+WHOLE = "training"
+"""The one that keeps a budget on everything."""
 NUM_HEADS = 8
 _RATE = 3e-4
 
@@ -37,23 +41,32 @@ class Size:
 
 
 class Trainer:
-    """The model with its optimizer, AdamW; ``options`` are those of `penstock.offload.activations`."""
+    """The model with its optimizer, AdamW; ``options`` are those of `offload.activations` or `offload.training`."""
 
     def __init__(self, method: str, size: Size, *, device: str = "cpu", **options: Any):
         torch.manual_seed(0)
         self.size, self.device, self._options = size, torch.device(device), options
-        self.model = GPT(
+        self.method = method
+        self.training: Training | None = None
+        if method == WHOLE:
+            self.training = training(self._model, _optimizer, device=self.device, **options)
+            self.model, self.optimizer = self.training.model, self.training.optimizer
+        else:
+            self.model = self._model()
+            self.optimizer = _optimizer(self.model.parameters())
+        self.offloader = activations(self.model, **options) if method == "offload" else None
+        self.planned: remat.OptimizedStep | None = None
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _model(self) -> GPT:
+        size = self.size
+        return GPT(
             num_layers=size.num_layers,
             width=size.width,
             num_heads=NUM_HEADS,
             context=size.length,
-            checkpointed=method == "checkpoint",
+            checkpointed=self.method == "checkpoint",
         ).to(self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_RATE)
-        self.method = method
-        self.offloader = activations(self.model, **options) if method == "offload" else None
-        self.planned: remat.OptimizedStep | None = None
-        self._generator = torch.Generator().manual_seed(0)
 
     def plan(self, budget: int | None, *, batch: Sequence[torch.Tensor] | None = None, **given: Any) -> None:
         """Plans the whole step, as `penstock.remat.optimize` does."""
@@ -71,9 +84,10 @@ class Trainer:
 
     def train(self, batch: Batch) -> float:
         """One step; returns the loss."""
-        self.optimizer.zero_grad(set_to_none=False)
-        loss = self.forward_and_backward(batch)
-        self.optimizer.step()
+        with self.training or contextlib.nullcontext():
+            self.optimizer.zero_grad(set_to_none=self.training is not None)
+            loss = self.forward_and_backward(batch)
+            self.optimizer.step()
         return loss
 
     def forward_and_backward(self, batch: Batch) -> float:
@@ -93,15 +107,22 @@ class Trainer:
         """Allocates gradients and optimizer state without training: the learning rate is 0 for it."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        self.model(*self.batch(1, 8)).backward()
-        self.optimizer.step()
+        with self.training or contextlib.nullcontext():
+            self.model(*self.batch(1, 8)).backward()
+            self.optimizer.step()
         for group in self.optimizer.param_groups:
             group["lr"] = _RATE
 
     def close(self) -> None:
-        """Gives back what was parked."""
+        """Gives back what was parked; parameters that are elsewhere stay there."""
         if self.offloader is not None:
             self.offloader.close()
+        if self.training is not None:
+            self.training.close(discard=True)
+
+
+def _optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=_RATE)
 
 
 @functools.cache
