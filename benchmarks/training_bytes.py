@@ -1,7 +1,8 @@
 """Bytes that `penstock.offload.training` copies per parameter and step, counted on the simulated device.
 
 A GPT of 4.9 million parameters takes AdamW steps of 32 tokens within budgets that hold a smaller or larger share of its
-parameters, gradients and Adam's state: plainly, with clipping, and with updates in backward. Host memory is below.
+parameters, gradients and Adam's state: plainly, with clipping, and with updates in backward or on the host. Host memory
+is below.
 """
 
 import gc
@@ -15,7 +16,15 @@ from penstock.testing import GPT, simulated
 
 _NUM_STEPS = 6
 _BUDGETS_MIB = (7, 12, 20, 40)
-_WAYS = ("as it is", "clipped", "in backward")
+_WAYS = {
+    "as it is": {},
+    "clipped": {},
+    "in backward": {"update_in_backward": True},
+    "on the host": {"update": "host"},
+    "on the host, clipped": {"update": "host"},
+    "on the host, in backward": {"update": "host", "update_in_backward": True},
+}
+"""Options of the training."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,11 +56,11 @@ def counted(budget_bytes: int, way: str) -> tuple[offload.TrainingStatistics, fl
     tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0)).to("sim")
     own_bytes = sum(one.nbytes for one in model.parameters())
     budget = probe.held_bytes("sim") - own_bytes + budget_bytes
-    training = offload.training(model, optimizer, budget, host="400MiB", update_in_backward=way == "in backward")
+    training = offload.training(model, optimizer, budget, host="400MiB", **_WAYS[way])
     for _ in range(_NUM_STEPS):
         with training:
             model(tokens[:, :-1], tokens[:, 1:]).backward()
-            if way == "clipped":
+            if way.endswith("clipped"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

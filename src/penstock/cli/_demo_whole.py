@@ -34,8 +34,9 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console) -> dict[str,
         cap_bytes = int(_CAP_SHARE * state_bytes)
         console.print(
             f"\nA GPT of {num_parameters / 1e6:.1f}M parameters ({_SIZE['layers']} layers, width {_SIZE['width']}), "
-            f"512 bytes a step: parameters, gradients and AdamW's state are {format_bytes(state_bytes)}. From here on a "
-            f"process may take {format_bytes(cap_bytes)} for all of them and the activations."
+            f"{_SIZE['batch']} x 512 bytes a step: parameters, gradients and AdamW's state are "
+            f"{format_bytes(state_bytes)}. From here on a process may take {format_bytes(cap_bytes)} for all of them "
+            "and the activations."
         )
         limits = [*size, "--whole", "--cap", str(cap_bytes)]
         failures = {}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,6 +19,22 @@ class Kind(Enum):
     OTHER = "activations"
 
 
+class Scaling(Protocol):
+    """Scales a gradient when it is wanted."""
+
+    def __call__(self) -> None: ...
+
+    def factor_on_host(self) -> Any:  # any: a number, or a tensor with one
+        """What it is multiplied by, for whoever does it on the host instead."""
+
+
+class OnHost(Protocol):
+    """Changes bytes in host memory."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
 class Page:
     """One storage, filled or emptied."""
 
@@ -32,6 +48,7 @@ class Page:
         "key",
         "kind",
         "last_use",
+        "on_host",
         "pending",
         "rank",
         "scaling",
@@ -52,8 +69,10 @@ class Page:
         """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
         self.pending: Callable[[], None] | None = None
         """The update that is to be done before anybody works on it."""
-        self.scaling: Callable[[], None] | None = None
+        self.scaling: Scaling | None = None
         """The same of clipping."""
+        self.on_host: OnHost | None = None
+        """Who changes its bytes in host memory, which nobody is to copy meanwhile."""
         self.stale: list[Handle] = []
         """Of copies out that were under way when the bytes changed: they still read the storage."""
         self.is_here = True

@@ -60,6 +60,8 @@ class Pages:
         self.before_need: Callable[[], None] | None = None
         self.after_need: Callable[[], None] | None = None
         """Where a step is measured: called before and after pages come and go for an operator."""
+        self.on_poll: Callable[[], None] | None = None
+        """Called with every operator where somebody waits for copies out."""
         self.pinned: set[Page] = set()
         """Pages that stay, whatever the budget says."""
         self._pages: dict[int, Page] = {}
@@ -196,6 +198,9 @@ class Pages:
             stays = set(pages)
             if self._leaving:
                 self._settle_all()
+            if self.on_poll is not None:
+                self.waterfall.reap()
+                self.on_poll()
             self._make_room(sum(page.size_bytes - page.held_bytes() for page in missing), stays, self._limit(at))
             for page in missing:
                 is_read = not (is_overwritten and page in written)
@@ -232,6 +237,21 @@ class Pages:
             yield
         finally:
             self._unmeasured_bytes = before
+
+    def may_leave(self, page: Page) -> bool:
+        """Whether nobody relies on its being here."""
+        return page not in self.pinned and page.stays_until <= self._count
+
+    def let_leave(self, page: Page) -> None:
+        """Begins to copy it out, and empties it as soon as that is done."""
+        with self._moving():
+            self._leave(page)
+
+    def settle(self, pages: Sequence[Page]) -> None:
+        """Waits until they have left, or cannot."""
+        with self._moving():
+            for page in pages:
+                self._settle(page)
 
     def flush(self) -> None:
         """Everything leaves the device."""
@@ -402,6 +422,8 @@ class Pages:
             for key in order.needs[self._ahead]:
                 page = self._by_key.get(key)
                 if page is not None and not page.held_bytes() and not page.is_dead:
+                    if page.on_host is not None and not page.on_host.is_done:
+                        return
                     missing.append(page)
             wanted = begun + order.begun_bytes[self._ahead] + sum(page.size_bytes for page in missing)
             while self._held_bytes - self._leaving_bytes + wanted > limit:

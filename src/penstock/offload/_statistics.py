@@ -78,6 +78,8 @@ class TrainingStatistics:
     """Of ``parked_bytes``: what wears an SSD."""
     stall_s: float
     """Seconds that the computation waited for copies."""
+    num_host_updates: int | None
+    """Updates of single parameters that the host computed; ``None`` where the device does all."""
     held_bytes: int
     """What it has on the device now."""
     measured_peak_bytes: int | None

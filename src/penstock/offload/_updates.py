@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.offload._on_host import HostUpdates
 from penstock.offload._operators import storage_id
 from penstock.offload._pages import Pages
 from penstock.offload._taken import Taken
@@ -15,8 +16,20 @@ from penstock.stepping import State, step_part
 class Updates:
     """The step of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, taken: Taken):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pages: Pages,
+        taken: Taken,
+        on_host: HostUpdates | None,
+        *,
+        is_measured: bool,
+    ):
         self._optimizer, self._pages, self._taken = optimizer, pages, taken
+        self._host = on_host
+        """``None`` where the device does all."""
+        self._is_undecided = is_measured
+        """Whether it is still to be measured who is faster."""
         self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
@@ -52,7 +65,12 @@ class Updates:
         for page in list(self._pages):
             if page.pending is not None:  # of a weight that nobody wanted since the last step
                 page.pending()
-        settings = [_settings(group) for group in optimizer.param_groups]
+        if self._is_undecided and self._host is not None:
+            is_faster = self._host.is_faster()
+            if is_faster is not None:
+                self._is_undecided = False
+                self._host = self._host if is_faster else None
+        settings = self._settings()
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
@@ -67,8 +85,11 @@ class Updates:
             hook(optimizer, (), {})
         return loss
 
-    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]]) -> bool:
-        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway."""
+    def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]], *, to_host_alone: bool = False) -> bool:
+        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway.
+
+        Or to the host, where not all of them are on the device.
+        """
         gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
         own = None if gradient is None else self._pages.find(storage_id(gradient))
         if page is None or own is None:  # nobody would notice who works on it
@@ -99,6 +120,15 @@ class Updates:
                         parameter.data = before[1]
                     parameter.grad = before[0]
 
+        if (
+            self._host is not None
+            and not self._is_undecided
+            and not all(one.is_here for one in pages)
+            and self._host.begin(parameter, state, settings, pages, update)
+        ):
+            return True
+        if to_host_alone:
+            return False
         for one in pages:
             one.pending = update
         return True
@@ -129,9 +159,27 @@ class Updates:
                 "leave it out, and go on from the last checkpoint"
             )
         self._updated.add(id(parameter))
-        with torch.no_grad():
-            self._update(parameter)
+        if self._host is not None:
+            self._taken.gradient(parameter)
+        if self._host is None or not self._defer(parameter, self._settings(), to_host_alone=True):
+            with torch.no_grad():
+                self._update(parameter)
         parameter.grad = None
+
+    @property
+    def num_on_host(self) -> int | None:
+        """Updates that the host computed; ``None`` where it computes none."""
+        return None if self._host is None else self._host.num_updates
+
+    def forget(self) -> None:
+        """What waits is not done any more; afterwards nobody works on host memory."""
+        if self._host is not None:
+            self._host.close()
+        for page in self._pages:
+            page.pending = page.scaling = page.on_host = None
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [_settings(group) for group in self._optimizer.param_groups]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Seeing whatever is about to read or write a page: operators and compiled graphs."""
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -109,9 +108,7 @@ class Watch(TorchDispatchMode):
             ):
                 rest.append(tensor)
             else:
-                page.scaling = functools.partial(
-                    _scale, pages, page, tensor.dtype, tensor.size(), tensor.stride(), factor
-                )
+                page.scaling = _Scaling(pages, page, tensor, factor)
         return rest
 
     @contextlib.contextmanager
@@ -171,14 +168,21 @@ class Watch(TorchDispatchMode):
                     pages.begin(storage, Kind.OTHER, maker)
 
 
-def _scale(
-    pages: Pages, page: Page, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], factor: Any
-) -> None:
-    """Scales the tensor that the page is of, which it does not keep alive."""
-    page.scaling = None
-    pages.need([page], [page])  # `set_` would give an emptied storage bytes
-    storage = page.storage()
-    if storage is not None:
-        with torch.no_grad():
-            tensor = torch.empty(0, dtype=dtype, device=storage.device)
-            tensor.set_(storage, 0, size, stride).mul_(factor)  # type: ignore[call-overload]
+class _Scaling:
+    """Scales the tensor that a page is of, which it does not keep alive."""
+
+    def __init__(self, pages: Pages, page: Page, tensor: torch.Tensor, factor: Any):  # any: a number, or a tensor
+        self._pages, self._page, self._factor = pages, page, factor
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+
+    def __call__(self) -> None:
+        self._page.scaling = None
+        self._pages.need([self._page], [self._page])  # `set_` would give an emptied storage bytes
+        storage = self._page.storage()
+        if storage is not None:
+            with torch.no_grad():
+                tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+                tensor.set_(storage, 0, self._size, self._stride).mul_(self._factor)  # type: ignore[call-overload]
+
+    def factor_on_host(self) -> Any:
+        return self._factor.cpu() if isinstance(self._factor, torch.Tensor) else self._factor

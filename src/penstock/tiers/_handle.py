@@ -118,6 +118,23 @@ class Handle:
         return self._state is HandleState.PARKED and not self._num_moving and not self._missed_its_tier
 
     @property
+    def is_in_memory(self) -> bool:
+        """Whether the bytes are in host memory, or on their way there, to stay."""
+        room = self._room
+        is_there = self._state in (HandleState.LEAVING, HandleState.PARKED, HandleState.ARRIVING)
+        return is_there and room is not None and room.tier.is_memory and not self._missed_its_tier
+
+    def host_tensor(self) -> torch.Tensor:
+        """The bytes themselves, as a ``uint8`` tensor, of a handle that is settled and in memory.
+
+        Whoever writes to it changes what ``get`` returns. It is valid as long as the handle.
+        """
+        room = self._room
+        if room is None or not (self.is_in_memory and self.is_settled):
+            raise ValueError(f"{self!r} is not settled in host memory")
+        return room.tier.tensor(room.extent)[: self.size_bytes]
+
+    @property
     def is_held_elsewhere(self) -> bool:
         """Whether somebody else still holds the storage as it was put in, so that parking it frees nothing."""
         return self._storage is None and self._alive() is not None

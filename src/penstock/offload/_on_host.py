@@ -1,0 +1,253 @@
+"""Updates that the host computes in its own memory: the gradient goes there, the weight comes back, states stay."""
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.offload._page import Page
+from penstock.offload._pages import Pages
+from penstock.stepping import State, step_part
+
+_POLL_S = 1e-4
+_FEWEST_TRIED = 2**16
+"""Elements of a parameter whose update is tried: of fewer, Python takes most of the time."""
+_TRIES = 3
+
+
+class HostUpdates:
+    """Runs the updates of one optimizer, one after the other, in a thread of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages):
+        self._optimizer, self._pages = optimizer, pages
+        self._queue: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[Update] = []
+        """Those whose copies out are under way."""
+        self.num_updates = 0
+        self.busy_s = 0.0
+        """Seconds that the thread computed."""
+
+    def begin(
+        self,
+        parameter: torch.Tensor,
+        state: State,
+        settings: list[dict[str, Any]],
+        pages: Sequence[Page],
+        otherwise: Callable[[], None],
+    ) -> bool:
+        """Lets all of ``pages`` leave (weight, gradient, then states) and updates them when they have left.
+
+        Returns whether it does: all have to fit into host memory. ``otherwise`` is called where a copy fails later.
+        """
+        if not _is_plain(state, pages) or not all(map(self._pages.may_leave, pages)):
+            return False
+        for page in pages:
+            self._pages.let_leave(page)
+        if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
+            return False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="penstock host updates", daemon=True)
+            self._thread.start()
+        self._waiting.append(Update(self, parameter, state, settings, list(pages), otherwise))
+        self._pages.on_poll = self.poll
+        self.poll()
+        return True
+
+    def is_faster(self) -> bool | None:
+        """Whether the link would be the bottleneck with updates on the device, and they are faster here.
+
+        ``None`` until the link has carried something and the optimizer has states.
+        """
+        out, back = self._pages.waterfall.rates_bytes_per_s()
+        trained = [one for one, state in self._optimizer.state.items() if one.is_floating_point() and state]
+        if out is None or back is None or not trained:
+            return None
+        parameter = min(trained, key=lambda one: (one.numel() < _FEWEST_TRIED, abs(one.numel() - _FEWEST_TRIED)))
+        state = self._optimizer.state[parameter]
+        states = sum(one.nbytes for one in state.values() if _is_large(one)) / parameter.numel()
+        own = parameter.element_size()
+        on_device_s = max((3 * own + states) / back, (2 * own + states) / out)
+        on_host_s = max(2 * own / back, own / out, self._seconds_per_element(parameter, state))
+        return bool(on_host_s < on_device_s)
+
+    def _seconds_per_element(self, parameter: torch.Tensor, state: State) -> float:
+        """Of an update here, tried on numbers of no meaning."""
+        twin = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+        twin.grad = torch.zeros_like(twin)
+        tried = {
+            field: torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
+            for field, one in state.items()
+        }
+        groups = _groups_with(twin, parameter, self._optimizer.param_groups)
+        best_s = math.inf
+        for _ in range(_TRIES):
+            start_s = time.perf_counter()
+            step_part(self._optimizer, [twin], {twin: tried}, groups=groups, runs_hooks=False)
+            best_s = min(best_s, time.perf_counter() - start_s)
+        return best_s / parameter.numel()
+
+    def poll(self) -> None:
+        """Hands over what has left meanwhile, in order."""
+        while self._waiting and self._waiting[0].is_ready:
+            self._queue.put(self._waiting.pop(0))
+        if not self._waiting:
+            self._pages.on_poll = None
+
+    def hand_over(self, update: "Update") -> bool:
+        """Waits until it has left; ``False`` where something of it stays on the device."""
+        while update in self._waiting:
+            self._pages.settle(update.pages)
+            self._pages.waterfall.reap()
+            if not update.can_leave:
+                self._waiting.remove(update)
+                return False
+            if update.is_ready:
+                self._waiting.remove(update)
+                self._queue.put(update)
+            else:
+                time.sleep(_POLL_S)
+        return True
+
+    def close(self) -> None:
+        """Waits for what was handed over; the rest is not done any more. Another `begin` begins anew."""
+        self._waiting.clear()
+        self._pages.on_poll = None
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (update := self._queue.get()) is not None:
+            start_s = time.perf_counter()
+            update.run(self._optimizer)
+            self.busy_s += time.perf_counter() - start_s
+            self.num_updates += 1
+
+
+class Update:
+    """Of one parameter."""
+
+    def __init__(
+        self,
+        owner: HostUpdates,
+        parameter: torch.Tensor,
+        state: State,
+        settings: list[dict[str, Any]],
+        pages: list[Page],
+        otherwise: Callable[[], None],
+    ):
+        self._owner, self._parameter, self._state, self._settings = owner, parameter, state, settings
+        self.pages = pages
+        self._otherwise = otherwise
+        self._gradient = parameter.grad
+        self._scaling = pages[1].scaling
+        self._factor = None if self._scaling is None else self._scaling.factor_on_host()
+        pages[1].scaling = None
+        self._layouts = [
+            (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            for page, tensor in zip(pages, self._tensors(), strict=True)
+        ]
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        for page in pages:
+            page.pending, page.on_host = self.finish, self
+
+    def _tensors(self) -> list[torch.Tensor]:
+        assert self._gradient is not None
+        states = [one for one in self._state.values() if _is_large(one)]
+        return [self._parameter, self._gradient, *states]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the bytes in host memory are the new ones."""
+        return self._done.is_set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether no copy touches any of the bytes in host memory."""
+        return all(not page.held_bytes() and page.handle is not None and page.handle.is_settled for page in self.pages)
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether each of them is in host memory, or on its way."""
+        return all(page.handle is not None and page.handle.is_in_memory for page in self.pages)
+
+    def finish(self) -> None:
+        """Somebody wants one of them now."""
+        is_there = self._owner.hand_over(self)
+        start_s = time.perf_counter()
+        if is_there:
+            self._done.wait()
+            self._owner._pages.stall_s += time.perf_counter() - start_s
+        for page in self.pages:
+            page.pending = page.on_host = None
+        self._gradient = None
+        if self._error is not None:
+            raise self._error
+        if not is_there:
+            self.pages[1].scaling = self._scaling
+            self._otherwise()
+
+    def run(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called by the thread: works on host memory alone."""
+        try:
+            with torch.no_grad():
+                self._update(optimizer)
+        except BaseException as error:  # told to whoever wants the weight
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        weight, gradient, *values = [_view(*layout) for layout in self._layouts]
+        if self._factor is not None:
+            gradient.mul_(self._factor)
+        twin = nn.Parameter(weight, requires_grad=False)
+        twin.grad = gradient
+        large = iter(values)
+        state = {field: next(large) if _is_large(value) else value for field, value in self._state.items()}
+        groups = _groups_with(twin, self._parameter, self._settings)
+        (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=groups, runs_hooks=False).values()
+        for field, value in after.items():
+            mine = state.get(field)
+            if value is mine:
+                continue
+            if not _is_large(mine) and not _is_large(value):
+                self._state[field] = value
+            elif isinstance(mine, torch.Tensor) and mine.shape == value.shape:
+                mine.copy_(value)
+            else:
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps other tensors of state than before ({field}), which only the "
+                    "device updates: training(..., update='device')"
+                )
+
+
+def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of an optimizer with ``twin`` alone, where ``parameter`` is."""
+    return [{**one, "params": [twin] if any(own is parameter for own in one["params"]) else []} for one in groups]
+
+
+def _view(page: Page, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: Any) -> torch.Tensor:
+    """The bytes of a page in host memory, as the tensor that they are of."""
+    assert page.handle is not None
+    memory = page.handle.host_tensor().view(dtype)
+    return memory.as_strided(size, stride, memory.storage_offset() + offset)
+
+
+def _is_large(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _is_plain(state: State, pages: Sequence[Page]) -> bool:
+    """Whether each tensor of state is a page, or a number in main memory; and there is one: a first update has none."""
+    large = [one for one in state.values() if _is_large(one)]
+    small = [one for one in state.values() if isinstance(one, torch.Tensor) and not one.dim()]
+    return bool(state) and len(large) == len(pages) - 2 and all(one.device.type == "cpu" for one in small)

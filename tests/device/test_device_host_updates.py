@@ -1,0 +1,165 @@
+"""Updates on the host: states stay in its memory, and only gradients and weights go down the link."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from test_device_training import make_batch, make_model, simple_step
+from torch.nn.utils import clip_grad_norm_
+
+from penstock import offload, probe
+from penstock.testing import GPT
+
+NUM_STEPS = 6
+OPTIMIZERS = {
+    "adamw": lambda model: torch.optim.AdamW(model, lr=1e-3),
+    "sgd": lambda model: torch.optim.SGD(model, lr=0.1, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model, lr=1e-2),
+}
+
+
+def clipped_step(model, optimizer, batch):
+    loss = model(*batch)
+    loss.backward()
+    clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def bare_step(model, optimizer, batch):
+    loss = model(*batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+@pytest.fixture
+def make_training(tmp_path):
+    made = []
+
+    def make(model, optimizer, budget, **options):
+        made.append(offload.training(model, optimizer, budget, **{"host": "64MiB", "update": "host", **options}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(discard=True)
+
+
+def trained_plainly(device, make_optimizer, step):
+    model, batch = make_model(device), make_batch(device)
+    optimizer = make_optimizer(model.parameters())
+    losses = [step(model, optimizer, batch).item() for _ in range(NUM_STEPS)]
+    return losses, [one.detach().cpu() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_results_are_those_of_the_device(device, make_training, name, in_backward):
+    step = bare_step if in_backward else clipped_step
+    expected, parameters = trained_plainly(device, OPTIMIZERS[name], step)
+    gc.collect()
+    start_bytes = probe.held_bytes(device)
+    model, batch = make_model(device), make_batch(device)
+    optimizer, losses, peaks = OPTIMIZERS[name](model.parameters()), [], []
+    budget = start_bytes + 5 * 2**19
+    own = make_training(model, optimizer, budget, update_in_backward=in_backward)
+
+    def step_inside():
+        with own:
+            losses.append(step(model, optimizer, batch))
+
+    for _ in range(NUM_STEPS):
+        peaks.append(probe.peak_bytes(step_inside, device=device).peak_bytes)
+    statistics = own.statistics()
+    own.close()
+    torch.testing.assert_close(torch.tensor([one.item() for one in losses]), torch.tensor(expected))
+    for one, two in zip(model.parameters(), parameters, strict=True):
+        torch.testing.assert_close(one.detach().cpu(), two, rtol=1e-4, atol=1e-6)
+    assert max(peaks) <= budget * 1.01
+    assert statistics.num_host_updates > 0
+    assert "penstock host updates" not in [one.name for one in threading.enumerate()]
+
+
+def test_states_stay_where_they_are_and_twelve_bytes_move(device, make_training):
+    torch.manual_seed(0)
+    model = GPT(num_layers=6, width=256, num_heads=2, context=32).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0)).to(device)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    size_bytes = 16 * sum(one.numel() for one in model.parameters())
+    budget = probe.held_bytes(device) - size_bytes // 4 + size_bytes // 12
+    own = make_training(model, optimizer, budget, host="256MiB")
+    for _ in range(5):
+        with own:
+            bare_step(model, optimizer, batch)
+    statistics = own.statistics()
+    moved = {
+        name: (statistics.step_fetched.get(name, 0) + statistics.step_parked.get(name, 0)) / statistics.num_parameters
+        for name in ("parameters", "gradients", "optimizer state")
+    }
+    assert moved["parameters"] < 8.5
+    assert moved["gradients"] < 4.5
+    assert moved["optimizer state"] < 1
+
+
+@pytest.mark.parametrize("host", ["2MiB", "5MiB"])
+def test_what_has_no_room_in_host_memory_is_updated_by_the_device(device, make_training, tmp_path, host):
+    expected, _ = trained_plainly(device, OPTIMIZERS["adamw"], simple_step)
+    model, batch = make_model(device), make_batch(device)
+    optimizer, losses = OPTIMIZERS["adamw"](model.parameters()), []
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21, host=host, disk=tmp_path)
+    for _ in range(NUM_STEPS):
+        with own:
+            losses.append(simple_step(model, optimizer, batch).item())
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+
+
+def test_a_checkpoint_in_between_and_a_new_learning_rate(device, make_training, tmp_path):
+    def run(model, optimizer, own):
+        losses = []
+        for number in range(NUM_STEPS):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+            if own is None:
+                losses.append(bare_step(model, optimizer, batch).item())
+                continue
+            if number == 3:
+                own.save(tmp_path / "saved")
+                with own:
+                    bare_step(model, optimizer, batch)  # which is undone
+                own.load(tmp_path / "saved")
+                optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+            with own:
+                losses.append(bare_step(model, optimizer, batch).item())
+        return losses
+
+    batch, model = make_batch(device), make_model(device)
+    expected = run(model, OPTIMIZERS["adamw"](model.parameters()), None)
+    model = make_model(device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21)
+    torch.testing.assert_close(torch.tensor(run(model, optimizer, own)), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(("rate", "is_host"), [(1e3, True), (1e15, False)])
+def test_auto_takes_the_host_where_the_link_is_slow(device, make_training, monkeypatch, rate, is_host):
+    model, batch = make_model(device), make_batch(device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21, update="auto")
+    monkeypatch.setattr("penstock.tiers.Waterfall.rates_bytes_per_s", lambda _: (rate, rate))
+    for _ in range(NUM_STEPS):
+        with own:
+            bare_step(model, optimizer, batch)
+    assert bool(own.statistics().num_host_updates) == is_host
+
+
+def test_the_cpu_has_no_host_below_it(tmp_path):
+    model = make_model("cpu")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with pytest.raises(ValueError, match="update='host' is for an accelerator"):
+        offload.training(model, optimizer, "1GiB", disk=tmp_path, update="host")
+    with pytest.raises(ValueError, match="`update` must be 'device'"):
+        offload.training(model, optimizer, "1GiB", disk=tmp_path, update="cloud")
