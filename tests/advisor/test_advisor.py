@@ -329,3 +329,34 @@ def test_progress_is_told():
     assert said[0][0].startswith("capturing")
     assert all(done < total for _, done, total in said)
     assert [done for _, done, _ in said[1:]] == sorted(done for _, done, _ in said[1:])
+
+
+def test_a_state_that_does_not_fit_is_trained_out_of_it(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(num_layers=4, width=128, num_heads=2, context=64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = tokens(batch=2)
+    state_bytes = 16 * sum(one.numel() for one in model.parameters())
+    gc.collect()
+    others_bytes = penstock.probe.held_bytes("cpu") - state_bytes // 4
+    budget = Budget(device=others_bytes + state_bytes // 2, disk=tmp_path)
+    advice = penstock.advise(model, batch, budget, optimizer=optimizer, rounds=1)
+    assert advice.best.name in {"training", "fleet"}
+    chosen = next(one for one in advice.options if one.name == "training")
+    assert not chosen.is_refused, chosen.reason
+    assert chosen.ratio > 0
+    assert chosen.peak_bytes <= 1.01 * budget.device_bytes
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    for _ in range(3):
+        twin(*batch).backward()
+        plain.step()
+        plain.zero_grad()
+    del plain
+    gc.collect()
+    budget = Budget(device=penstock.probe.held_bytes("cpu") + state_bytes // 4, disk=tmp_path)  # the twin is there too
+    names = {"model": model, "optimizer": optimizer, "batches": [batch] * 3, "budget": budget}
+    code = chosen.code.replace('"trained"', repr(str(tmp_path / "trained"))).replace("discard=True", "")
+    exec(code, names)
+    for left, right in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(left, right)

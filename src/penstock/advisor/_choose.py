@@ -7,7 +7,7 @@ from penstock.arguments import checked
 
 _AS_FAST = 1.03
 """Options within this factor of the fastest count as equally fast: measuring is not finer than that."""
-_SIMPLEST = ("plain", "checkpoint", "offload", "remat")
+_SIMPLEST = ("plain", "checkpoint", "offload", "remat", "training")
 
 
 @checked("penstock.advisor.choose(advice.options)")

@@ -57,7 +57,7 @@ def _job(task: Task) -> fleet.Job:
         model=lambda: copy.deepcopy(model),
         data=lambda: [batch] * _NUM_STEPS,
         loss=task.call,
-        optimizer=lambda parameters: _optimizer_like(task.optimizer, parameters),
+        optimizer=lambda parameters: optimizer_like(task.optimizer, parameters),
         steps=_NUM_STEPS,
     )
 
@@ -67,7 +67,8 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copied, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 
 
-def _optimizer_like(optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_like(optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One of the same class with the same defaults."""
     if optimizer is None:
         return torch.optim.SGD(parameters, lr=0.0)
     return type(optimizer)(parameters, **_options_of(optimizer))

@@ -14,6 +14,7 @@ from penstock.advisor._fleet import fleet_of_one
 from penstock.advisor._task import Batch, Loss, Task
 from penstock.advisor._trial import Progress, Trial, first_line, plain_can_run, try_all
 from penstock.advisor._ways import Limits, Way, quiet, ways_for
+from penstock.advisor._whole import training_of_all
 from penstock.arguments import checked
 from penstock.errors import PenstockError
 from penstock.probe import can_record, peak_bytes
@@ -42,7 +43,8 @@ def advise(
 
     The step is captured and profiled once. Whatever may keep the budget is then set up and tried: plain PyTorch,
     ``torch.utils.checkpoint`` for each block, `offload`, both, and `remat` with and without swaps; if none of them
-    does, a `fleet` of one, which holds a part of the model at a time. Peaks are measured in one step each, with
+    does, `offload.training`, which keeps the budget on parameters, gradients and optimizer state too, and a `fleet` of
+    one, which holds a part of the model at a time. Peaks are measured in one step each, with
     gradients that exist already (as with accumulation; dropping them takes no more); times are medians over ``rounds``,
     in which all take turns. Where plain PyTorch cannot run, ratios are to the sum of its operators' times.
 
@@ -81,6 +83,8 @@ def advise(
     if planned is None:
         options.append(_refused("remat", ("remat",), why_not))
     if all(one.is_refused for one in options):
+        tell("trying a training whose parameters and states leave the device", 0, 1)
+        options.append(training_of_all(task, limits, plain_s))
         tell("trying a fleet of one", 0, 1)
         options.append(fleet_of_one(task, limits, plain_s))
     best, plain = choose(options), trials.get("plain", Trial())

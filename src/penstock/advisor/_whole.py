@@ -1,0 +1,87 @@
+"""Where parameters, gradients and optimizer state do not fit: a training, which keeps a budget on all of them."""
+
+import copy
+import gc
+import time
+from statistics import median
+
+from torch import nn
+
+from penstock import offload
+from penstock.advisor._advice import Option
+from penstock.advisor._fleet import optimizer_like
+from penstock.advisor._task import Task
+from penstock.advisor._trial import first_line
+from penstock.advisor._ways import Limits, quiet
+from penstock.probe import held_bytes
+
+NAME = "training"
+_NUM_WARM = 3
+"""Steps that are measured, or the first after those."""
+_NUM_TIMED = 3
+
+
+def training_of_all(task: Task, limits: Limits, plain_s: float | None) -> Option:
+    """Trains a copy of the model for some steps; refused where an operator, or the tiers below, have no room."""
+    peak_bytes, seconds, reason, beside_bytes = None, None, "", 0
+    try:
+        with task.left_as_found(), quiet():
+            gc.collect()  # the model itself stays, and so does what other ways have left
+            beside_bytes = max(0, held_bytes(task.device) - limits.reserve_bytes - task.batch_bytes)
+            training = offload.training(
+                lambda: _copied(task),
+                lambda parameters: optimizer_like(task.optimizer, list(parameters)),
+                limits.alone(beside_bytes),
+                device=task.device,
+            )
+            try:
+                times = [_timed_step(task, training) for _ in range(_NUM_WARM + _NUM_TIMED)]
+                seconds, peak_bytes = median(times[_NUM_WARM:]), training.statistics().measured_peak_bytes
+            finally:
+                training.close(discard=True)
+    except Exception as error:  # whatever the model may raise when it is copied or trained
+        reason = first_line(error)
+    return Option(
+        name=NAME,
+        rooms=("offload",),
+        is_refused=bool(reason),
+        reason=reason,
+        peak_bytes=None if peak_bytes is None else max(0, peak_bytes - beside_bytes),
+        ratio=seconds / plain_s if not reason and plain_s and seconds else None,
+        is_measured=not reason,
+        code=_code(task, limits),
+    )
+
+
+def _copied(task: Task) -> nn.Module:
+    model = copy.deepcopy(task.model)
+    for one in model.parameters():
+        one.grad = None
+    return model
+
+
+def _timed_step(task: Task, training: offload.Training) -> float:
+    start_s = time.perf_counter()
+    with training:
+        loss = task.call(training.model, task.batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    float(loss.detach())  # waits for the device
+    return time.perf_counter() - start_s
+
+
+def _code(task: Task, limits: Limits) -> str:
+    made = "" if task.optimizer is not None else "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    return (
+        f"import penstock\n{'import torch' if made else ''}\n"
+        f"{task.preparation}{made}"
+        f"training = penstock.offload.training(model, optimizer, {limits.spelled})\n"
+        "for batch in batches:\n"
+        "    with training:\n"
+        f"        {task.expression}.backward()\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+        'training.save("trained")\n'
+        "training.close(discard=True)\n"
+    )
