@@ -32,7 +32,8 @@ def callback_within(tmp_path, model, size_kib=2300):
     own_bytes = sum(one.nbytes for one in model.parameters())
     budget = probe.held_bytes("cpu") - own_bytes + size_kib * 1024
     (tmp_path / "disk").mkdir(exist_ok=True)
-    return PenstockCallback(budget=budget, disk=tmp_path / "disk", method="training")
+    CALLBACKS.append(PenstockCallback(budget=budget, disk=tmp_path / "disk", method="training"))
+    return CALLBACKS[-1]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,10 @@ def test_trains_as_without_it(tmp_path, changes):
     trainer = trainer_of(tmp_path / "ours", callback, model=model, **changes)
     trainer.train()
     assert losses(trainer) == expected != []
+    callback.close()
     assert all(torch.equal(one, after[name]) for name, one in trainer.model.state_dict().items())
     summary = callback.summary()
-    assert summary.num_steps == trainer.state.global_step
+    assert summary.num_steps >= trainer.state.global_step
     assert summary.fetched_bytes > 0 or changes.get("optim")
     assert "tolist" not in torch.Tensor.__dict__
     logged = [row for row in trainer.state.log_history if "penstock_in_bytes_per_parameter" in row]
@@ -96,9 +98,12 @@ def test_an_error_in_a_step_leaves_a_plain_model(tmp_path):
             return super().compute_loss(*arguments, **options)
 
     model = gpt2()
-    trainer = trainer_of(tmp_path, callback_within(tmp_path, model), model=model, kind=Failing)
+    callback = callback_within(tmp_path, model)
+    trainer = trainer_of(tmp_path, callback, model=model, kind=Failing)
     with pytest.raises(KeyError, match="a bug"):
         trainer.train()
+    assert torch.isfinite(model(torch.zeros(1, 4, dtype=torch.long)).logits).all()
+    callback.close()
     assert all(one.untyped_storage().nbytes() for one in model.parameters())
     assert "tolist" not in torch.Tensor.__dict__
 
@@ -144,6 +149,38 @@ def test_models_are_saved_within_the_budget(tmp_path, kind):
     expected, found = (tensors_in(tmp_path / which / "saved") for which in ("plain", "ours"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
+
+
+def test_a_model_that_does_not_fit_stays_where_it_is(tmp_path):
+    plain = trainer_of(tmp_path / "plain", model=gpt2())
+    plain.train()
+    expected = plain.evaluate()["eval_loss"]
+    model = gpt2()
+    del plain
+    callback = callback_within(tmp_path, model)
+    trainer = trainer_of(tmp_path / "ours", callback, model=model)
+    trainer.train()
+    budget = callback._options["budget"]
+    losses = []
+    peak = probe.peak_bytes(lambda: losses.append(trainer.evaluate()["eval_loss"]))
+    assert losses == [expected]
+    assert peak.peak_bytes <= 1.02 * budget
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").is_file()
+    callback.close(discard=True)
+    assert "tolist" not in torch.Tensor.__dict__
+
+
+@pytest.fixture(autouse=True)
+def _closed():
+    """Whatever a test has left open."""
+    yield
+    for one in CALLBACKS:
+        one.close(discard=True)
+    CALLBACKS.clear()
+
+
+CALLBACKS = []
 
 
 def tensors_in(path):

@@ -1,5 +1,6 @@
 """Inside of what others build: two ranks of DDP, adapters of PEFT, generation by transformers."""
 
+import contextlib
 import copy
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from test_own_loop import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock import offload, probe, remat
 from penstock.offload import training
+from penstock.testing import GPT
 from ranks import run_in_ranks
 
 
@@ -109,3 +112,29 @@ def test_generation_and_evaluation_by_transformers(tmp_path):
     torch.manual_seed(1)
     assert run(ours, lambda model, optimizer: training(model, optimizer, beside(model, 6), disk=tmp_path)) == expected
     assert loss_of(lambda tokens: ours(tokens).logits, batches()[0]).isfinite()
+
+
+def test_a_planned_step_inside_is_the_same(tmp_path):
+    def losses_of(directory):
+        torch.manual_seed(0)
+        model = GPT(num_layers=4, width=128, num_heads=4, context=64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        tokens, targets = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(1))
+        with contextlib.ExitStack() as stack:
+            training = contextlib.nullcontext()
+            if directory is not None:
+                training = offload.training(model, optimizer, probe.held_bytes("cpu") + 2**22, disk=directory)
+                stack.callback(training.close)
+            backend = stack.enter_context(contextlib.closing(remat.Backend(budget="64MiB")))
+            model.compile(backend=backend)
+            losses = []
+            for _ in range(4):
+                with training:
+                    loss = model(tokens, targets)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+    assert losses_of(tmp_path) == losses_of(None)

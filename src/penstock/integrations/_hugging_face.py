@@ -1,8 +1,9 @@
 """Hugging Face's Trainer under a byte budget: a callback, and its options on the command line.
 
 A callback hears of steps but runs no code around them, and hears nothing of exceptions. So it finds the Trainer that
-calls it, and wraps two of its public methods on that one object: ``training_step``, which is forward and backward of a
-micro-batch, and ``train``, so that whatever ends training takes hooks and threads along. The model stays as it is.
+calls it, and wraps methods on that one object: ``training_step``, which is forward and backward of a micro-batch,
+``prediction_step``, what saves, and ``train``, so that whatever ends training takes hooks and threads along. The model
+stays as it is.
 """
 
 import contextlib
@@ -123,8 +124,18 @@ class PenstockCallback:
             return self._training.statistics()
         return self._loop.summary() if self._loop is not None else self._summary
 
-    def close(self) -> None:
-        """Takes everything off the model and ends the threads. Training does so itself when it ends."""
+    def close(self, *, discard: bool = False) -> None:
+        """Takes everything off the model and ends the threads. Training does so itself when it ends.
+
+        But for ``"training"``, where the model does not fit: it stays where it is, and works, until you call this. Then
+        all of it is on the device, or with ``discard`` what is not there is left behind.
+        """
+        self._end()
+        if self._training is not None:
+            self._training.close(discard=discard)
+            self._training = None
+
+    def _end(self) -> None:
         if self._loop is not None:
             self._loop.close()
             self._summary = self._loop.summary()
@@ -134,8 +145,11 @@ class PenstockCallback:
             self._compiled = None
         if self._training is not None:
             self._summary = self._training.statistics()
-            self._training.close()
-            self._training = None
+            if self._training.is_entered:
+                self._training.__exit__(RuntimeError, RuntimeError("training has ended in mid-step"), None)
+            if self._training.fits:
+                self._training.close()
+                self._training = None
 
     def __reduce__(self) -> tuple[Callable[[], "PenstockCallback"], tuple[()]]:
         """Another process, or a copy, begins anew."""
@@ -202,7 +216,7 @@ class PenstockCallback:
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Closes."""
-        self.close()
+        self._end()
 
     # How
 
@@ -229,6 +243,7 @@ class PenstockCallback:
             return
         self._wrapped.add(trainer)
         trainer.training_step = self._inside_offloader(trainer.training_step)
+        trainer.prediction_step = self._inside_training(trainer.prediction_step)
         trainer.train = self._until_closed(trainer.train)
         for name in ("_save_checkpoint", "save_model"):
             setattr(trainer, name, self._in_parts(trainer, getattr(trainer, name)))
@@ -243,6 +258,16 @@ class PenstockCallback:
                 return training_step(*arguments, **keywords)
             with self._loop:
                 return training_step(*arguments, **keywords)
+
+        return step
+
+    def _inside_training(self, prediction_step: Any) -> Any:  # any: bound methods of whatever subclass
+        @functools.wraps(prediction_step)
+        def step(*arguments: Any, **keywords: Any) -> Any:
+            if self._training is None or self._training.is_entered:
+                return prediction_step(*arguments, **keywords)
+            with self._training:
+                return prediction_step(*arguments, **keywords)
 
         return step
 
@@ -266,7 +291,7 @@ class PenstockCallback:
             try:
                 return train(*arguments, **keywords)
             finally:
-                self.close()
+                self._end()
 
         return train_and_close
 

@@ -10,7 +10,10 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
 
 from penstock import offload
 from penstock.arguments import checked
@@ -33,7 +36,12 @@ class LightningOffload:
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
         logs: whether to call ``pl_module.log`` after each batch.
-        options: further ones of ``offload.activations``; names of modules are those of the LightningModule.
+        method: ``"training"`` is for a model that is too large: parameters, gradients, optimizer state and activations
+            leave the device (`offload.training`), and checkpoints are written a tensor at a time. It needs a budget,
+            which is of the whole step, and one optimizer. Afterwards a model that does not fit stays where it is, and
+            works; ``close`` has it back on the device.
+        options: further ones of ``offload.activations``, where names of modules are those of the LightningModule, or
+            of ``offload.training``.
 
     Raises ``ImportError`` without Lightning and ``TypeError`` for unknown options; when training begins what
     ``offload.activations`` raises; and while it runs ``BudgetError`` for a budget below what a step needs.
@@ -50,36 +58,79 @@ class LightningOffload:
         disk: DiskSpec = None,
         host: Size | None = None,
         logs: bool = True,
+        method: Literal["offload", "training"] = "offload",
         **options: object,
     ):
         self._options = {"budget": budget, "disk": disk, "host": host, **options}
-        check_options(offload.activations, 1, self._options)
+        if method == "training":
+            check_options(offload.training, 3, {name: one for name, one in self._options.items() if name != "budget"})
+            if budget is None:
+                raise ValueError("a training needs a budget: LightningOffload(budget='22GiB', method='training', ...)")
+        else:
+            check_options(offload.activations, 1, self._options)
+        self._method: Literal["offload", "training"] = method
         self._logs = logs
         self._loop: LoopOffloader | None = None
+        self._training: offload.Training | None = None
+        self._undo: Callable[[], None] = lambda: None
         self._is_inside = False
-        self._summary: OffloadSummary | None = None
+        self._summary: OffloadSummary | offload.TrainingStatistics | None = None
 
     def __reduce__(self) -> tuple[Callable[[], "LightningOffload"], tuple[()]]:
         """For ``strategy="ddp_spawn"``; the other process begins anew."""
-        return functools.partial(LightningOffload, logs=self._logs, **self._options), ()  # type: ignore[arg-type]
+        given = {"logs": self._logs, "method": self._method, **self._options}
+        return functools.partial(LightningOffload, **given), ()  # type: ignore[arg-type]
 
-    def summary(self) -> OffloadSummary | None:
+    def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
         """What the run did, or the last one; ``None`` before training."""
+        if self._training is not None:
+            return self._training.statistics()
         return self._loop.summary() if self._loop is not None else self._summary
+
+    def close(self, *, discard: bool = False) -> None:
+        """Takes everything off the model. Training does so itself when it ends, unless the model does not fit then.
+
+        ``discard``: of such a model, leaves behind what is not on the device.
+        """
+        self._close()
+        if self._training is not None:
+            self._summary = self._training.statistics()
+            self._training.close(discard=discard)
+            self._training = None
 
     # What Lightning calls
 
-    def on_train_start(self, _trainer: Any, pl_module: Any) -> None:  # any: either Lightning's classes
-        """Makes the offloader."""
-        self._close()
-        self._loop = LoopOffloader(pl_module, self._options)
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # any: either Lightning's classes
+        """Makes the offloader, or the training."""
+        self.close()
+        if self._method == "offload":
+            self._loop = LoopOffloader(pl_module, self._options)
+            return
+        if len(trainer.optimizers) != 1:
+            raise ValueError(
+                f"a training has one optimizer, and configure_optimizers returned {len(trainer.optimizers)}; give one "
+                "with several parameter groups: AdamW([{'params': ..., 'lr': ...}, ...])"
+            )
+        options = {"device": pl_module.device, **self._options}
+        self._training = offload.training(pl_module, trainer.optimizers[0], **options)
+        self._undo = _save_in_parts(trainer.strategy.checkpoint_io)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Enters the offloader."""
-        if self._loop is not None:
-            self._leave()  # a batch that another hook skipped has no end
-            self._loop.__enter__()
-            self._is_inside = True
+        """Enters it."""
+        self._leave()  # a batch that another hook skipped has no end
+        self._enter(self._loop or self._training)
+
+    def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
+        """Enters a training, whose budget holds here too."""
+        self._leave()
+        self._enter(self._training)
+
+    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
+        """Leaves it."""
+        self._leave()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         """Ends the cycle, before the optimizer allocates anything."""
@@ -87,19 +138,17 @@ class LightningOffload:
             self._loop.note()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Leaves the offloader and logs what it did."""
-        if self._loop is None:
-            return
+        """Leaves it and logs what it did."""
         self._leave()
-        if any(one.state for one in trainer.optimizers):
+        if self._loop is not None and any(one.state for one in trainer.optimizers):
             self._loop.optimizer_has_state()
         if self._logs:
-            for name, value in self._loop.figures().items():
+            for name, value in self._figures().items():
                 pl_module.log(f"penstock/{name}", value, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Closes, and says what was done."""
-        if self._loop is not None:
+        if self._loop is not None or self._training is not None:
             self._close()
             if trainer.is_global_zero:
                 logging.getLogger(type(trainer).__module__).info(str(self._summary))
@@ -112,17 +161,59 @@ class LightningOffload:
         """Closes, where training never came to its end."""
         self._close()
 
+    def _figures(self) -> dict[str, float]:
+        if self._training is not None:
+            return self._training.statistics().figures()
+        return {} if self._loop is None else self._loop.figures()
+
+    def _enter(self, entered: LoopOffloader | offload.Training | None) -> None:
+        if entered is not None:
+            entered.__enter__()
+            self._is_inside = True
+
     def _leave(self, error: BaseException | None = None) -> None:
-        if self._is_inside and self._loop is not None:
+        entered = self._loop or self._training
+        if self._is_inside and entered is not None:
             self._is_inside = False
-            self._loop.__exit__(type(error) if error else None, error, None)
+            entered.__exit__(type(error) if error else None, error, None)
 
     def _close(self, error: BaseException | None = None) -> None:
+        self._leave(error)
+        self._undo()
+        self._undo = lambda: None
         if self._loop is not None:
-            self._leave(error)
             self._loop.close()
             self._summary = self._loop.summary()
             self._loop = None
+        if self._training is not None:
+            self._summary = self._training.statistics()
+            if self._training.fits:
+                self._training.close()
+                self._training = None
+
+
+def _save_in_parts(plugin: Any) -> Callable[[], None]:  # any: a CheckpointIO
+    """Lets Lightning write its checkpoints straight into a file, where it would make all of one in memory first."""
+    if type(plugin).__name__ != "TorchCheckpointIO":
+        return lambda: None
+    save = plugin.save_checkpoint
+
+    @functools.wraps(save)
+    def save_checkpoint(checkpoint: dict[str, Any], path: Any, *rest: Any, **options: Any) -> None:
+        if "://" in str(path):
+            save(checkpoint, path, *rest, **options)
+            return
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.draft")
+        try:
+            torch.save(checkpoint, draft)
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    plugin.save_checkpoint = save_checkpoint
+    return lambda: delattr(plugin, "save_checkpoint")
 
 
 def _with_base(cls: type) -> type:

@@ -303,6 +303,17 @@ class Training:
             self._pages.end_step((), is_whole=False)
             self._taken.states(self.optimizer)
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether a step is under way."""
+        return self._is_entered
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget has room for all parameters, gradients and states, which `close` has on the device."""
+        state_bytes = sum(page.size_bytes for page in self._pages)
+        return self._pages.others_bytes + state_bytes <= self._pages.budget_bytes
+
     def park(self) -> None:
         """All of it leaves the device now, for whoever else needs the memory until the next step."""
         if not self._is_closed:

@@ -17,6 +17,8 @@ from penstock.offload._past import begin_watching, do_pending, end_watching
 _PART_BYTES = 8 * 2**20
 """Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
+_TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
+"""Modes of tracing and compiling, which come after all others."""
 _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
 """Clipping by a norm, which would fetch gradients and let them go again."""
 
@@ -80,6 +82,8 @@ class Watch(TorchDispatchMode):
         if pages.is_moving:
             return func(*args, **kwargs)
         if any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
+            if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
+                return func(*args, **kwargs)  # of a compilation, whose own mode comes next
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
         touched = touches(func, args, kwargs, pages.find)
         do_pending(touched.pages)
