@@ -11,11 +11,12 @@ import torch
 from benchmarks import pictures
 from report_things import EVIL, MIB, Account, Page, advice, peak_report, planned, problem, write_run
 
-from penstock import fleet, offload, remat, report, tiers, unified
+from penstock import fleet, offload, probe, remat, report, tiers, unified
 from penstock.errors import PenstockError
 from penstock.offload import OffloadStatistics
 from penstock.report import _of_offload, _of_tiers, _page
 from penstock.report._part import Part
+from penstock.testing import GPT
 from penstock.tiers import Event, TierStatistics
 from penstock.units import format_bytes
 
@@ -103,6 +104,32 @@ def test_an_offloader_that_has_not_run(tmp_path, disk):
     assert page.says("No step has ended yet")
     assert page.svgs == []
     with_less.close()
+
+
+def test_training(tmp_path, disk):
+    model = GPT(num_layers=4, width=128, num_heads=4, context=64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    training = offload.training(model, optimizer, probe.held_bytes("cpu") + 4 * MIB, disk=disk)
+    page = page_of(tmp_path, training)
+    assert "No step has ended yet." in page.text
+    for _ in range(6):
+        with training:
+            model(*torch.randint(256, (2, 2, 64))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    timeline = training.timeline()
+    held = [one.others_bytes + sum(one.held_bytes.values()) for one in timeline]
+    page = page_of(tmp_path, training)
+    report.save(tmp_path / "saved", training)
+    last = training.statistics()
+    training.close(discard=True)
+    assert max(held) <= training.budget_bytes
+    assert {kind for one in timeline for kind, size in one.held_bytes.items() if size} == set(last.step_fetched)
+    assert_stands_alone(page)
+    for said in ("On the device in the course of a step.", "and optimizer state", "budget", "in, bytes per parameter"):
+        assert said in page.text
+    assert format_bytes(last.step_fetched_bytes) in page.text
+    assert "On the device in the course" in page_of(tmp_path, tmp_path / "saved").text
 
 
 def test_planned(tmp_path):

@@ -27,6 +27,8 @@ class Order:
     """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
     num_measured: int = 0
     """Times that this was done; the second time small states are there that the first time has made."""
+    was_recorded: bool = False
+    """Whether it is known what its pages took in the course of a step that followed it."""
     _begun_until: list[int] = field(default_factory=list)
     then: "Order | None" = None
     """The kind of step that came after it the last time."""

@@ -57,6 +57,18 @@ class OffloadStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What a `Training` had on the device at one moment of a step."""
+
+    at_s: float
+    """Seconds since the step began."""
+    held_bytes: Mapping[str, int]
+    """Bytes of parameters, gradients, optimizer state and activations."""
+    others_bytes: int
+    """What else was there before the first step, the same at all times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatistics:
     """What a `Training` did since it was made."""
 

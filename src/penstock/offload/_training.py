@@ -22,13 +22,13 @@ from penstock.offload._operators import storage_id
 from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_all_pending, do_pending
-from penstock.offload._statistics import TrainingStatistics
+from penstock.offload._statistics import Held, TrainingStatistics
 from penstock.offload._taken import Taken
 from penstock.offload._updates import Updates
 from penstock.offload._watch import Watch
 from penstock.probe import can_record, held_bytes
 from penstock.stepping import refuse_whole_optimizers, state_share
-from penstock.tiers import Budget, DiskSpec, Size, waterfall_for
+from penstock.tiers import Budget, DiskSpec, Event, Size, waterfall_for
 from penstock.units import format_bytes
 
 Update = Literal["device", "host", "auto"]
@@ -319,6 +319,26 @@ class Training:
         if not self._is_closed:
             self._refuse_unusable()
             self._pages.flush()
+
+    def timeline(self) -> tuple[Held, ...]:
+        """What was on the device in the course of a step, as a report draws it; empty before one has been recorded.
+
+        That is the third step of each kind, the first that follows what was measured; the last such one counts.
+        """
+        others_bytes = self._pages.others_bytes
+        return tuple(
+            Held(at_s=at_s, held_bytes={kind.value: size for kind, size in held.items()}, others_bytes=others_bytes)
+            for at_s, held in self._pages.timeline
+        )
+
+    def trace(self) -> tuple[Event, ...]:
+        """Copies and waits, the last ones, for `penstock.tiers.write_trace` and reports."""
+        return self._waterfall.events.since()
+
+    @property
+    def budget_bytes(self) -> int:
+        """The true peak that a step may have."""
+        return self._pages.budget_bytes
 
     def statistics(self) -> TrainingStatistics:
         """What it did so far."""

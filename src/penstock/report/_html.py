@@ -13,10 +13,10 @@ from penstock.units import parse_bytes
 def write_html(path: str | Path, *things: Any, title: str | None = None, rated_bytes: Size | None = None) -> list[Path]:
     """Writes what ``things`` did as one HTML file, and returns it with the traces beside it (``*.trace.json``).
 
-    ``things`` are, in any mix and number: an ``offload.Offloader``; a ``remat.OptimizedStep`` or ``remat.Planned``; a
-    fleet's ``Results`` or its ``run_dir``; ``unified.TieredFeatures``; a ``tiers.Budget``; what ``penstock.advise``
-    returned; a ``probe.PeakReport``; or the folder of `save` or of ``penstock plan --out``. A ``PeakReport`` taken
-    while an ``Offloader`` in the same call worked shows what moved meanwhile.
+    ``things`` are, in any mix and number: an ``offload.Offloader`` or ``offload.Training``; a ``remat.OptimizedStep``
+    or ``remat.Planned``; a fleet's ``Results`` or its ``run_dir``; ``unified.TieredFeatures``; a ``tiers.Budget``; what
+    ``penstock.advise`` returned; a ``probe.PeakReport``; or the folder of `save` or of ``penstock plan --out``. A
+    ``PeakReport`` taken while an ``Offloader`` in the same call worked shows what moved meanwhile.
 
     ``rated_bytes`` is what your SSD is rated to stand in writes (``"600TB"``, its data sheet's TBW), for its projected
     life. The file loads nothing, from the network or the disk, runs no script, and stays below some 2 MB for a run of

@@ -216,7 +216,7 @@ Chart = Curves | Bars
 class Section:
     """One thing on the page."""
 
-    kind: Literal["offload", "remat", "fleet", "unified", "budget", "advice", "memory"]
+    kind: Literal["offload", "training", "remat", "fleet", "unified", "budget", "advice", "memory"]
     """What it is of; files beside the page are named so."""
     title: Text
     """Of the section."""

@@ -36,7 +36,7 @@ def section_of(
     """From statistics and events alone."""
     wear = Wear(written_bytes=last.written_to_disk_bytes, duration_s=last.step_s, capacity_bytes=capacity_bytes(disks))
     is_planned = last.peak_bytes is None and budget_bytes is not None
-    charts = () if not events else (_lanes(events, last.step_s), _traffic(events))
+    charts = () if not events else (lanes(events, last.step_s), traffic_of(events))
     return Section(
         kind="offload",
         title="Offloaded activations",
@@ -85,19 +85,20 @@ def _text(last: OffloadStatistics, *, is_whole: bool) -> str:
     )
 
 
-def _lanes(events: Sequence[Event], step_s: float) -> Bars:
+def lanes(events: Sequence[Event], step_s: float) -> Bars:
+    """What was copied when in the last steps, and where the computation waited."""
     end_s = max(one.end_s for one in events)
     begin_s = min(one.start_s for one in events)
     if step_s:
         begin_s = max(begin_s, end_s - _NUM_STEPS_SHOWN * step_s)
     shown = [one for one in events if one.end_s > begin_s]
     kinds = {"park": 0, "fetch": 1, "stall": 2}
-    lanes: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+    rows: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for one in shown:
         name = "waits" if one.kind == "stall" else one.lane
         bar = (max(0.0, one.start_s - begin_s), one.end_s - begin_s, kinds.get(one.kind, 3))
-        lanes[name].append(bar)
-    order = sorted(lanes, key=lambda name: (name == "waits", name))
+        rows[name].append(bar)
+    order = sorted(rows, key=lambda name: (name == "waits", name))
     return Bars(
         title="Lanes and waits in the last steps.",
         reading="A bar is a copy under way, or the computation waiting for one. Waits below busy lanes mean that a "
@@ -109,12 +110,13 @@ def _lanes(events: Sequence[Event], step_s: float) -> Bars:
             Group(name="computation waits", colour="stall"),
             Group(name="other", colour="muted"),
         ),
-        rows=thin_bars([(name, lanes[name]) for name in order]),
+        rows=thin_bars([(name, rows[name]) for name in order]),
         end=end_s - begin_s,
     )
 
 
-def _traffic(events: Sequence[Event]) -> Curves:
+def traffic_of(events: Sequence[Event]) -> Curves:
+    """Bytes a second on every lane."""
     begin_s, end_s = min(one.start_s for one in events), max(one.end_s for one in events)
     lanes: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for one in events:

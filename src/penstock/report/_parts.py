@@ -6,12 +6,21 @@ from typing import Any
 
 from penstock import fleet, offload, probe, remat, tiers, unified
 from penstock.errors import PenstockError
-from penstock.report import _of_advice, _of_fleet, _of_offload, _of_remat, _of_tiers, _of_unified, _saved
+from penstock.report import (
+    _of_advice,
+    _of_fleet,
+    _of_offload,
+    _of_remat,
+    _of_tiers,
+    _of_training,
+    _of_unified,
+    _saved,
+)
 from penstock.report._part import Part
 
 _KINDS = (
-    "an Offloader, an OptimizedStep or Planned, a fleet's Results or run_dir, TieredFeatures, a Budget, an Advice, a "
-    "PeakReport, or a folder that report.save wrote"
+    "an Offloader, a Training, an OptimizedStep or Planned, a fleet's Results or run_dir, TieredFeatures, a Budget, an "
+    "Advice, a PeakReport, or a folder that report.save wrote"
 )
 
 
@@ -60,6 +69,8 @@ def _part_of(thing: Any) -> Part:  # any: told by its type, or its shape
         return _of_offload.part_of_offloader(thing)
     if isinstance(thing, offload.OffloadedModule):
         return _of_offload.part_of_offloader(thing.offloader)
+    if isinstance(thing, offload.Training):
+        return _of_training.part_of_training(thing)
     if isinstance(thing, remat.Planned):
         return _of_remat.part_of_planned(thing)
     if isinstance(thing, fleet.Results):
