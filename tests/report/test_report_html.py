@@ -129,7 +129,7 @@ def test_training(tmp_path, disk):
     for said in ("On the device in the course of a step.", "and optimizer state", "budget", "in, bytes per parameter"):
         assert said in page.text
     assert format_bytes(last.step_fetched_bytes) in page.text
-    assert "On the device in the course" in page_of(tmp_path, tmp_path / "saved").text
+    assert "On the device in the course of a step." in page_of(tmp_path, tmp_path / "saved").text
 
 
 def test_planned(tmp_path):
