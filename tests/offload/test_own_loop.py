@@ -421,7 +421,6 @@ def test_torch_save_finds_what_is_elsewhere(make_training, tmp_path, how):
                 peak = probe.peak_bytes(lambda: torch.save((model.state_dict(), optimizer.state_dict()), saved))
             if how == "in parts":
                 assert peak.peak_bytes <= budget
-            assert "nbytes" not in torch.UntypedStorage.__dict__
         with ours:
             losses.append(simple_step(model, optimizer, tokens))
     assert losses == expected

@@ -185,7 +185,7 @@ def _copied(names: list[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     """In host memory, each with memory of its own: a page may be emptied while others are fetched."""
     with torch.no_grad():
         return {
-            name: torch.empty(one.shape, dtype=one.dtype).copy_(one.detach())
+            name: torch.empty(one.shape, dtype=one.dtype, device="cpu").copy_(one.detach())
             for name, one in ((name, tensors[name]) for name in names)
         }
 

@@ -139,7 +139,9 @@ def _place(
     if not tensor.is_meta:
         return tensor
     if id(tensor) not in placed:
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        is_expanded = any(size > 1 and not step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+        order = torch.empty(tensor.shape, device="meta").stride() if is_expanded else tensor.stride()
+        made = torch.empty_strided(tensor.size(), order, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)
@@ -161,13 +163,16 @@ def _initialise(
     lacking = [one for one, name in zip(tensors, known, strict=True) if name is None and one[1].is_meta]
     for module in dict.fromkeys(owner for _, _, owners in lacking for owner, _ in owners):
         fields = {field: tensor for _, tensor, owners in lacking for owner, field in owners if owner is module}
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.is_meta:
+        for tensor in _own_tensors(module):
+            if tensor.is_meta:
                 _place(tensor, owners_of[id(tensor)], device, placed)
         for tensor in fields.values():
             placed[id(tensor)].fill_(_mark(tensor.dtype))
+        kept = [(one, one.clone()) for one in _own_tensors(module) if not any(one is new for new in placed.values())]
         for initialise in _initialisers(model, module):
             initialise()
+            for one, before in kept:
+                one.copy_(before)  # it had its values
             fields = {field: one for field, one in fields.items() if _is_marked(placed[id(one)])}
             if not fields:
                 break
@@ -178,6 +183,10 @@ def _initialise(
                 "no reset_parameters that makes them. Make the model without torch.device('meta'), or its buffers at "
                 "least: with accelerate.init_empty_weights(): ..."
             )
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
 
 
 def _initialisers(model: nn.Module, module: nn.Module) -> Iterator[Callable[[], object]]:

@@ -1,5 +1,6 @@
 """Updates that the host computes in its own memory: the gradient goes there, the weight comes back, states stay."""
 
+import functools
 import math
 import queue
 import threading
@@ -29,6 +30,8 @@ class HostUpdates:
         self._thread: threading.Thread | None = None
         self._waiting: list[Update] = []
         """Those whose copies out are under way."""
+        self.failed = False
+        """Whether an update was begun and not ended."""
         self.num_updates = 0
         self.busy_s = 0.0
         """Seconds that the thread computed."""
@@ -45,8 +48,10 @@ class HostUpdates:
 
         Returns whether it does: all have to fit into host memory. ``otherwise`` is called where a copy fails later.
         """
-        if not _is_plain(state, pages) or not all(map(self._pages.may_leave, pages)):
+        if not _is_plain(state, pages, settings) or not all(map(self._pages.may_leave, pages)):
             return False
+        if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
+            return False  # some are on a disk, and nothing is to leave for nothing
         for page in pages:
             self._pages.let_leave(page)
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
@@ -70,18 +75,27 @@ class HostUpdates:
             return None
         parameter = min(trained, key=lambda one: (one.numel() < _FEWEST_TRIED, abs(one.numel() - _FEWEST_TRIED)))
         state = self._optimizer.state[parameter]
+        large = [one for one in state.values() if _is_large(one)]
+        if not _is_plain(state, [None, None, *large], self._optimizer.param_groups):
+            return False
         states = sum(one.nbytes for one in state.values() if _is_large(one)) / parameter.numel()
         own = parameter.element_size()
         on_device_s = max((3 * own + states) / back, (2 * own + states) / out)
-        on_host_s = max(2 * own / back, own / out, self._seconds_per_element(parameter, state))
+        try:
+            seconds = self._seconds_per_element(parameter, state)
+        except Exception:  # whatever an optimizer says that does not work here
+            return False
+        on_host_s = max(2 * own / back, own / out, seconds)
         return bool(on_host_s < on_device_s)
 
     def _seconds_per_element(self, parameter: torch.Tensor, state: State) -> float:
         """Of an update here, tried on numbers of no meaning."""
-        twin = nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype), requires_grad=False)
+        zeros = functools.partial(torch.zeros, device="cpu")  # whatever the default device is
+        twin = nn.Parameter(zeros(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
+        twin.__dict__.update(parameter.__dict__)
         twin.grad = torch.zeros_like(twin)
         tried = {
-            field: torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
+            field: zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
             for field, one in state.items()
         }
         groups = _groups_with(twin, parameter, self._optimizer.param_groups)
@@ -118,6 +132,7 @@ class HostUpdates:
         """Waits for what was handed over; the rest is not done any more. Another `begin` begins anew."""
         self._waiting.clear()
         self._pages.on_poll = None
+        self.failed = False
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
@@ -129,6 +144,7 @@ class HostUpdates:
             update.run(self._optimizer)
             self.busy_s += time.perf_counter() - start_s
             self.num_updates += 1
+            del update  # and its gradient with it
 
 
 class Update:
@@ -143,7 +159,9 @@ class Update:
         pages: list[Page],
         otherwise: Callable[[], None],
     ):
-        self._owner, self._parameter, self._state, self._settings = owner, parameter, state, settings
+        self._owner, self._parameter, self._settings = owner, parameter, settings
+        self._state, self._live = dict(state), state
+        """As it is now, with its tensors, whatever becomes of it meanwhile."""
         self.pages = pages
         self._otherwise = otherwise
         self._gradient = parameter.grad
@@ -154,6 +172,8 @@ class Update:
             (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
             for page, tensor in zip(pages, self._tensors(), strict=True)
         ]
+        self._numbers: State = {}
+        """Entries that are others afterwards."""
         self._done = threading.Event()
         self._error: BaseException | None = None
         for page in pages:
@@ -188,12 +208,15 @@ class Update:
             self._owner._pages.stall_s += time.perf_counter() - start_s
         for page in self.pages:
             page.pending = page.on_host = None
-        self._gradient = None
         if self._error is not None:
+            self._owner.failed = True
             raise self._error
-        if not is_there:
+        if is_there:
+            merge(self._live, self._state, self._numbers)
+        else:
             self.pages[1].scaling = self._scaling
             self._otherwise()
+        self._otherwise, self._gradient, self._state = _nothing, None, {}
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by the thread: works on host memory alone."""
@@ -209,7 +232,8 @@ class Update:
         weight, gradient, *values = [_view(*layout) for layout in self._layouts]
         if self._factor is not None:
             gradient.mul_(self._factor)
-        twin = nn.Parameter(weight, requires_grad=False)
+        twin = nn.Parameter(weight, requires_grad=self._parameter.requires_grad)
+        twin.__dict__.update(self._parameter.__dict__)  # what an optimizer may look at
         twin.grad = gradient
         large = iter(values)
         state = {field: next(large) if _is_large(value) else value for field, value in self._state.items()}
@@ -220,7 +244,7 @@ class Update:
             if value is mine:
                 continue
             if not _is_large(mine) and not _is_large(value):
-                self._state[field] = value
+                self._numbers[field] = value
             elif isinstance(mine, torch.Tensor) and mine.shape == value.shape:
                 mine.copy_(value)
             else:
@@ -246,8 +270,30 @@ def _is_large(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _is_plain(state: State, pages: Sequence[Page]) -> bool:
-    """Whether each tensor of state is a page, or a number in main memory; and there is one: a first update has none."""
+def _is_plain(state: State, pages: Sequence[Page | None], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether each tensor of state is a page, all else numbers in main memory. At first there is no state at all."""
     large = [one for one in state.values() if _is_large(one)]
-    small = [one for one in state.values() if isinstance(one, torch.Tensor) and not one.dim()]
-    return bool(state) and len(large) == len(pages) - 2 and all(one.device.type == "cpu" for one in small)
+    others = [one for one in state.values() if not _is_large(one)]
+    settings = [one for group in groups for key, one in group.items() if key != "params"]
+    is_known = bool(state) and len(large) == len(pages) - 2
+    return is_known and all(map(_is_number, others)) and all(map(_is_here, settings))
+
+
+def _is_number(one: object) -> bool:
+    """In main memory."""
+    return _is_here(one) and (one is None or isinstance(one, torch.Tensor | int | float | str))
+
+
+def _is_here(one: object) -> bool:
+    return not isinstance(one, torch.Tensor) or one.device.type == "cpu"
+
+
+def merge(live: State, before: State, after: State) -> None:
+    """Entries of a state that an update has made, unless somebody else has replaced them since."""
+    for field, value in after.items():
+        if field not in before or live.get(field) is before[field]:
+            live[field] = value
+
+
+def _nothing() -> None:
+    pass

@@ -26,6 +26,7 @@ from penstock.devices import Stream, backend_of
 from penstock.errors import BudgetError, TierReadError
 from penstock.offload._order import Follower, Order
 from penstock.offload._page import Kind, Page
+from penstock.offload._timeline import Timeline
 from penstock.tiers import HandleState, Waterfall
 from penstock.units import format_bytes
 
@@ -38,8 +39,6 @@ _STUCK_NEEDS = 256
 _DYING_NEEDS = 16
 """For so many operators one stays that no operator asks for again: most are gone by then, with nothing to copy."""
 _MAX_OLD_ENTRIES = 4096
-_MOST_SAMPLES = 300
-"""Of what pages take, in the step that is recorded."""
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
 
@@ -54,8 +53,8 @@ class Pages:
         self.budget_bytes = budget_bytes
         self.lock = threading.RLock()
         self.is_in_step = False
-        self.is_moving = False
-        """Whether operators are those of copies, which nobody is to look at."""
+        self._mover: int | None = None
+        """The thread whose operators are those of copies."""
         self.fetched_bytes, self.parked_bytes = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
         """By what the pages are."""
         self.stall_s = 0.0
@@ -64,10 +63,7 @@ class Pages:
         """Where a step is measured: called before and after pages come and go for an operator."""
         self.on_poll: Callable[[], None] | None = None
         """Called with every operator where somebody waits for copies out."""
-        self.timeline: tuple[tuple[float, dict[Kind, int]], ...] = ()
-        """Of the last step that was recorded: seconds since it began, and what pages of each kind took then."""
-        self._recording: list[tuple[float, dict[Kind, int]]] | None = None
-        self._start_s, self._every = 0.0, 1
+        self.timeline = Timeline()
         self.pinned: set[Page] = set()
         """Pages that stay, whatever the budget says."""
         self._pages: dict[int, Page] = {}
@@ -166,19 +162,13 @@ class Pages:
         self._follower.begin()
         self._growth, self._ahead, self._num_begun = 1.0, 0, 0
         known = self._follower.known
-        is_new = known is not None and known.num_measured >= _NUM_MEASURED and not known.was_recorded
-        self._recording, self._start_s = [] if is_new else None, time.perf_counter()
-        if known is not None:
-            self._every = 1 + len(known.needs) // _MOST_SAMPLES
-            known.was_recorded |= is_new
+        self.timeline.begin(known, is_measured=known is not None and known.num_measured >= _NUM_MEASURED)
         self._rank_all()
 
     def end_step(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
         """A step has ended; with what all else took from operator to operator, where that was measured."""
         self.is_in_step = False
-        if self._recording and is_whole:
-            self.timeline = tuple(self._recording)
-        self._recording = None
+        self.timeline.end(is_whole=is_whole)
         self.sweep()
         order = self._follower.end(list(others_bytes)) if is_whole else None
         self._follower.known = None
@@ -191,6 +181,11 @@ class Pages:
         """Whether nobody knows what all else takes in the next step."""
         expected = self._follower.expected
         return expected is None or expected.num_measured < _NUM_MEASURED
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether operators of this thread are those of copies, which nobody is to look at."""
+        return self._mover == threading.get_ident()
 
     def need(self, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool = False) -> None:
         """Brings ``pages`` to the device and keeps them there for the operator that comes now.
@@ -228,17 +223,10 @@ class Pages:
                 self._rank(page, at + 1)
             if self._follower.known is not None:
                 self._look_ahead(stays, at)
-            if self._recording is not None and self._count % self._every == 0:
-                self._record(self._recording)
+            self.timeline.sample(self._pages.values())
             if self.after_need is not None:
                 self.sweep()
                 self.after_need()
-
-    def _record(self, recording: list[tuple[float, dict[Kind, int]]]) -> None:
-        held = dict.fromkeys(Kind, 0)
-        for page in self._pages.values():
-            held[page.kind] += page.held_bytes()
-        recording.append((time.perf_counter() - self._start_s, held))
 
     def ask_for_address(self, page: Page) -> None:
         """Somebody is about to read and write it past the dispatcher, for a while."""
@@ -354,11 +342,11 @@ class Pages:
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
         with self.lock:
-            before, self.is_moving = self.is_moving, True
+            before, self._mover = self._mover, threading.get_ident()
             try:
                 yield
             finally:
-                self.is_moving = before
+                self._mover = before
 
     # Which pages go first
 

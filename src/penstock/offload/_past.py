@@ -8,7 +8,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,8 +74,9 @@ def do_pending(pages: Iterable[Page]) -> None:
     watching = next(iter(_watching), None)
     if not waiting or watching is None:
         return
-    with watching.entered():
-        for page in waiting:
+    own = watching.pages
+    with watching.entered(), contextlib.nullcontext() if own is None else own.lock:
+        for page in waiting:  # another thread may have done it meanwhile
             if page.pending is not None:
                 page.pending()
             if page.scaling is not None:
@@ -104,6 +105,8 @@ def _replace_all() -> None:
     for kind in (torch.Tensor, nn.Parameter):
         _replace_method(kind, _PICKLING, _refuse_pickling)
     save = torch.serialization._save
+    nbytes = torch.UntypedStorage.nbytes
+    _put(torch.UntypedStorage, "nbytes", lambda self: _nbytes(nbytes, self))
     _put(torch.serialization, "_save", functools.wraps(save)(functools.partial(_save, save)))
     run = CompiledFxGraph.__call__
 
@@ -174,45 +177,54 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
         save(what, file, *rest, **options)
         return
     do_all_pending(pages)
-    _saving.writer = _Writer(file)
+    _saving.writer = writer = _Writer(file, pages)
     try:
-        with watching.entered(), _fetched_to_be_written(pages):
-            save(what, _saving.writer, *rest, **options)
+        with watching.entered():
+            save(what, writer, *rest, **options)
     finally:
+        writer.let_go()
         del _saving.writer
 
 
 class _Writer:
-    """PyTorch's writer of an archive, which notes that pickling is over."""
+    """PyTorch's writer of an archive, which knows when pickling is over, and which page is being written."""
 
-    def __init__(self, file: Any):
-        self._file = file
-        self.is_writing = False
+    def __init__(self, file: Any, pages: Pages):
+        self._file, self._pages = file, pages
+        self._is_writing = False
+        self._pinned: Page | None = None
+
+    def size_bytes(self, identity: int) -> int | None:
+        """Of a storage that is a page. It is asked for before it is written, so it is there then, and stays."""
+        page = self._pages.find(identity)
+        if page is None or self._pages.is_moving:
+            return None
+        if self._is_writing:
+            self.let_go()
+            with self._pages.lock:
+                self._pages.need([page], [])
+                if page not in self._pages.pinned:
+                    self._pages.pinned.add(page)
+                    self._pinned = page
+        return page.size_bytes
+
+    def let_go(self) -> None:
+        """The page that was written last may leave."""
+        with self._pages.lock:
+            if self._pinned is not None:
+                self._pages.pinned.discard(self._pinned)
+                self._pinned = None
 
     def write_record(self, *arguments: Any) -> None:
-        self.is_writing = True
+        self._is_writing = True
         self._file.write_record(*arguments)
+        self.let_go()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
 
-@contextlib.contextmanager
-def _fetched_to_be_written(pages: Pages) -> Iterator[None]:
-    """Inside, asking for a storage's size, which comes before it is written, brings its page to the device."""
-    own = torch.UntypedStorage.nbytes
-
-    def nbytes(self: torch.UntypedStorage) -> int:
-        writer: _Writer | None = getattr(_saving, "writer", None)  # of this thread
-        page = pages.find(self._cdata)
-        if writer is None or page is None or pages.is_moving:
-            return own(self)
-        if writer.is_writing:
-            pages.need([page], [])
-        return page.size_bytes
-
-    torch.UntypedStorage.nbytes = nbytes  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        del torch.UntypedStorage.nbytes  # it was inherited
+def _nbytes(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedStorage) -> int:
+    writer: _Writer | None = getattr(_saving, "writer", None)  # of this thread
+    size_bytes = None if writer is None else writer.size_bytes(storage._cdata)
+    return own(storage) if size_bytes is None else size_bytes

@@ -1,6 +1,7 @@
 """A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.devices import backend_of, used_device
-from penstock.errors import BudgetError, ForkedProcessError
+from penstock.errors import BudgetError, ForkedProcessError, PenstockError
 from penstock.offload import _checkpoint
 from penstock.offload._account import account_of
 from penstock.offload._meter import Meter
@@ -132,7 +133,8 @@ class Training:
         update: Update,
     ):
         assert account.device_bytes is not None
-        self._device = device
+        self._device, self._updates_in_backward = device, update_in_backward
+        self._wants_host = update == "host"
         self._waterfall = waterfall_for(device, account)
         self._pages = Pages(self._waterfall, account.device_bytes, device)
         self._num_steps = 0
@@ -187,7 +189,13 @@ class Training:
             raise ValueError("a training is entered in the thread that made it, which alone looks at operators")
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
+        if self._updates.is_broken:
+            raise PenstockError(
+                "the update of a parameter was interrupted half way; go on from the last checkpoint: "
+                "training.load('checkpoints/step-100')"
+            )
         self._is_entered = True
+        self._refuse_parallel()
         self._taken.parameters()  # some may be new, or have other storages now
         self._pages.begin_step()
         if self._pages.wants_measure and can_record(self._device):
@@ -328,7 +336,7 @@ class Training:
         others_bytes = self._pages.others_bytes
         return tuple(
             Held(at_s=at_s, held_bytes={kind.value: size for kind, size in held.items()}, others_bytes=others_bytes)
-            for at_s, held in self._pages.timeline
+            for at_s, held in self._pages.timeline.samples
         )
 
     def trace(self) -> tuple[Event, ...]:
@@ -398,6 +406,18 @@ class Training:
         if self._is_entered:
             raise ValueError(f"a training is {what} between two steps, outside of `with training:`")
 
+    def _refuse_parallel(self) -> None:
+        """Raise ``ValueError`` where DDP would sum a gradient that an update in backward has used up."""
+        if not self._updates_in_backward or self._num_steps > 1 or not torch.distributed.is_initialized():
+            return
+        own = {id(one) for one in self.model.parameters()}
+        for one in gc.get_objects():
+            if type(one).__name__ == "DistributedDataParallel" and own & {id(each) for each in one.parameters()}:
+                raise ValueError(
+                    "update_in_backward=True updates each parameter before DistributedDataParallel has summed its "
+                    "gradient over the ranks; leave it out"
+                )
+
     def _refuse_unusable(self) -> None:
         if self._is_closed:
             raise ValueError(f"this training is closed; make another: {_CALL}")
@@ -429,6 +449,11 @@ class Training:
                 if not isinstance(optimizer, torch.optim.Optimizer):
                     raise TypeError(f"`optimizer` returned {type(optimizer).__name__}, not a torch optimizer: {_CALL}")
             refuse_whole_optimizers(optimizer, _CALL)
+            if self._wants_host and any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups):
+                raise ValueError(
+                    "fused and capturable optimizers keep numbers on the device, with which the host cannot update: "
+                    f"make it without them, as AdamW(parameters, lr=1e-4), or leave out update=: {_CALL}"
+                )
         finally:
             self._pages.end_step((), is_whole=False)
         return model, optimizer

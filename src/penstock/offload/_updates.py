@@ -6,11 +6,58 @@ from typing import Any
 
 import torch
 
-from penstock.offload._on_host import HostUpdates
+from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import storage_id
+from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.offload._taken import Taken
 from penstock.stepping import State, step_part
+
+
+class _Deferred:
+    """An update that is due, and is done when somebody wants what it is of. It does not refer to itself: no cycle keeps
+    its gradient.
+    """
+
+    def __init__(
+        self,
+        owner: "Updates",
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: State,
+        settings: list[dict[str, Any]],
+        pages: list[Page],
+    ):
+        self._owner, self._parameter, self._gradient, self._pages = owner, parameter, gradient, pages
+        self._data, self._settings = parameter.data, settings
+        self._live, self._state = state, dict(state)
+
+    def __call__(self) -> None:
+        parameter = self._parameter
+        for page in self._pages:
+            page.pending = None
+        calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
+        with calm[0], calm[1], calm[2]:
+            before = parameter.grad, parameter.data
+            is_other = storage_id(parameter) != self._pages[0].identity
+            if is_other:  # somebody put other numbers in its place meanwhile
+                parameter.grad, parameter.data = None, self._data
+            parameter.grad = self._gradient
+            versions = _versions(parameter, self._state)
+            try:
+                self._owner.update(parameter, self._live, self._state, self._settings)
+            except BaseException:
+                if _versions(parameter, self._state) == versions:  # nothing has happened yet
+                    for page in self._pages:
+                        page.pending = self
+                else:
+                    self._owner.note_broken()
+                raise
+            finally:
+                parameter.grad = None
+                if is_other:
+                    parameter.data = before[1]
+                parameter.grad = before[0]
 
 
 class Updates:
@@ -31,6 +78,7 @@ class Updates:
         self._is_undecided = is_measured
         """Whether it is still to be measured who is faster."""
         self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._is_broken = False
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
 
@@ -79,7 +127,7 @@ class Updates:
                 if parameter.grad is None:
                     continue
                 if is_scaled or not self._defer(parameter, settings):
-                    self._update(parameter)
+                    self._update_now(parameter)
         self._updated.clear()
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
@@ -92,34 +140,15 @@ class Updates:
         """
         gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
         own = None if gradient is None else self._pages.find(storage_id(gradient))
-        if page is None or own is None:  # nobody would notice who works on it
+        if gradient is None or page is None or own is None:  # nobody would notice who works on it
             return False
         state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
         of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
         pages = [page, own, *(one for one in of_state if one is not None)]
         if any(one.pending is not None for one in pages):  # several parameters share memory
             return False
-        data = parameter.data
+        update = _Deferred(self, parameter, gradient, state, settings, pages)
         torch.autograd.graph.increment_version(parameter)
-
-        def update() -> None:
-            for one in pages:
-                one.pending = None
-            calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
-            with calm[0], calm[1], calm[2]:
-                before = parameter.grad, parameter.data
-                is_other = storage_id(parameter) != page.identity
-                if is_other:  # somebody put other numbers in its place meanwhile
-                    parameter.grad, parameter.data = None, data
-                parameter.grad = gradient
-                try:
-                    self._update(parameter, state, settings)
-                finally:
-                    parameter.grad = None
-                    if is_other:
-                        parameter.data = before[1]
-                    parameter.grad = before[0]
-
         if (
             self._host is not None
             and not self._is_undecided
@@ -133,20 +162,22 @@ class Updates:
             one.pending = update
         return True
 
-    def _update(
-        self, parameter: torch.Tensor, state: State | None = None, settings: list[dict[str, Any]] | None = None
+    def update(
+        self, parameter: torch.Tensor, live: State, now: State, settings: list[dict[str, Any]] | None = None
     ) -> None:
-        known = self._optimizer.state.get(parameter)
-        state = known if state is None else state
-        states = {parameter: {} if state is None else state}
-        (after,) = step_part(self._optimizer, [parameter], states, groups=settings, runs_hooks=False).values()
-        if known is not state:
+        """``live``: the optimizer's entry; ``now``: what was in it when the step was due."""
+        before = dict(now)
+        (after,) = step_part(self._optimizer, [parameter], {parameter: now}, groups=settings, runs_hooks=False).values()
+        if self._optimizer.state.get(parameter) is not live:
             return  # it has another one by now
-        if after:
-            self._optimizer.state[parameter] = after
-            self._taken.state(parameter, after)
-        elif known is not None and not known:
+        merge(live, before, after)
+        self._taken.state(parameter, live)
+        if not live:
             del self._optimizer.state[parameter]
+
+    def _update_now(self, parameter: torch.Tensor) -> None:
+        state = self._optimizer.state[parameter]
+        self.update(parameter, state, dict(state))
 
     def in_backward(self, parameter: torch.Tensor) -> None:
         """Its gradient is complete, as the user has promised, and nobody looks at it."""
@@ -163,8 +194,17 @@ class Updates:
             self._taken.gradient(parameter)
         if self._host is None or not self._defer(parameter, self._settings(), to_host_alone=True):
             with torch.no_grad():
-                self._update(parameter)
+                self._update_now(parameter)
         parameter.grad = None
+
+    def note_broken(self) -> None:
+        """An update was begun and not ended."""
+        self._is_broken = True
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether an update was begun and not ended, so that the numbers are those of no step."""
+        return self._is_broken or (self._host is not None and self._host.failed)
 
     @property
     def num_on_host(self) -> int | None:
@@ -177,9 +217,16 @@ class Updates:
             self._host.close()
         for page in self._pages:
             page.pending = page.scaling = page.on_host = None
+        self._is_broken = False
 
     def _settings(self) -> list[dict[str, Any]]:
         return [_settings(group) for group in self._optimizer.param_groups]
+
+
+def _versions(parameter: torch.Tensor, state: State) -> list[Any]:  # any: numbers
+    """What is another after anything of an update was done."""
+    tensors = [parameter, *(one for one in state.values() if isinstance(one, torch.Tensor))]
+    return [*(one._version for one in tensors), *(one for one in state.values() if isinstance(one, int | float))]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

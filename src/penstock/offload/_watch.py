@@ -1,6 +1,7 @@
 """Seeing whatever is about to read or write a page: operators and compiled graphs."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ class Watch(TorchDispatchMode):
 
     def _scale_later(self, pages: Pages, tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
         """Leaves gradients to be scaled when they are fetched for the update; returns what is none."""
-        rest = []
+        rest, shared = [], _Factor(factor)
         for tensor in tensors:
             page = pages.find(storage_id(tensor))
             if (
@@ -112,7 +113,7 @@ class Watch(TorchDispatchMode):
             ):
                 rest.append(tensor)
             else:
-                page.scaling = _Scaling(pages, page, tensor, factor)
+                page.scaling = _Scaling(pages, page, tensor, shared)
         return rest
 
     @contextlib.contextmanager
@@ -172,10 +173,22 @@ class Watch(TorchDispatchMode):
                     pages.begin(storage, Kind.OTHER, maker)
 
 
+class _Factor:
+    """A number, or a tensor with one, that many gradients are multiplied by."""
+
+    def __init__(self, value: Any):  # any: see above
+        self.value = value
+
+    @functools.cached_property
+    def on_host(self) -> Any:
+        """In main memory."""
+        return self.value.cpu() if isinstance(self.value, torch.Tensor) else self.value
+
+
 class _Scaling:
     """Scales the tensor that a page is of, which it does not keep alive."""
 
-    def __init__(self, pages: Pages, page: Page, tensor: torch.Tensor, factor: Any):  # any: a number, or a tensor
+    def __init__(self, pages: Pages, page: Page, tensor: torch.Tensor, factor: _Factor):
         self._pages, self._page, self._factor = pages, page, factor
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
 
@@ -186,7 +199,7 @@ class _Scaling:
         if storage is not None:
             with torch.no_grad():
                 tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
-                tensor.set_(storage, 0, self._size, self._stride).mul_(self._factor)  # type: ignore[call-overload]
+                tensor.set_(storage, 0, self._size, self._stride).mul_(self._factor.value)  # type: ignore[call-overload]
 
     def factor_on_host(self) -> Any:
-        return self._factor.cpu() if isinstance(self._factor, torch.Tensor) else self._factor
+        return self._factor.on_host

@@ -191,9 +191,10 @@ class _Slab:
     """One mapping of host memory."""
 
     def __init__(self, size_bytes: int, pinned: bool):
-        memory = pinned_memory(size_bytes) if pinned else None
-        self.is_pinned = memory is not None
-        self._memory = map_memory(size_bytes) if memory is None else memory
+        with torch.inference_mode(False):  # or nobody could write to it outside of inference
+            memory = pinned_memory(size_bytes) if pinned else None
+            self.is_pinned = memory is not None
+            self._memory = map_memory(size_bytes) if memory is None else memory
         self.view = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         self.allocator = ExtentAllocator(alignment_bytes=_ALIGNMENT_BYTES)
         self.allocator.grow(size_bytes)
