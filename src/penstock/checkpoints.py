@@ -9,10 +9,12 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -23,6 +25,7 @@ __all__ = ["DAMAGE", "check_whole", "decode", "drafted", "encode", "synchronize"
 
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 2**20
+_BEFORE = "Delete that folder to begin from the one before, or use another run_dir"
 DAMAGE = (
     OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError, StopIteration,
     SafetensorError, CheckpointError,
@@ -57,28 +60,27 @@ def drafted(target: Path) -> Iterator[Path]:
         raise
 
 
-def check_whole(path: Path) -> None:
+def check_whole(path: Path, hint: str = _BEFORE) -> None:
     """Compare the checksums of all files of a folder. Raises ``CheckpointError``; older ones have none."""
     try:
         if not (path / _CHECKSUMS).exists():
             return
         noted = read_json(path / _CHECKSUMS)
         found = {one.name: one for one in path.iterdir() if one.name != _CHECKSUMS}
-        if not isinstance(noted, dict) or noted.keys() != found.keys():
-            raise ValueError("its files are not those that were written")
-        for name, one in found.items():
-            if _checksum(one) != noted[name]:
+        if not isinstance(noted, dict) or not noted.keys() <= found.keys():
+            raise ValueError("some of the files that were written are not there")
+        for name, checksum in noted.items():
+            if _checksum(found[name]) != checksum:
                 raise ValueError(f"{name} is not what was written")
     except DAMAGE as error:
-        raise unusable(path, error) from error
+        raise unusable(path, error, hint) from error
 
 
-def unusable(path: Path, error: BaseException) -> CheckpointError:
+def unusable(path: Path, error: BaseException, hint: str = _BEFORE) -> CheckpointError:
     """What to raise for a folder that cannot be used."""
-    return CheckpointError(
-        f"the checkpoint {path} cannot be used: {error}. Delete that folder to begin from the one before, or use "
-        "another run_dir"
-    )
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"the checkpoint {path} cannot be used: {error}. {hint}")
 
 
 def synchronize(path: Path) -> None:
@@ -90,32 +92,47 @@ def synchronize(path: Path) -> None:
         os.close(handle)
 
 
-def encode(value: Any) -> Any:  # any: what optimizers and schedulers keep, and JSON
-    """As JSON can hold it. Raises ``TypeError`` naming what cannot be held."""
+def encode(
+    value: Any, store: Callable[[torch.Tensor], str | None] | None = None
+) -> Any:  # any: what optimizers and schedulers keep, and JSON
+    """As JSON can hold it. Raises ``TypeError`` naming what cannot be held.
+
+    ``store`` may keep a tensor elsewhere, and returns the name by which `decode` asks for it; ``None``: it does not.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic):
+        return encode(value.item(), store)
     if isinstance(value, torch.Tensor):
+        name = None if store is None else store(value)
+        if name is not None:
+            return {"": "stored", "name": name}
         return {"": "tensor", "dtype": str(value.dtype), "shape": list(value.shape), "values": value.flatten().tolist()}
     if isinstance(value, tuple | list):
-        return {"": type(value).__name__, "items": [encode(one) for one in value]}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {"": kind, "items": [encode(one, store) for one in value]}
     if hasattr(value, "items"):
-        return {"": "dict", "items": [[encode(key), encode(one)] for key, one in value.items()]}
+        kind = "Counter" if isinstance(value, Counter) else "dict"
+        return {"": kind, "items": [[encode(key, store), encode(one, store)] for key, one in value.items()]}
     raise TypeError(f"a checkpoint cannot hold a {type(value).__name__}: {value!r}")
 
 
-def decode(value: Any) -> Any:  # any: as above
-    """What `encode` was given."""
+def decode(value: Any, stored: Mapping[str, torch.Tensor] | None = None) -> Any:  # any: as above
+    """What `encode` was given; ``stored``: the tensors that were kept elsewhere."""
     if not isinstance(value, dict):
         return value
     kind = value[""]
+    if kind == "stored":
+        return (stored or {})[value["name"]]
     if kind == "tensor":
         dtype = getattr(torch, value["dtype"].removeprefix("torch."))
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{value['dtype']!r} is no dtype")
         return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
-    if kind == "dict":
-        return {decode(key): decode(one) for key, one in value["items"]}
-    items = [decode(one) for one in value["items"]]
+    if kind in ("dict", "Counter"):
+        found = {decode(key, stored): decode(one, stored) for key, one in value["items"]}
+        return Counter(found) if kind == "Counter" else found
+    items = [decode(one, stored) for one in value["items"]]
     return tuple(items) if kind == "tuple" else items
 
 

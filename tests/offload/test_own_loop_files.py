@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock import probe
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, PenstockError
 from penstock.offload import load, training
 from penstock.testing import GPT
 
@@ -149,7 +149,9 @@ def test_an_older_checkpoint_is_whole_where_the_new_one_cannot_be_written(tmp_pa
     assert step(own, 1) == expected[1]
 
 
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing", "other model", "no folder", "more groups"])
+@pytest.mark.parametrize(
+    "how", ["flipped", "cut", "missing", "other model", "no folder", "more groups", "other groups", "other optimizer"]
+)
 def test_damage_is_told_before_anything_changes(tmp_path, how):
     own = make(tmp_path)
     step(own, 0)
@@ -171,10 +173,15 @@ def test_damage_is_told_before_anything_changes(tmp_path, how):
             training(lambda: nn.Linear(300, 300), lambda some: torch.optim.AdamW(some, lr=1e-2), "1GiB", disk=tmp_path)
         )
         own = OPEN[-1]
+    elif how == "other optimizer":
+        own.close(discard=True)
+        own = make(tmp_path, optimizer=torch.optim.Adagrad)
+    elif how == "other groups":
+        own.optimizer.add_param_group({"params": [own.optimizer.param_groups[0]["params"].pop()]})
     else:
         own.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     before = {name: one.detach().clone() for name, one in own.model.named_parameters()}
-    with pytest.raises(CheckpointError, match="cannot be used"):
+    with pytest.raises(CheckpointError, match="no checkpoint" if how == "no folder" else "cannot be used"):
         own.load(tmp_path / "saved")
     assert all(torch.equal(one, before[name]) for name, one in own.model.named_parameters())
 
@@ -383,3 +390,100 @@ def in_a_child(use):
     assert status == 0
     with os.fdopen(receives) as file:
         return file.read()
+
+
+def test_whatever_is_beside_a_checkpoint_stays(tmp_path):
+    own = make(tmp_path)
+    step(own, 0)
+    own.save(tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text("{}")
+    own.load(tmp_path / "saved")
+    own.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").read_text() == "{}"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("text")
+    with pytest.raises(CheckpointError, match="no checkpoint of a training"):
+        own.save(tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+    (tmp_path / "latest").symlink_to(tmp_path / "saved")
+    for _ in range(2):
+        own.save(tmp_path / "latest")
+    assert (tmp_path / "latest").is_symlink()
+    own.load(tmp_path / "latest")
+
+
+def test_extra_has_what_schedulers_and_averages_have(tmp_path):
+    own = make(tmp_path)
+    average = torch.randn(200, 200)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(own.optimizer, [2, 4])
+    own.save(tmp_path / "saved", extra={"average": average, "scheduler": scheduler.state_dict(), "size": average.shape})
+    assert (tmp_path / "saved" / "training.json").stat().st_size < 20_000
+    extra = own.load(tmp_path / "saved")
+    assert torch.equal(extra["average"], average)
+    assert extra["size"] == (200, 200)
+    scheduler.load_state_dict(extra["scheduler"])
+    scheduler.milestones.elements()
+
+
+def test_weights_take_the_place_of_older_ones(tmp_path):
+    own = make(tmp_path)
+    names = [name for name, _ in own.model.named_parameters()]
+    own.save_weights(tmp_path / "weights", names=names[:1])
+    assert [one.name for one in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+    own.save_weights(tmp_path / "weights")
+    assert "model.safetensors" not in [one.name for one in (tmp_path / "weights").iterdir()]
+    own.save_weights(tmp_path / "weights", names=names[:1])
+    assert [one.name for one in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+
+
+def test_two_threads_save_beside_a_step(tmp_path):
+    own = make(tmp_path)
+    step(own, 0)
+    expected = {name: one.detach().clone() for name, one in own.model.named_parameters()}
+    states = own.model.state_dict()
+
+    def save(number):
+        torch.save({"other": torch.ones(5)}, tmp_path / f"other-{number}.pt")
+        torch.save(states, tmp_path / f"{number}.pt")
+
+    with ThreadPoolExecutor(2) as pool:
+        saving = [pool.submit(save, number) for number in range(6)]
+        with own:
+            for number in range(4):
+                own.model(*batch(number)).backward()
+            own.optimizer.zero_grad()
+        for one in saving:
+            one.result()
+    for number in range(6):
+        stored = torch.load(tmp_path / f"{number}.pt")
+        assert all(torch.equal(stored[name], one) for name, one in expected.items())
+
+
+def test_an_update_that_is_interrupted_is_done_again_or_told(tmp_path):
+    class Failing(torch.optim.SGD):
+        fails_before = fails_after = False
+
+        def step(self, closure=None):
+            if self.fails_before:
+                raise MemoryError
+            super().step(closure)
+            if self.fails_after:
+                raise MemoryError
+
+    own, plain = make(tmp_path, optimizer=Failing), []
+    for number in range(3):
+        plain.append(step(own, number))
+    own.close(discard=True)
+    own = make(tmp_path, optimizer=Failing)
+    losses = [step(own, 0)]
+    own.optimizer.fails_before = True
+    with pytest.raises(MemoryError):
+        own.model.head.weight.norm()
+    own.optimizer.fails_before = False
+    losses += [step(own, number) for number in (1, 2)]
+    assert losses == plain
+    own.optimizer.fails_after = True
+    with pytest.raises(MemoryError):
+        own.model.head.weight.norm()
+    with pytest.raises(PenstockError, match="go on from the last checkpoint"):
+        step(own, 3)

@@ -23,8 +23,7 @@ def saving_in_parts(model: nn.Module, training: Training) -> Iterator[None]:
     from transformers import PreTrainedModel
 
     if hasattr(model, "peft_config"):
-        adapters = [one for one in model.parameters() if one.requires_grad]
-        with training.whole(nn.ParameterList(adapters)):
+        with training.whole(nn.ParameterList(_adapted(model))):
             yield
     elif isinstance(model, PreTrainedModel) and not _is_stored_otherwise(model):
         save = model.save_pretrained
@@ -36,6 +35,18 @@ def saving_in_parts(model: nn.Module, training: Training) -> Iterator[None]:
     else:
         with training.whole():
             yield
+
+
+def _adapted(model: Any) -> list[nn.Parameter]:
+    """What the files of its adapters hold: all of them, and base layers that they change."""
+    from peft import get_peft_model_state_dict
+
+    wanted = {
+        tensor.untyped_storage()._cdata
+        for name in model.peft_config
+        for tensor in get_peft_model_state_dict(model, adapter_name=name).values()
+    }
+    return [one for one in model.parameters() if one.requires_grad or one.untyped_storage()._cdata in wanted]
 
 
 def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:

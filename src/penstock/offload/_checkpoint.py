@@ -6,8 +6,11 @@
 """
 
 import base64
+import functools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
 from penstock.devices import backend_of
@@ -26,6 +30,11 @@ FORMAT = 1
 _STATE = "training.json"
 _WEIGHTS = "model"
 _OPTIMIZER = "optimizer"
+_EXTRA = "extra"
+_OWN_FILES = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
+_HINT = "Go on from another checkpoint"
+_SMALL_ELEMENTS = 64
+"""Tensors of ``extra`` with so many elements are in JSON."""
 _OWN = "parameter"
 """The field that stands for a parameter of the optimizer's which is not of the model."""
 Json = dict[str, Any]  # any: what JSON holds
@@ -35,22 +44,35 @@ def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, extra: Any, part_bytes: int
 ) -> None:
     """Writes a folder, in files of about ``part_bytes``. Raises ``CheckpointError``; an older one is whole then."""
-    own, states, numbers = _split(optimizer, model)
+    path = Path(os.path.realpath(path))  # a link to the newest stays one
+    if path.exists() and not (path / _STATE).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(f"{path} is there already and no checkpoint of a training; give another place")
+    try:
+        weights = _tensors_of(model)
+        own, states, numbers = _split(optimizer, model)
+        extras: dict[str, torch.Tensor] = {}
+        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+        found = {
+            "format": FORMAT,
+            "optimizer": type(optimizer).__name__,
+            "parameters": _shapes(optimizer),
+            "groups": encode(groups),
+            "numbers": encode(numbers),
+            "devices": _devices(states, numbers, device),
+            "random": {kind: _to_text(state) for kind, state in _random_states(device).items()},
+            "extra": encode(extra, functools.partial(_keep, extras)),
+        }
+    except TypeError as error:
+        raise CheckpointError(f"no checkpoint was written to {path}: {error}") from error
     try:
         with drafted(path) as draft:
-            _write_parts(draft, _WEIGHTS, _tensors_of(model), part_bytes)
+            _write_parts(draft, _WEIGHTS, weights, part_bytes)
             _write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
-            groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
-            found = {
-                "format": FORMAT,
-                "groups": encode(groups),
-                "numbers": encode(numbers),
-                "devices": {key: str(one.device) for key, one in _tensors(states, numbers) if one.device != device},
-                "random": {kind: _to_text(state) for kind, state in _random_states(device).items()},
-                "extra": encode(extra),
-            }
+            _write_parts(draft, _EXTRA, extras, part_bytes)
             (draft / _STATE).write_text(json.dumps(found))
-    except (OSError, SafetensorError, TypeError) as error:
+            if path.is_dir():
+                _keep_others(path, draft)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"no checkpoint could be written to {path}: {error}. Free some space there; what was there before is "
             "untouched"
@@ -66,25 +88,26 @@ def load(
     """
     if not path.exists() and (old := path.parent / f".{path.name}.old").exists():
         path = old  # its successor was about to take its place when the process was killed
+    if not (path / _STATE).is_file():
+        raise CheckpointError(f"there is no checkpoint of a training in {path}: training.save(path) writes one")
     try:
         state = read_json(path / _STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"this version reads folders of format {FORMAT} that training.save wrote")
-        check_whole(path)
+            raise ValueError(f"this version reads folders of format {FORMAT}")
+        check_whole(path, _HINT)
         own, tensors = _tensors_of(model), TensorFiles(sorted(path.glob(f"{_WEIGHTS}*.safetensors")))
         _check(tensors, own)
         optimized, trained = TensorFiles(sorted(path.glob(f"{_OPTIMIZER}*.safetensors"))), _numbered(optimizer)
+        if state["optimizer"] != type(optimizer).__name__:
+            raise ValueError(f"it is of {state['optimizer']}, and the optimizer is {type(optimizer).__name__}")
+        if state["parameters"] != _shapes(optimizer):
+            raise ValueError("its optimizer has other parameter groups, or other shapes in them")
         groups, numbers = decode(state["groups"]), decode(state["numbers"])
-        if len(groups) != len(optimizer.param_groups):
-            raise ValueError(f"it has {len(groups)} parameter groups, and the optimizer {len(optimizer.param_groups)}")
-        places = {int(key.partition("//")[0]) for key in (*optimized, *numbers)}
-        if not places <= trained.keys():
-            raise ValueError(f"it has states of {max(places) + 1} parameters, and the optimizer {len(trained)}")
         devices = {key: torch.device(name) for key, name in state["devices"].items()}
         random = {kind: _to_tensor(text) for kind, text in state["random"].items()}
-        extra = decode(state["extra"])
+        extra = decode(state["extra"], TensorFiles(sorted(path.glob(f"{_EXTRA}*.safetensors"))))
     except DAMAGE as error:
-        raise unusable(path, error) from error
+        raise unusable(path, error, _HINT) from error
 
     def put() -> Any:
         with torch.no_grad():
@@ -99,6 +122,38 @@ def load(
     return put
 
 
+def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
+    """Of each group's parameters."""
+    return [[list(one.shape) for one in group["params"]] for group in optimizer.param_groups]
+
+
+def _devices(states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
+    """Where states are that are not where most are: tensors on ``device``, all else in main memory."""
+    found = {key: str(one.device) for key, one in states.items() if one.device != device}
+    for key, value in numbers.items():
+        found |= {key: str(one.device) for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)}  # noqa: B035
+    return found
+
+
+def _keep(kept: dict[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
+    """Puts a tensor of ``extra`` into a file of its own, unless it is small."""
+    if tensor.numel() <= _SMALL_ELEMENTS and not tensor.is_complex():
+        return None
+    name = str(len(kept))
+    kept[name] = tensor
+    return name
+
+
+def _keep_others(old: Path, draft: Path) -> None:
+    """What is beside an older checkpoint and not of it, such as a ``config.json``."""
+    for one in old.iterdir():
+        is_own = one.name in (_STATE, "checksums.json") or any(
+            one.match(f"{stem}{rest}") for stem in (_WEIGHTS, _OPTIMIZER, _EXTRA) for rest in _OWN_FILES
+        )
+        if not is_own:
+            (shutil.copytree if one.is_dir() else shutil.copy2)(one, draft / one.name)
+
+
 def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, part_bytes: int) -> None:
     """Writes parameters and buffers alone. Raises ``CheckpointError``."""
     tensors = _tensors_of(model)
@@ -108,9 +163,17 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
             raise ValueError(f"`names` has {shown(unknown)}, which the model has not")
         own = {id(one) for one in tensors.values()}
         tensors = {name: every[name] for name in names if id(every[name]) in own}
+    draft = path / ".weights.draft"
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        _write_parts(path, _WEIGHTS, tensors, part_bytes)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        _write_parts(draft, _WEIGHTS, tensors, part_bytes)
+        for rest in _OWN_FILES:
+            for old in path.glob(f"{_WEIGHTS}{rest}"):
+                old.unlink()
+        for one in draft.iterdir():
+            one.replace(path / one.name)
+        draft.rmdir()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"the weights could not be written to {path}: {error}. Free some space there") from error
 
@@ -211,10 +274,6 @@ def _split(
     return own, tensors, numbers
 
 
-def _tensors(*states: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:  # any: numbers
-    return ((key, one) for state in states for key, one in state.items() if isinstance(one, torch.Tensor))
-
-
 def _put_states(
     optimizer: torch.optim.Optimizer,
     trained: Mapping[int, torch.Tensor],
@@ -234,7 +293,7 @@ def _put_states(
             if field == _OWN:
                 parameter.copy_(value)
             elif not isinstance(value, torch.Tensor):
-                state[field] = value
+                state[field] = _on(value, device_of(key)) if key in numbers else value
             elif _is_same(known.get(field), value):
                 state[field] = known[field].copy_(value)
             else:
@@ -243,6 +302,10 @@ def _put_states(
                 state[field] = empty.copy_(value)
         if state:
             optimizer.state[parameter] = state
+
+
+def _on(value: Any, device: torch.device) -> Any:  # any: numbers, and containers of tensors
+    return pytree.tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, value)
 
 
 def _is_same(old: Any, value: torch.Tensor) -> bool:  # any: what a state holds

@@ -60,7 +60,7 @@ def load(
         files = TensorFiles([]) if path is None else _opened(Path(path))
         tensors = list(_tensors(model))
         known = [next((name for name in names if name in files), None) for names, _, _ in tensors]
-        _check(tensors, known, files, strict=strict and path is not None)
+        _check(tensors, known, files, hint=_hint(model), strict=strict and path is not None)
         placed: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             _initialise(model, tensors, known, where, placed)
@@ -120,13 +120,22 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, *, strict: bool) -> None:
+def _hint(model: nn.Module) -> str:
+    if hasattr(model, "_init_weights") and hasattr(model, "config"):
+        return (
+            "transformers may store tensors of this model under other names or in other shapes, which from_pretrained "
+            "converts: penstock.offload.training(lambda: Model.from_pretrained(path), ...)"
+        )
+    return "load(model, path, strict=False) takes what fits"
+
+
+def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, *, hint: str, strict: bool) -> None:
     if strict:
         missing = [names[0] for (names, _, _), name in zip(tensors, known, strict=True) if names and name is None]
         surplus = [*files.keys() - {name for names, _, _ in tensors for name in names}]
         for label, names in (("the files lack", missing), ("the model has no", surplus)):
             if names:
-                raise CheckpointError(f"{label} {shown(names)}; load(model, path, strict=False) takes what fits")
+                raise CheckpointError(f"{label} {shown(names)}; {hint}")
     for (_, tensor, _), name in zip(tensors, known, strict=True):
         if name is not None and files.entries[name].shape != tuple(tensor.shape):
             raise CheckpointError(f"{name} is {files.entries[name].shape} there and {tuple(tensor.shape)} in the model")

@@ -5,12 +5,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.offload._deferred import Deferred
 from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.stepping import State, step_part
@@ -36,19 +37,16 @@ class HostUpdates:
         self.busy_s = 0.0
         """Seconds that the thread computed."""
 
-    def begin(
-        self,
-        parameter: torch.Tensor,
-        state: State,
-        settings: list[dict[str, Any]],
-        pages: Sequence[Page],
-        otherwise: Callable[[], None],
-    ) -> bool:
-        """Lets all of ``pages`` leave (weight, gradient, then states) and updates them when they have left.
+    def begin(self, due: Deferred, *, is_stateless: bool) -> bool:
+        """Lets all pages of an update leave (weight, gradient, then states), and does it when they have left.
 
-        Returns whether it does: all have to fit into host memory. ``otherwise`` is called where a copy fails later.
+        Returns whether it does: all have to fit into host memory. ``due`` itself is called where a copy fails later.
+        ``is_stateless``: an update has left no state before, so that an empty one is not that of a first update.
         """
-        if not _is_plain(state, pages, settings) or not all(map(self._pages.may_leave, pages)):
+        pages = due.pages
+        if not (due.state or is_stateless) or not _is_plain(due.state, pages, due.settings):
+            return False
+        if not all(map(self._pages.may_leave, pages)):
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
             return False  # some are on a disk, and nothing is to leave for nothing
@@ -59,7 +57,7 @@ class HostUpdates:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="penstock host updates", daemon=True)
             self._thread.start()
-        self._waiting.append(Update(self, parameter, state, settings, list(pages), otherwise))
+        self._waiting.append(Update(self, due))
         self._pages.on_poll = self.poll
         self.poll()
         return True
@@ -150,39 +148,22 @@ class HostUpdates:
 class Update:
     """Of one parameter."""
 
-    def __init__(
-        self,
-        owner: HostUpdates,
-        parameter: torch.Tensor,
-        state: State,
-        settings: list[dict[str, Any]],
-        pages: list[Page],
-        otherwise: Callable[[], None],
-    ):
-        self._owner, self._parameter, self._settings = owner, parameter, settings
-        self._state, self._live = dict(state), state
-        """As it is now, with its tensors, whatever becomes of it meanwhile."""
-        self.pages = pages
-        self._otherwise = otherwise
-        self._gradient = parameter.grad
-        self._scaling = pages[1].scaling
+    def __init__(self, owner: HostUpdates, due: Deferred):
+        self._owner, self._due, self.pages = owner, due, due.pages
+        self._scaling = due.pages[1].scaling
         self._factor = None if self._scaling is None else self._scaling.factor_on_host()
-        pages[1].scaling = None
+        due.pages[1].scaling = None
+        tensors = [due.parameter, due.gradient, *(one for one in due.state.values() if _is_large(one))]
         self._layouts = [
             (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            for page, tensor in zip(pages, self._tensors(), strict=True)
+            for page, tensor in zip(due.pages, tensors, strict=True)
         ]
         self._numbers: State = {}
         """Entries that are others afterwards."""
         self._done = threading.Event()
         self._error: BaseException | None = None
-        for page in pages:
+        for page in due.pages:
             page.pending, page.on_host = self.finish, self
-
-    def _tensors(self) -> list[torch.Tensor]:
-        assert self._gradient is not None
-        states = [one for one in self._state.values() if _is_large(one)]
-        return [self._parameter, self._gradient, *states]
 
     @property
     def is_done(self) -> bool:
@@ -212,11 +193,10 @@ class Update:
             self._owner.failed = True
             raise self._error
         if is_there:
-            merge(self._live, self._state, self._numbers)
+            merge(self._due.live, self._due.state, self._numbers)
         else:
             self.pages[1].scaling = self._scaling
-            self._otherwise()
-        self._otherwise, self._gradient, self._state = _nothing, None, {}
+            self._due()
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
         """Called by the thread: works on host memory alone."""
@@ -232,12 +212,12 @@ class Update:
         weight, gradient, *values = [_view(*layout) for layout in self._layouts]
         if self._factor is not None:
             gradient.mul_(self._factor)
-        twin = nn.Parameter(weight, requires_grad=self._parameter.requires_grad)
-        twin.__dict__.update(self._parameter.__dict__)  # what an optimizer may look at
+        twin = nn.Parameter(weight, requires_grad=self._due.parameter.requires_grad)
+        twin.__dict__.update(self._due.parameter.__dict__)  # what an optimizer may look at
         twin.grad = gradient
         large = iter(values)
-        state = {field: next(large) if _is_large(value) else value for field, value in self._state.items()}
-        groups = _groups_with(twin, self._parameter, self._settings)
+        state = {field: next(large) if _is_large(value) else value for field, value in self._due.state.items()}
+        groups = _groups_with(twin, self._due.parameter, self._due.settings)
         (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=groups, runs_hooks=False).values()
         for field, value in after.items():
             mine = state.get(field)
@@ -271,12 +251,12 @@ def _is_large(value: object) -> bool:
 
 
 def _is_plain(state: State, pages: Sequence[Page | None], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether each tensor of state is a page, all else numbers in main memory. At first there is no state at all."""
+    """Whether each tensor of state is a page, and all else numbers in main memory."""
     large = [one for one in state.values() if _is_large(one)]
     others = [one for one in state.values() if not _is_large(one)]
     settings = [one for group in groups for key, one in group.items() if key != "params"]
-    is_known = bool(state) and len(large) == len(pages) - 2
-    return is_known and all(map(_is_number, others)) and all(map(_is_here, settings))
+    has_pages = len(large) == len(pages) - 2
+    return has_pages and all(map(_is_number, others)) and all(map(_is_here, settings))
 
 
 def _is_number(one: object) -> bool:
@@ -293,7 +273,3 @@ def merge(live: State, before: State, after: State) -> None:
     for field, value in after.items():
         if field not in before or live.get(field) is before[field]:
             live[field] = value
-
-
-def _nothing() -> None:
-    pass

@@ -48,6 +48,7 @@ class Page:
         "key",
         "kind",
         "last_use",
+        "num_writes",
         "on_host",
         "pending",
         "rank",
@@ -78,7 +79,7 @@ class Page:
         self.is_here = True
         self.is_coming = False
         """Whether its copy in was begun, and not yet asked for."""
-        self.last_use = self.stays_until = 0
+        self.last_use = self.stays_until = self.num_writes = 0
         self.rank = 0.0
         """Among those here the lowest leaves first."""
 

@@ -158,6 +158,10 @@ class Pages:
 
     def begin_step(self) -> None:
         """A step begins."""
+        with self.lock:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
         self.is_in_step = True
         self._follower.begin()
         self._growth, self._ahead, self._num_begun = 1.0, 0, 0
@@ -574,6 +578,7 @@ class Pages:
         self.fetched_bytes[page.kind] += page.size_bytes
 
     def _written(self, page: Page) -> None:
+        page.num_writes += 1
         if page.handle is not None:
             page.handle.before_write()
             if page.handle.state is HandleState.LEAVING:

@@ -85,14 +85,15 @@ def do_pending(pages: Iterable[Page]) -> None:
 
 def do_all_pending(pages: Pages) -> None:
     """Does all that waits, within the budget, for whoever looks at everything."""
-    if pages.is_in_step:
-        do_pending(list(pages))
-        return
-    pages.begin_step()  # so that what updates make for a moment are pages
-    try:
-        do_pending(list(pages))
-    finally:
-        pages.end_step((), is_whole=False)
+    with pages.lock:
+        if pages.is_in_step:
+            do_pending(list(pages))
+            return
+        pages.begin_step()  # so that what updates make for a moment are pages
+        try:
+            do_pending(list(pages))
+        finally:
+            pages.end_step((), is_whole=False)
 
 
 def _replace_all() -> None:
@@ -160,7 +161,10 @@ def _ask_for_address(pages: Pages, page: Page) -> None:
 
 
 def _refuse_pickling(pages: Pages, page: Page) -> None:
-    if page not in pages.pinned and not hasattr(_saving, "writer"):
+    writer: _Writer | None = getattr(_saving, "writer", None)
+    if writer is not None:
+        writer.begin()
+    elif page not in pages.pinned:
         raise ValueError(
             f"{page.label} may be in another tier now, where pickle does not find it. torch.save(model.state_dict(), "
             "path) does. For whatever else, have everything on the device: with training.whole(): pickle.dumps(model)"
@@ -176,7 +180,6 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
     if watching is None or pages is None or hasattr(_saving, "writer"):
         save(what, file, *rest, **options)
         return
-    do_all_pending(pages)
     _saving.writer = writer = _Writer(file, pages)
     try:
         with watching.entered():
@@ -191,8 +194,14 @@ class _Writer:
 
     def __init__(self, file: Any, pages: Pages):
         self._file, self._pages = file, pages
-        self._is_writing = False
+        self._is_writing = self._has_pages = False
         self._pinned: Page | None = None
+
+    def begin(self) -> None:
+        """There is a page among what is saved. All updates are done first: numbers that are no page go with them."""
+        if not self._has_pages:
+            self._has_pages = True
+            do_all_pending(self._pages)
 
     def size_bytes(self, identity: int) -> int | None:
         """Of a storage that is a page. It is asked for before it is written, so it is there then, and stays."""

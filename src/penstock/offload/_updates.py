@@ -6,58 +6,12 @@ from typing import Any
 
 import torch
 
+from penstock.offload._deferred import Deferred
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import storage_id
-from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 from penstock.offload._taken import Taken
 from penstock.stepping import State, step_part
-
-
-class _Deferred:
-    """An update that is due, and is done when somebody wants what it is of. It does not refer to itself: no cycle keeps
-    its gradient.
-    """
-
-    def __init__(
-        self,
-        owner: "Updates",
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        state: State,
-        settings: list[dict[str, Any]],
-        pages: list[Page],
-    ):
-        self._owner, self._parameter, self._gradient, self._pages = owner, parameter, gradient, pages
-        self._data, self._settings = parameter.data, settings
-        self._live, self._state = state, dict(state)
-
-    def __call__(self) -> None:
-        parameter = self._parameter
-        for page in self._pages:
-            page.pending = None
-        calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
-        with calm[0], calm[1], calm[2]:
-            before = parameter.grad, parameter.data
-            is_other = storage_id(parameter) != self._pages[0].identity
-            if is_other:  # somebody put other numbers in its place meanwhile
-                parameter.grad, parameter.data = None, self._data
-            parameter.grad = self._gradient
-            versions = _versions(parameter, self._state)
-            try:
-                self._owner.update(parameter, self._live, self._state, self._settings)
-            except BaseException:
-                if _versions(parameter, self._state) == versions:  # nothing has happened yet
-                    for page in self._pages:
-                        page.pending = self
-                else:
-                    self._owner.note_broken()
-                raise
-            finally:
-                parameter.grad = None
-                if is_other:
-                    parameter.data = before[1]
-                parameter.grad = before[0]
 
 
 class Updates:
@@ -79,6 +33,8 @@ class Updates:
         """Whether it is still to be measured who is faster."""
         self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._is_broken = False
+        self._stateless: set[int] = set()
+        """Parameters of which the optimizer keeps nothing."""
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
 
@@ -147,13 +103,13 @@ class Updates:
         pages = [page, own, *(one for one in of_state if one is not None)]
         if any(one.pending is not None for one in pages):  # several parameters share memory
             return False
-        update = _Deferred(self, parameter, gradient, state, settings, pages)
+        update = Deferred(self._update, self._note_broken, parameter, gradient, state, settings, pages)
         torch.autograd.graph.increment_version(parameter)
         if (
             self._host is not None
             and not self._is_undecided
             and not all(one.is_here for one in pages)
-            and self._host.begin(parameter, state, settings, pages, update)
+            and self._host.begin(update, is_stateless=id(parameter) in self._stateless)
         ):
             return True
         if to_host_alone:
@@ -162,7 +118,7 @@ class Updates:
             one.pending = update
         return True
 
-    def update(
+    def _update(
         self, parameter: torch.Tensor, live: State, now: State, settings: list[dict[str, Any]] | None = None
     ) -> None:
         """``live``: the optimizer's entry; ``now``: what was in it when the step was due."""
@@ -173,11 +129,12 @@ class Updates:
         merge(live, before, after)
         self._taken.state(parameter, live)
         if not live:
+            self._stateless.add(id(parameter))
             del self._optimizer.state[parameter]
 
     def _update_now(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]
-        self.update(parameter, state, dict(state))
+        self._update(parameter, state, dict(state))
 
     def in_backward(self, parameter: torch.Tensor) -> None:
         """Its gradient is complete, as the user has promised, and nobody looks at it."""
@@ -197,7 +154,7 @@ class Updates:
                 self._update_now(parameter)
         parameter.grad = None
 
-    def note_broken(self) -> None:
+    def _note_broken(self) -> None:
         """An update was begun and not ended."""
         self._is_broken = True
 
@@ -221,12 +178,6 @@ class Updates:
 
     def _settings(self) -> list[dict[str, Any]]:
         return [_settings(group) for group in self._optimizer.param_groups]
-
-
-def _versions(parameter: torch.Tensor, state: State) -> list[Any]:  # any: numbers
-    """What is another after anything of an update was done."""
-    tensors = [parameter, *(one for one in state.values() if isinstance(one, torch.Tensor))]
-    return [*(one._version for one in tensors), *(one for one in state.values() if isinstance(one, int | float))]
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
