@@ -1,5 +1,6 @@
 """Updates on the host: states stay in its memory, and only gradients and weights go down the link."""
 
+import contextlib
 import gc
 import threading
 
@@ -163,3 +164,92 @@ def test_the_cpu_has_no_host_below_it(tmp_path):
         offload.training(model, optimizer, "1GiB", disk=tmp_path, update="host")
     with pytest.raises(ValueError, match="`update` must be 'device'"):
         offload.training(model, optimizer, "1GiB", disk=tmp_path, update="cloud")
+
+
+class Choosy(torch.optim.SGD):
+    """Looks at what else a parameter is."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and one.grad is not None:
+                    self.state[one].setdefault("seen", torch.zeros_like(one)).add_(1)
+                    one.add_(one.grad, alpha=-getattr(one, "rate", 0.1))
+
+
+class Listed(torch.optim.SGD):
+    """Keeps tensors in a list."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    sums = self.state[one].setdefault("sums", [torch.zeros_like(one)])
+                    sums[0].add_(one.grad)
+                    one.add_(sums[0], alpha=-0.1)
+
+
+@pytest.mark.parametrize("made_of", [Choosy, Listed, torch.optim.SGD])
+@pytest.mark.parametrize("update", ["host", "auto"])
+def test_optimizers_of_other_kinds(device, make_training, made_of, update):
+    def prepared():
+        model = make_model(device)
+        for number, one in enumerate(model.parameters()):
+            one.rate = 0.01 * (number % 3)
+        return model, made_of(model.parameters(), lr=0.1)
+
+    batch = make_batch(device)
+    model, optimizer = prepared()
+    expected = [bare_step(model, optimizer, batch).item() for _ in range(NUM_STEPS)]
+    model, optimizer = prepared()
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21, update=update)
+    losses = []
+    for _ in range(NUM_STEPS):
+        with own:
+            losses.append(bare_step(model, optimizer, batch).item())
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+    if update == "host":
+        assert bool(own.statistics().num_host_updates) == (made_of is not Listed)
+
+
+def test_what_keeps_numbers_on_the_device_is_refused(device, make_training):
+    model = make_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    with pytest.raises(ValueError, match="fused and capturable"):
+        make_training(model, optimizer, probe.held_bytes(device) + 2**21)
+
+
+def test_states_that_are_replaced_after_the_step(device, make_training):
+    def run(model, optimizer, own):
+        losses = []
+        for number in range(NUM_STEPS):
+            with own or contextlib.nullcontext():
+                losses.append(bare_step(model, optimizer, make_batch(device)).item())
+            if number == 3:
+                for state in optimizer.state.values():
+                    state["momentum_buffer"] = torch.zeros_like(state["momentum_buffer"])
+        return losses
+
+    model = make_model(device)
+    expected = run(model, OPTIMIZERS["sgd"](model.parameters()), None)
+    model = make_model(device)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**21)
+    torch.testing.assert_close(torch.tensor(run(model, optimizer, own)), torch.tensor(expected))
+    assert own.statistics().num_host_updates > 0
+
+
+def test_host_memory_that_inference_has_mapped_is_written_to(device, make_training):
+    model, batch = make_model(device), make_batch(device)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    own = make_training(model, optimizer, probe.held_bytes(device) + 2**22)
+    with torch.inference_mode():
+        own.park()
+        model(*batch)
+    for _ in range(3):
+        with own:
+            bare_step(model, optimizer, batch)
+        own.park()
+    assert own.statistics().held_bytes == 0

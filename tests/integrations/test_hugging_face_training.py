@@ -119,7 +119,7 @@ def test_options(tmp_path):
     assert PenstockCallback(given).summary() is None
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "tied", "lora"])
+@pytest.mark.parametrize("kind", ["gpt2", "tied", "lora", "two adapters", "adapted embedding"])
 def test_models_are_saved_within_the_budget(tmp_path, kind):
     def made():
         torch.manual_seed(0)
@@ -181,7 +181,8 @@ def _closed():
 
 
 CALLBACKS = []
+TARGETS = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
 
 
 def tensors_in(path):
-    return {name: one for file in path.glob("*.safetensors") for name, one in load_file(file).items()}
+    return {name: one for file in sorted(path.rglob("*.safetensors")) for name, one in load_file(file).items()}

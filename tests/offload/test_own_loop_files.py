@@ -296,6 +296,29 @@ def test_no_value_is_left_to_chance(tmp_path, knows):
             load(model, tmp_path, device="cpu")
 
 
+class Positions(nn.Module):
+    """Has a buffer that was expanded, and a weight of its own beside one of the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("places", torch.arange(4).expand(3, 4))
+        self.linear = nn.Linear(4, 4)
+
+
+def test_other_layouts_and_values_that_are_there_already(tmp_path):
+    save_file({"places": torch.arange(12).reshape(3, 4), "linear.weight": torch.ones(4, 4)}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        model = Positions()
+    model.linear.bias = nn.Parameter(torch.full((4,), 7.0))
+    with torch.device("meta"):
+        model.linear.other = nn.Parameter(torch.empty(4))
+    model.linear.reset_parameters = lambda: [nn.init.zeros_(one) for one in model.linear.parameters()]
+    load(model, tmp_path / "a.safetensors", device="cpu", strict=False)
+    assert torch.equal(model.places, torch.arange(12).reshape(3, 4))
+    assert torch.equal(model.linear.bias, torch.full((4,), 7.0))
+    assert torch.equal(model.linear.weight, torch.ones(4, 4))
+
+
 def test_tied_parameters_stay_tied_and_frozen_ones_frozen(tmp_path):
     def tied():
         model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)).half()

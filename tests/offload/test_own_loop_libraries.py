@@ -138,3 +138,18 @@ def test_a_planned_step_inside_is_the_same(tmp_path):
         return losses
 
     assert losses_of(tmp_path) == losses_of(None)
+
+
+def train_in_backward_in_a_group(rank, directory):
+    """Refused: gradients would be used before they are summed."""
+    model = Transformer(num_blocks=1)
+    context = training(model, OPTIMIZERS["sgd"](model), "1GiB", disk=directory, update_in_backward=True)
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="before DistributedDataParallel has summed"), context:
+        pass
+    context.close()
+    del wrapped
+
+
+def test_updates_in_backward_are_not_for_ddp(tmp_path):
+    run_in_ranks(train_in_backward_in_a_group, tmp_path, directory=tmp_path)
