@@ -204,6 +204,7 @@ RECORDS |= {
     "offload.SavedTensor": lambda: offload.SavedTensor(
         module="", shape=(1,), dtype=torch.float32, size_bytes=4, is_checkpoint_input=False
     ),
+    "offload.Held": lambda: offload.Held(at_s=0.0, held_bytes={"parameters": 4}, others_bytes=0),
     "offload.TrainingStatistics": lambda: offload.TrainingStatistics(
         num_steps=1,
         state_bytes=2**20,

@@ -228,7 +228,7 @@ def test_a_changed_bit_or_a_missing_file_of_a_checkpoint_is_told(tmp_path, name)
         with sqlite3.connect(tmp_path / "again" / "fleet.db") as database:
             database.execute("UPDATE jobs SET state = 'running'")
         database.close()
-        assert "its files are not those that were written" in train(tmp_path / "again", 8).error
+        assert "some of the files that were written are not there" in train(tmp_path / "again", 8).error
 
 
 def test_checkpoints_of_before_without_checksums_are_read(tmp_path):

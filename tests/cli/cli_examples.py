@@ -77,7 +77,9 @@ class DemoChild:
             return {"error": "can't allocate memory"}
         if command == "step":
             offloaded = {"parked_bytes": 5, "stall_s": 0.0, "written_to_disk_bytes": 5}
-            return {"loss": (2.0).hex(), "step_s": 1.0} | ({"offload": offloaded} if self.method == "offload" else {})
+            moved = {"step_fetched": {"parameters": 5}, "step_parked": {"parameters": 4}}
+            beside = {"offload": {"offload": offloaded}, "training": {"training": moved}}.get(self.method, {})
+            return {"loss": (2.0).hex(), "step_s": 1.0} | beside
         if command == "finish":
             return {"swapped_bytes": 3} if self.method == "remat" else {}
         sizes = {"peak_bytes": 110, "start_bytes": 10, "activation_bytes": 100, "rss_bytes": 200}
@@ -86,6 +88,6 @@ class DemoChild:
 
 @contextmanager
 def demo_child(*arguments):
-    """In the place of `_demo._child`."""
+    """In the place of `_demo.child`."""
     method = arguments[arguments.index("--method") + 1] if "--method" in arguments else "plain"
     yield DemoChild(method, "--cap" in arguments)

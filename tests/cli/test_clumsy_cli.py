@@ -39,7 +39,7 @@ def workplace(tmp_path, monkeypatch):
         raise AssertionError("the command began")
 
     for module, name in [
-        (_demo, "_child"), (_fleet, "Fleet"), (penstock.advisor, "advise"), (penstock.remat, "optimize"),
+        (_demo, "child"), (_fleet, "Fleet"), (penstock.advisor, "advise"), (penstock.remat, "optimize"),
     ]:  # fmt: skip
         monkeypatch.setattr(module, name, begun)
     return tmp_path

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import penstock
-from penstock.cli import _bench_names, _demo, _fleet, app
+from penstock.cli import _bench_names, _demo, _demo_whole, _fleet, app
 from penstock.cli._answer import ExitCode, as_json
 from penstock.cli._fault import explain
 from penstock.cli._progress import Steps
@@ -56,7 +56,8 @@ def workplace(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     monkeypatch.setattr(penstock.advisor, "advise", advise)
-    monkeypatch.setattr(_demo, "_child", demo_child)
+    monkeypatch.setattr(_demo, "child", demo_child)
+    monkeypatch.setattr(_demo_whole, "child", demo_child)
     monkeypatch.setattr(_fleet, "ask", lambda *_: None)
     return tmp_path
 

@@ -1,5 +1,6 @@
 """Trainings in files: checkpoints a part at a time, models that begin on the meta device, processes that are killed."""
 
+import gc
 import json
 import os
 import signal
@@ -43,6 +44,7 @@ def closed():
     yield
     while OPEN:
         OPEN.pop().close(discard=True)
+    gc.collect()  # a budget is beside what is held, and what goes later is not seen to go
 
 
 def make(path, budget=None, optimizer=torch.optim.AdamW, **options):

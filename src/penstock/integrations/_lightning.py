@@ -129,8 +129,21 @@ class LightningOffload:
         """Leaves it."""
         self._leave()
 
-    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    def on_test_batch_start(self, *_: Any, **__: Any) -> None:
+        """As for validation."""
+        self.on_validation_batch_start()
+
+    def on_test_batch_end(self, *_: Any, **__: Any) -> None:
+        """As for validation."""
+        self._leave()
+
+    def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
+        """As for validation."""
+        self.on_validation_batch_start()
+
+    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
+        """As for validation."""
+        self._leave()
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
         """Ends the cycle, before the optimizer allocates anything."""

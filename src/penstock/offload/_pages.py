@@ -159,15 +159,12 @@ class Pages:
     def begin_step(self) -> None:
         """A step begins."""
         with self.lock:
-            self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.is_in_step = True
-        self._follower.begin()
-        self._growth, self._ahead, self._num_begun = 1.0, 0, 0
-        known = self._follower.known
-        self.timeline.begin(known, is_measured=known is not None and known.num_measured >= _NUM_MEASURED)
-        self._rank_all()
+            self.is_in_step = True
+            self._follower.begin()
+            self._growth, self._ahead, self._num_begun = 1.0, 0, 0
+            known = self._follower.known
+            self.timeline.begin(known, is_measured=known is not None and known.num_measured >= _NUM_MEASURED)
+            self._rank_all()
 
     def end_step(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
         """A step has ended; with what all else took from operator to operator, where that was measured."""

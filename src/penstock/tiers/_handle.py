@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.arguments import must_be
 from penstock.tiers._room import Room
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Handle:
         Returns whether they are on the device or on their way. ``False`` means that the device had no memory for
         them; ``get`` will try again.
         """
-        return self._waterfall._prefetch(self, into)
+        return self._waterfall._prefetch(self, _storage_or_none(into))
 
     def get(self, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         """The storage, byte for byte, waiting for its copy where needed. The bytes in the tier stay until ``release``.
@@ -168,7 +169,7 @@ class Handle:
         them; a second ``get`` meanwhile returns the same storage. Raises ``TierReadError`` where the bytes could not be
         read back, and ``ValueError`` after ``release``.
         """
-        return self._waterfall._get(self, into)
+        return self._waterfall._get(self, _storage_or_none(into))
 
     def before_write(self) -> None:
         """Lets the device wait for a copy out that still reads the storage, which is about to be written to.
@@ -185,3 +186,9 @@ class Handle:
         """The storage as it was put or last fetched, if somebody still holds it, and has not emptied it."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
+
+
+def _storage_or_none(into: torch.UntypedStorage | None) -> torch.UntypedStorage | None:
+    if into is not None and not isinstance(into, torch.UntypedStorage):
+        raise must_be("into", "a torch.UntypedStorage", into, "handle.get(into=tensor.untyped_storage())")
+    return into
