@@ -30,7 +30,7 @@ class OnDevice(unified.NeighborSampler):
 def loader_of(device):
     graph = unified.Graph(torch.randint(NUM_NODES, (2, 3000), generator=torch.Generator().manual_seed(0)), NUM_NODES)
     plain = torch.randn(NUM_NODES, WIDTH, generator=torch.Generator().manual_seed(1))
-    features, labels = plain.to(device), torch.arange(NUM_NODES)
+    features, labels = plain.to(device).clone(), torch.arange(NUM_NODES)  # which the device may still be making
     sampler = OnDevice(graph, device)
     return plain, unified.Loader(sampler, features, torch.arange(200), labels=labels, batch_size=20, ahead=3)
 

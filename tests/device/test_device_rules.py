@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_device_loader import loader_of, used
 
 import penstock
-from penstock import fleet, offload
+from penstock import fleet, offload, probe
 from penstock.devices._accelerator import Accelerator, AcceleratorStreams
 from penstock.offload._learn import _DeviceClock
 from penstock.testing import GPT, simulated
@@ -214,6 +215,30 @@ def train_with_a_budget(tmp_path):
     offloader.close()
 
 
+def train_on_one_and_another_stream(tmp_path):
+    """Steps of a training, each on another stream than the one before, which nobody else lets wait."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=2, width=64, num_heads=2, context=64).to("sim")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    tokens = torch.randint(256, (4, 64)).to("sim")
+    training = offload.training(model, optimizer, probe.held_bytes("sim") + 2**21, host="64MiB")
+    streams = [torch.Stream(device="sim") for _ in range(2)]
+    torch.accelerator.synchronize()
+    for number in range(4):
+        with streams[number % 2], training:
+            model(tokens, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    training.close()
+
+
+def load_beside_the_step(tmp_path):
+    """Mini-batches that are made in advance on a stream of their own, from values that were just made."""
+    plain, loader = loader_of("sim")
+    for nodes, sums in used(loader):
+        torch.testing.assert_close(sums, plain[nodes].square().sum(1))
+
+
 def share_memory_between_streams(tmp_path):
     """Host memory that devices read and write in place, one after another, and then the host."""
     memory = torch.zeros(SIZE, pin_memory=True)
@@ -264,6 +289,8 @@ SCENARIOS = (
     read_the_devices_clock,
     move_through_the_disk,
     train_with_a_budget,
+    train_on_one_and_another_stream,
+    load_beside_the_step,
     share_memory_between_streams,
     train_a_fleet,
 )
