@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     killer.start()
                 found["steps"] += 1
                 found["wrong"] += expected[step] != loss
-            killer.join()
+            if killer.ident is not None:  # else nothing was left to do
+                killer.join()
             if process.ended_well:
                 found["whole runs"] += 1
                 shutil.rmtree(saved)

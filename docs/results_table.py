@@ -165,6 +165,14 @@ ENTRIES = {
             Figure(label=f"{{}} {name}", metric=name, of="value", form=",d") for name in ("trials", "faults", "wrong")
         ),
     ),
+    "cpu-training-kills": Entry(
+        shows="Such a loop in processes that are killed while they train and save",
+        command="training_kills",
+        figures=tuple(
+            Figure(label=f"{{}} {name}", metric=name, of="value", form=",d")
+            for name in ("kills", "kills while saving", "wrong")
+        ),
+    ),
     "cpu-soak": Entry(
         shows="Random models, budgets, rooms together and faults, each against plain PyTorch",
         command="soak",
