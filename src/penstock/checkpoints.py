@@ -37,7 +37,8 @@ DAMAGE = (
 def drafted(target: Path) -> Iterator[Path]:
     """A folder to write into, which is ``target`` afterwards, whole; an older ``target`` is replaced.
 
-    Where the body raises, nothing of it is left and the older one is untouched.
+    What else somebody has put into the older one goes along. Where the body raises, nothing of it is left and the older
+    one is untouched.
     """
     draft, old = (target.parent / f".{target.name}.{suffix}" for suffix in ("draft", "old"))
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
@@ -46,6 +47,7 @@ def drafted(target: Path) -> Iterator[Path]:
         yield draft
         checksums = json.dumps({path.name: _checksum(path) for path in sorted(draft.iterdir())})
         (draft / _CHECKSUMS).write_text(checksums)
+        _keep_others(target, draft)
         for path in draft.iterdir():
             synchronize(path)
         synchronize(draft)
@@ -58,6 +60,17 @@ def drafted(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _keep_others(older: Path, draft: Path) -> None:
+    """Copies what the checksums of the older folder do not name. Without any it has nothing else."""
+    try:
+        noted = read_json(older / _CHECKSUMS)
+    except (OSError, ValueError):
+        return
+    for path in older.iterdir():
+        if path.name != _CHECKSUMS and path.name not in noted and not (draft / path.name).exists():
+            (shutil.copytree if path.is_dir() else shutil.copy2)(path, draft / path.name)
 
 
 def check_whole(path: Path, hint: str = _BEFORE) -> None:

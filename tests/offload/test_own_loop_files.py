@@ -425,6 +425,13 @@ def test_whatever_is_beside_a_checkpoint_stays(tmp_path):
     own.load(tmp_path / "saved")
     own.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "config.json").read_text() == "{}"
+    (tmp_path / "saved" / "config.json").write_text("{1: 2}")
+    (tmp_path / "saved" / "logs").mkdir()
+    save_file({"average": torch.ones(3)}, tmp_path / "saved" / "model_average.safetensors")
+    for _ in range(2):
+        own.load(tmp_path / "saved")
+        own.save(tmp_path / "saved")
+    assert {"logs", "config.json", "model_average.safetensors"} < {one.name for one in (tmp_path / "saved").iterdir()}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("text")
     with pytest.raises(CheckpointError, match="no checkpoint of a training"):

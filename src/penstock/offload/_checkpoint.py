@@ -37,7 +37,6 @@ _SMALL_ELEMENTS = 64
 """Tensors of ``extra`` with so many elements are in JSON."""
 _OWN = "parameter"
 """The field that stands for a parameter of the optimizer's which is not of the model."""
-Json = dict[str, Any]  # any: what JSON holds
 
 
 def save(
@@ -70,8 +69,6 @@ def save(
             _write_parts(draft, _OPTIMIZER, {**own, **states}, part_bytes)
             _write_parts(draft, _EXTRA, extras, part_bytes)
             (draft / _STATE).write_text(json.dumps(found))
-            if path.is_dir():
-                _keep_others(path, draft)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"no checkpoint could be written to {path}: {error}. Free some space there; what was there before is "
@@ -86,6 +83,7 @@ def load(
 
     Raises ``CheckpointError`` for files that are damaged or another model's.
     """
+    path = Path(os.path.realpath(path))
     if not path.exists() and (old := path.parent / f".{path.name}.old").exists():
         path = old  # its successor was about to take its place when the process was killed
     if not (path / _STATE).is_file():
@@ -95,9 +93,9 @@ def load(
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise ValueError(f"this version reads folders of format {FORMAT}")
         check_whole(path, _HINT)
-        own, tensors = _tensors_of(model), TensorFiles(sorted(path.glob(f"{_WEIGHTS}*.safetensors")))
+        own, tensors = _tensors_of(model), _stored(path, _WEIGHTS)
         _check(tensors, own)
-        optimized, trained = TensorFiles(sorted(path.glob(f"{_OPTIMIZER}*.safetensors"))), _numbered(optimizer)
+        optimized, trained = _stored(path, _OPTIMIZER), _numbered(optimizer)
         if state["optimizer"] != type(optimizer).__name__:
             raise ValueError(f"it is of {state['optimizer']}, and the optimizer is {type(optimizer).__name__}")
         if state["parameters"] != _shapes(optimizer):
@@ -105,7 +103,7 @@ def load(
         groups, numbers = decode(state["groups"]), decode(state["numbers"])
         devices = {key: torch.device(name) for key, name in state["devices"].items()}
         random = {kind: _to_tensor(text) for kind, text in state["random"].items()}
-        extra = decode(state["extra"], TensorFiles(sorted(path.glob(f"{_EXTRA}*.safetensors"))))
+        extra = decode(state["extra"], _stored(path, _EXTRA))
     except DAMAGE as error:
         raise unusable(path, error, _HINT) from error
 
@@ -144,14 +142,9 @@ def _keep(kept: dict[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
     return name
 
 
-def _keep_others(old: Path, draft: Path) -> None:
-    """What is beside an older checkpoint and not of it, such as a ``config.json``."""
-    for one in old.iterdir():
-        is_own = one.name in (_STATE, "checksums.json") or any(
-            one.match(f"{stem}{rest}") for stem in (_WEIGHTS, _OPTIMIZER, _EXTRA) for rest in _OWN_FILES
-        )
-        if not is_own:
-            (shutil.copytree if one.is_dir() else shutil.copy2)(one, draft / one.name)
+def _stored(path: Path, stem: str) -> TensorFiles:
+    """The files of one kind, and no others that begin alike."""
+    return TensorFiles(sorted(file for rest in _OWN_FILES[:2] for file in path.glob(f"{stem}{rest}")))
 
 
 def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, part_bytes: int) -> None:

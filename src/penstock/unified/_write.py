@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.arguments import checked, must_be
+from penstock.checkpoints import synchronize
 from penstock.unified._aligned import CHUNK_BYTES, DTYPES, MAGIC, PAGE_BYTES, VERSION, chunks, stride_for, verified
 from penstock.unified._files import find_table
 from penstock.unified._table import Table
@@ -53,7 +54,7 @@ def write_features(
             _Writer(file, first).write(_chained(first, blocks), advance)
             os.fsync(file.fileno())
         os.replace(name, path)
-        _sync_folder(path.parent)
+        synchronize(path.parent)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -199,11 +200,3 @@ def _bar(progress: bool, num_rows: int | None, name: str) -> Iterator[Any]:
     with Progress(console=console, transient=True, disable=not progress or not console.is_terminal) as bar:
         task = bar.add_task(f"writing {name}", total=num_rows)
         yield lambda count: bar.advance(task, count)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
