@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_items import ITEMS, PHASES, Context, Item
+from benchmarks.gpu_items import ITEMS, PHASES
+from benchmarks.gpu_rows import Context, Item
 from penstock.devices import kinds
 from penstock.probe import provenance
 

@@ -95,6 +95,7 @@ PRIVATE = {
     "remat/_rest.py": "hooks run outside of Dynamo",
     "testing/simulated/_load.py": "a kind of device gets its module",
     "tiers/_gate.py": "whether autograd runs backward on this thread",
+    "devices/_accelerator.py": "the allocator's numbers without their names, which are asked for at every operator",
     "tiers/_layout.py": "a bit of views that no public name has",
     "unified/_tensor.py": "operators of unified tensors run outside of Dynamo",
     "unified/_tiered.py": "rows are read outside of Dynamo, and features are found among arguments",

@@ -1,6 +1,7 @@
 """These tests train on an accelerator: on CUDA where there is one, on the simulated one by `--device sim`."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ CONDITIONS = {
     "lazy": {"lazy": True, "poison": True, "late": 1.0},
 }
 """Of the simulated device. Hardware has its own."""
+
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # budgets here are of models smaller than its 32 MiB
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "128")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -57,9 +57,9 @@ def train(step, model, batch, num_steps=3):
     return losses, [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def assert_equal(found, expected):
+def assert_equal(found, expected, *, is_close=False):
     for one, two in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
-        assert torch.equal(one, two)
+        assert torch.equal(one, two) or (is_close and torch.allclose(one, two, rtol=1e-4, atol=1e-6))
 
 
 def budgets(problem, method):
@@ -89,7 +89,8 @@ def train_within_budgets(device, name, method):
     for budget in budgets(problem, method):
         model, _ = make(name, device)
         step = remat.optimize(model, batch, budget, profile=problem, **options)
-        assert_equal(train(step, model, batch), expected)
+        # Captured, batch norm runs PyTorch's kernel, where plain training on CUDA has cuDNN's.
+        assert_equal(train(step, model, batch), expected, is_close=name == "noisy" and device != "sim")
         torch.accelerator.synchronize()
         report = probe.peak_bytes(lambda: step(*batch).backward(), device=device)  # noqa: B023
         allowed = 1.01 * (budget - problem.static_bytes) + 2**16

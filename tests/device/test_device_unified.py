@@ -54,6 +54,13 @@ def test_placement():
     assert torch.equal(found.cuda().cpu(), table())
 
 
+@pytest.mark.parametrize("width", [64, 300])
+def test_many_rows_are_read_in_order_if_they_are_short(width):
+    plain = torch.randn(50_000, width)
+    index = torch.randint(-50_000, 50_000, (40_000,))
+    assert torch.equal(unified.wrap(plain)[index.to(DEVICE)].cpu(), plain[index])
+
+
 def test_rows_that_are_not_there():
     found, bad = unified.wrap(table()), torch.tensor([0, 3000], device=DEVICE)
     with pytest.raises(IndexError, match="position 1"):

@@ -26,13 +26,15 @@ class Notes:
             "memory_stats": lambda _=None: {},
             "get_memory_info": lambda _: (10, 30),
             "memory_allocated": lambda _: 4,
-            "max_memory_allocated": lambda _: 5,
             "memory_reserved": lambda _: 6,
-            "max_memory_reserved": lambda _: 7,
             "reset_peak_memory_stats": lambda device: self.calls.append(("reset", device)),
         }
         for name, answer in accelerator.items():
             monkeypatch.setattr(torch.accelerator, name, answer)
+        counted = {"allocated": 5, "reserved": 7}
+        stats = {f"{name}_bytes": {"all": {"peak": peak}} for name, peak in counted.items()}
+        monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+        monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", lambda _: stats)
         monkeypatch.setattr(_of, "_is_here", lambda _: True)
         monkeypatch.setattr(torch, "Stream", lambda device: Stream(self, f"new on {device}"))
         monkeypatch.setattr(torch, "Event", lambda device, **given: Event(self, device, **given))
@@ -186,9 +188,13 @@ def test_an_allocator_counts(notes):
 def test_each_watch_has_a_beginning_of_its_own(monkeypatch):
     """The allocator has one for the whole process."""
     highest = {"now": 100, "peak": 100}
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda _: highest["peak"])
-    monkeypatch.setattr(torch.accelerator, "max_memory_reserved", lambda _: 2 * highest["peak"])
-    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda _: {"requested_bytes.all.peak": highest["peak"] - 1})
+
+    def stats(_):
+        peaks = {"allocated": highest["peak"], "requested": highest["peak"] - 1, "reserved": 2 * highest["peak"]}
+        return {f"{name}_bytes": {"all": {"peak": peak}} for name, peak in peaks.items()}
+
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_getDeviceStats", stats)
 
     def reset(_):
         highest["peak"] = highest["now"]

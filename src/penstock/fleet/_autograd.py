@@ -175,9 +175,12 @@ def forward(
     *,
     travelling: Sequence[str] = (),
     needing: Sequence[bool],
+    device: torch.device,
     buffers: frozenset[str] = frozenset(),
 ) -> tuple[Graph, Sequence[torch.Tensor]]:
-    """Runs a shard with a graph of its own. ``travelling`` names those of its tensors that another shard owns.
+    """Runs a shard on ``device`` with a graph of its own.
+
+    ``travelling`` names those of its tensors that another shard owns.
 
     It may write to ``buffers``; raises ``CaptureError`` if it writes to anything else that it is given.
     """
@@ -198,7 +201,7 @@ def forward(
         entered(name, tensor) if needs else tensor
         for name, tensor, needs in zip(shard.inputs, inputs, needing, strict=True)
     ]
-    outputs = run_watched(shard, own, given, buffers)
+    outputs = run_watched(shard, own, given, buffers, device)
     for name, tensor in zip(shard.outputs, outputs, strict=True):
         if tensor.requires_grad:
             graph.left[name] = get_gradient_edge(tensor)

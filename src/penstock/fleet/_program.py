@@ -30,8 +30,13 @@ BATCH = "batch."
 class Run(Protocol):
     """The computation of a shard."""
 
-    def __call__(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """From the shard's tensors and input values, in the order of their names, to its output values."""
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        """From the shard's tensors and input values, in the order of their names, to its output values.
+
+        All are on ``device``; a shard may have neither.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,12 +279,12 @@ class _GraphRun:
         self._modules = {"cpu": module}
         self._original = module
 
-    def __call__(self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        given = next((one for one in (*tensors, *inputs)), None)
-        device = "cpu" if given is None else str(given.device)
-        module = self._modules.get(device)
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
+    ) -> Sequence[torch.Tensor]:
+        module = self._modules.get(str(device))
         if module is None:
-            module = self._modules[device] = _on_device(self._original, torch.device(device))
+            module = self._modules[str(device)] = _on_device(self._original, device)
         results: Sequence[torch.Tensor] = module(*tensors, *inputs)
         return results
 

@@ -100,7 +100,11 @@ class Staged:
         num_outputs = self._num_results if is_last else self._counts[last]
         kind = "result." if is_last else f"stage{last}."
 
-        def run(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        def run(
+            tensors: Sequence[torch.Tensor],
+            inputs: Sequence[torch.Tensor],
+            device: torch.device,  # noqa: ARG001  # where what it is given lies
+        ) -> Sequence[torch.Tensor]:
             leaves = inputs[len(before) :] if is_last or not first else ()
             return self._compute(first, last, dict(zip(names, tensors, strict=True)), inputs[: len(before)], leaves)
 

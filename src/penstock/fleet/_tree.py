@@ -132,7 +132,11 @@ class Tree:
         )
 
 
-def _not_by_itself(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def _not_by_itself(
+    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    device: torch.device,  # noqa: ARG001
+) -> Sequence[torch.Tensor]:
     raise AssertionError(f"a shard of a model that is run whole is no function ({len(tensors)}, {len(inputs)})")
 
 

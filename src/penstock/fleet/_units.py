@@ -307,6 +307,7 @@ class MiniBatch:
                 inputs,
                 travelling=self._travelling(at),
                 needing=needing,
+                device=self.memory.device,
                 buffers=self._buffers,
             )
 
@@ -341,7 +342,7 @@ class MiniBatch:
     def _evaluate(self, at: int) -> None:
         inputs, _ = self._inputs(at)
         with torch.no_grad(), self.training.evaluating(), self._context(at):
-            outputs = run_watched(self.program.shards[at], self._tensors(at), inputs, self._buffers)
+            outputs = run_watched(self.program.shards[at], self._tensors(at), inputs, self._buffers, self.memory.device)
             if at == len(self.program.shards) - 1:
                 self.results = [one.detach() for one in outputs]
             else:

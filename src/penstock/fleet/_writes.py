@@ -31,12 +31,16 @@ class StandIns:
 
 
 def run_watched(
-    shard: Shard, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], buffers: frozenset[str]
+    shard: Shard,
+    tensors: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    buffers: frozenset[str],
+    device: torch.device,
 ) -> Sequence[torch.Tensor]:
-    """Runs the shard. Raises ``CaptureError`` if it writes to anything but ``buffers``."""
+    """Runs the shard on ``device``. Raises ``CaptureError`` if it writes to anything but ``buffers``."""
     given = list(zip((*shard.tensors, *shard.inputs), (*tensors, *inputs), strict=True))
     versions = [tensor._version for _, tensor in given]
-    outputs = shard.run(tensors, inputs)
+    outputs = shard.run(tensors, inputs, device)
     for (name, tensor), version in zip(given, versions, strict=True):
         if tensor._version != version and name not in buffers:
             what = f"the parameter {name}" if name in shard.tensors else f"its input {name}"

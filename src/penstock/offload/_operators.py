@@ -1,6 +1,5 @@
 """What an operator does to storages, by its schema."""
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 
 SMALL_BYTES = 16 * 1024
 """Tensors below it stay on the device: norms and biases, whose copies would cost more than their room."""
+_PLAIN = (torch.Tensor, nn.Parameter)
 _RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
 
@@ -50,8 +50,18 @@ class Touched:
 _NOTHING = Touched([], [], False, False)
 
 
-@functools.cache
+_kinds: dict[int, tuple[Any, _Kind]] = {}
+"""By identity, since operators hash slowly, with the operator, which so stays."""
+
+
 def _kind(func: Any) -> _Kind:
+    found = _kinds.get(id(func))
+    if found is None:
+        found = _kinds[id(func)] = (func, _kind_of(func))
+    return found[1]
+
+
+def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:  # an operator of operators: all that it is given is needed
         return _Kind(False, frozenset(), False, False, True)
@@ -75,7 +85,7 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """Tensors of 16 KiB and more among what an operator returned that are in storages which it made."""
     if not _kind(func).makes_new:
         return
-    found = [one for one in _tensors(result) if one.nbytes >= SMALL_BYTES and type(one) in (torch.Tensor, nn.Parameter)]
+    found = [one for one in _tensors(result) if one.nbytes >= SMALL_BYTES and type(one) in _PLAIN]
     if not found:
         return
     given = {storage_id(one) for value in (*args, *kwargs.values()) for one in _tensors(value)}
@@ -95,7 +105,7 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
     is_whole = kind.overwrites
     for place, value in (*enumerate(args), *kwargs.items()):
         for tensor in _tensors(value):
-            page = _page(tensor, find)
+            page = find(storage_id(tensor))
             if page is None:
                 continue
             pages[page] = None
@@ -137,15 +147,15 @@ def in_parts(
             start, size_bytes = at + 1, 0
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    """Of an argument or a result, in their order."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for one in value for tensor in _tensors(one)]
+    if isinstance(value, dict):
+        return [tensor for one in value.values() for tensor in _tensors(one)]
+    return ()
 
 
 def _page(value: Any, find: Find) -> Page | None:

@@ -3,7 +3,11 @@
 import bisect
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from penstock.errors import BudgetError
+from penstock.units import format_bytes
 
 MAX_ORDERS = 8
 """Kinds of step that are remembered: with and without an update, first and later micro-batches, evaluation."""
@@ -54,6 +58,21 @@ class Order:
         self.num_measured += 1
         self.sizes, self.begun_bytes, self.begun = as_seen.sizes, as_seen.begun_bytes, as_seen.begun
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
+
+    def refuse_small(self, budget_bytes: int, label: Callable[[int], str]) -> None:
+        """Raises ``BudgetError`` where an operator cannot have its pages beside all else; ``label``: by key."""
+        most, place = 0, 0
+        for at, (keys, others) in enumerate(zip(self.needs, self.others_bytes, strict=False)):
+            needed = others + sum(self.sizes.get(key, 0) for key in keys)
+            most, place = max((most, place), (needed, at))
+        if most > budget_bytes:
+            names = [label(key) for key in self.needs[place]]
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+            raise BudgetError(
+                f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(budget_bytes)}: that is "
+                f"what an operator on {shown} takes with all that has to be on the device then. Smaller micro-batches "
+                "or checkpointed blocks take less"
+            )
 
     def begun_between(self, start: int, end: int) -> int:
         """Bytes of the pages that began from one place on, up to another."""

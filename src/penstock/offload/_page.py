@@ -1,6 +1,7 @@
 """A storage that is emptied and filled in place, and what is known of it."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
@@ -109,3 +110,21 @@ class Page:
     def held_bytes(self) -> int:
         """Of the device."""
         return self.size_bytes if self.is_here or self.is_coming else 0
+
+
+class Keys:
+    """Numbers for pages by label or by place in the step: more than one where pages of earlier steps live on."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[Any, list[int]] = {}  # any: a text, a number
+        self._new = itertools.count()
+
+    def free(self, place: Any, taken: Mapping[int, Page]) -> int:
+        """The first number of the place that no living page has."""
+        keys = self._by_place.setdefault(place, [])
+        for key in keys:
+            page = taken.get(key)
+            if page is None or page.is_dead:
+                return key
+        keys.append(next(self._new))
+        return keys[-1]

@@ -23,12 +23,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.devices import Stream, backend_of
-from penstock.errors import BudgetError, TierReadError
+from penstock.errors import TierReadError
 from penstock.offload._order import Follower, Order
-from penstock.offload._page import Kind, Page
+from penstock.offload._page import Keys, Kind, Page
 from penstock.offload._timeline import Timeline
 from penstock.tiers import HandleState, Waterfall
-from penstock.units import format_bytes
 
 _TRIES = 4
 _RAW_NEEDS = 64
@@ -78,9 +77,7 @@ class Pages:
         self._streams = backend_of(device).streams
         self._stream: Stream | None = None
         """On which pages were worked on last."""
-        self._keys: dict[Any, list[int]] = {}
-        """By label or place in the step: more than one where pages of earlier steps live on."""
-        self._new_key = itertools.count()
+        self._keys = Keys()
         self._follower = Follower()
         self._heap: list[tuple[float, int, Page]] = []
         """Those here by rank, with entries of old ranks among them."""
@@ -93,6 +90,8 @@ class Pages:
         self._ahead = 0
         self._num_begun = 0
         self._count = self._stuck_until = 0
+        self.num_changes = 0
+        """Goes up whenever a storage becomes a page or is none any more."""
 
     # What is a page
 
@@ -109,10 +108,11 @@ class Pages:
             is_made_here = kind is Kind.OTHER
             place = self._num_begun if is_made_here else name
             self._num_begun += is_made_here
-            key = self._free_key(place)
+            key = self._keys.free(place, self._by_key)
             page = Page(storage, key, kind, name)
             page.last_use = self._count
             self._pages[page.identity] = self._by_key[key] = page
+            self.num_changes += 1
             self._last[key] = page
             self._held_bytes += page.size_bytes
             self._rank(page)
@@ -145,15 +145,6 @@ class Pages:
         """What pages take of the device, those on their way included."""
         return self._held_bytes
 
-    def _free_key(self, place: Any) -> int:  # any: a text, a number
-        keys = self._keys.setdefault(place, [])
-        for key in keys:
-            page = self._by_key.get(key)
-            if page is None or page.is_dead:
-                return key
-        keys.append(next(self._new_key))
-        return keys[-1]
-
     # What a step asks for
 
     def begin_step(self) -> None:
@@ -175,7 +166,7 @@ class Pages:
         self._follower.known = None
         if order is not None and others_bytes:
             self._unmeasured_bytes = max(self._unmeasured_bytes, *others_bytes)
-            self._check(order)
+            order.refuse_small(self.budget_bytes, lambda key: self._last[key].label)
 
     @property
     def wants_measure(self) -> bool:
@@ -188,11 +179,19 @@ class Pages:
         """Whether operators of this thread are those of copies, which nobody is to look at."""
         return self._mover == threading.get_ident()
 
-    def need(self, pages: Sequence[Page], written: Collection[Page], *, is_overwritten: bool = False) -> None:
+    def need(
+        self,
+        pages: Sequence[Page],
+        written: Collection[Page],
+        *,
+        is_overwritten: bool = False,
+        made_bytes: int = 0,
+    ) -> None:
         """Brings ``pages`` to the device and keeps them there for the operator that comes now.
 
-        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any. Raises
-        ``TierReadError`` where bytes cannot be read back.
+        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any; ``made_bytes``:
+        what it makes beside them, as long as nobody has measured that. Raises ``TierReadError`` where bytes cannot be
+        read back.
         """
         with self._moving():
             if self.before_need is not None:
@@ -212,7 +211,10 @@ class Pages:
             if self.on_poll is not None:
                 self.waterfall.reap()
                 self.on_poll()
-            self._make_room(sum(page.size_bytes - page.held_bytes() for page in missing), stays, self._limit(at))
+            known = self._follower.known
+            wanted_bytes = 0 if known is not None and known.others_bytes else made_bytes
+            wanted_bytes += sum(page.size_bytes - page.held_bytes() for page in missing)
+            self._make_room(wanted_bytes, stays, self._limit(at))
             for page in missing:
                 is_read = not (is_overwritten and page in written)
                 self._fill(page, is_read=is_read)
@@ -222,12 +224,22 @@ class Pages:
                 self._written(page)
             for page in pages:
                 self._rank(page, at + 1)
-            if self._follower.known is not None:
+            if known is not None:
                 self._look_ahead(stays, at)
             self.timeline.sample(self._pages.values())
             if self.after_need is not None:
                 self.sweep()
                 self.after_need()
+
+    @contextlib.contextmanager
+    def quietly(self, pages: Sequence[Page], written: Collection[Page]) -> Iterator[None]:
+        """Inside, this thread's operators work on ``pages`` alone, and are not looked at one by one.
+
+        What they make besides is measured, as what any operator makes; until then it is taken for as much.
+        """
+        with self._moving():
+            self.need(pages, written, made_bytes=sum(page.size_bytes for page in pages))
+            yield
 
     def ask_for_address(self, page: Page) -> None:
         """Somebody is about to read and write it past the dispatcher, for a while."""
@@ -324,21 +336,6 @@ class Pages:
         if order is not None and 0 <= at < len(order.others_bytes):
             return self.budget_bytes - int(order.others_bytes[at] * self._growth)
         return self.budget_bytes - (self._unmeasured_bytes or (self.budget_bytes + self.others_bytes) // 2)
-
-    def _check(self, order: Order) -> None:
-        """Raises ``BudgetError`` where an operator cannot have its pages beside all else."""
-        most, place = 0, 0
-        for at, (keys, others) in enumerate(zip(order.needs, order.others_bytes, strict=False)):
-            needed = others + sum(order.sizes.get(key, 0) for key in keys)
-            most, place = max((most, place), (needed, at))
-        if most > self.budget_bytes:
-            names = [self._last[key].label for key in order.needs[place]]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-            raise BudgetError(
-                f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(self.budget_bytes)}: that "
-                f"is what an operator on {shown} takes with all that has to be on the device then. Smaller "
-                "micro-batches or checkpointed blocks take less"
-            )
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:
@@ -531,6 +528,7 @@ class Pages:
 
     def _drop(self, page: Page) -> None:
         """It is no page any more."""
+        self.num_changes += 1
         self._gone(page)
         self._forget_copy(page)
         if self._pages.get(page.identity) is page:

@@ -44,35 +44,40 @@ class Watching(Protocol):
         """Inside, it sees what this thread does, whichever that is."""
 
 
-_watching: "weakref.WeakSet[Watching]" = weakref.WeakSet()
+_watching: "list[weakref.ref[Watching]]" = []
+"""One at most."""
 _replaced: list[tuple[Any, str, Any]] = []  # any: classes and modules, and what they had
 _saving = threading.local()
 
 
 def begin_watching(one: Watching) -> None:
     """From now on ``one`` hears of them. Raises ``ValueError`` while another does."""
-    if _watching:
+    if _watcher() is not None:
         raise ValueError(
             "another training is open in this process; close() it first. Models that train together are one: "
             "training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
         )
-    _watching.add(one)
+    _watching[:] = [weakref.ref(one)]
     _replace_all()
 
 
 def end_watching(one: Watching) -> None:
     """All is as before."""
-    if one in _watching:
-        _watching.discard(one)
+    if _watcher() is one:
+        _watching.clear()
         while _replaced:
             _give_back(*_replaced.pop())
+
+
+def _watcher() -> Watching | None:
+    return _watching[0]() if _watching else None
 
 
 def do_pending(pages: Iterable[Page]) -> None:
     """Does what is to be done before anybody works on them."""
     waiting = [page for page in pages if page.pending is not None or page.scaling is not None]
-    watching = next(iter(_watching), None)
-    if not waiting or watching is None:
+    watching = _watcher() if waiting else None
+    if watching is None:
         return
     own = watching.pages
     with watching.entered(), contextlib.nullcontext() if own is None else own.lock:
@@ -112,7 +117,7 @@ def _replace_all() -> None:
     run = CompiledFxGraph.__call__
 
     def run_watched(self: Any, inputs: Sequence[Any]) -> Any:
-        watching = next(iter(_watching), None)
+        watching = _watcher()
         return run(self, inputs) if watching is None else watching.compiled(functools.partial(run, self), inputs)
 
     _put(CompiledFxGraph, "__call__", run_watched)
@@ -123,7 +128,7 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
 
     @functools.wraps(method)
     def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        watching = next(iter(_watching), None)
+        watching = _watcher()
         found = None if watching is None else watching.find(storage_id(self))
         if found is not None:
             pages, page = found
@@ -175,7 +180,7 @@ def _refuse_pickling(pages: Pages, page: Page) -> None:
 
 
 def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options: Any) -> None:
-    watching = next(iter(_watching), None)
+    watching = _watcher()
     pages = None if watching is None else watching.pages
     if watching is None or pages is None or hasattr(_saving, "writer"):
         save(what, file, *rest, **options)

@@ -1,9 +1,11 @@
 """A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
+import atexit
 import contextlib
 import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -182,6 +184,7 @@ class Training:
         except BaseException:
             self.close(discard=not isinstance(model, nn.Module))
             raise
+        _open.add(self)
 
     def __enter__(self) -> Self:
         self._refuse_unusable()
@@ -386,6 +389,7 @@ class Training:
             self._forget_updates()  # there are none, but for the thread that computed some
             self._pages.bring_back()
         self._is_closed = True
+        _open.discard(self)
         self._undo.close()
         self._watch.end()
         self._waterfall.close()
@@ -509,3 +513,15 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor.data).__name__ == "DTensor"
+
+
+_open: "weakref.WeakSet[Training]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads and PyTorch's stack of modes must not outlive the interpreter; bytes go with the process."""
+    for one in list(_open):
+        if one._process == os.getpid():
+            with contextlib.suppress(Exception):
+                one.close(discard=True)

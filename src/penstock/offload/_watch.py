@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ForkedProcessError
-from penstock.offload._operators import in_parts, new_storages, storage_id, touches
+from penstock.offload._operators import Touched, in_parts, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
@@ -82,10 +82,11 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if pages.is_moving:
             return func(*args, **kwargs)
-        if any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
+        if types and any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # of a compilation, whose own mode comes next
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
+        num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
         do_pending(touched.pages)
         if touched.is_of_lists:
@@ -95,7 +96,7 @@ class Watch(TorchDispatchMode):
             results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
             found = [one for result in results if result is not None for one in result]
             return found or None
-        return self._run(pages, func, args, kwargs)
+        return self._run(pages, func, args, kwargs, touched, num_changes)
 
     def _refuse_elsewhere(self, identity: int) -> None:
         self.find(identity)
@@ -146,12 +147,22 @@ class Watch(TorchDispatchMode):
                 self._num_compiled -= 1
                 pages.pinned -= added
             results = result if isinstance(result, list | tuple) else (result,)
-            self._adopt("a compiled graph", (one for one in results if isinstance(one, torch.Tensor)), known)
+            self._adopt(pages, "a compiled graph", (one for one in results if isinstance(one, torch.Tensor)), known)
         return result
 
-    def _run(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    def _run(
+        self,
+        pages: Pages,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Any,
+        touched: Touched | None = None,
+        num_changes: int = -1,
+    ) -> Any:
+        """``touched``: what it works on, as of ``num_changes``; it is looked up again where others came since."""
         with pages.lock:
-            touched = touches(func, args, kwargs, pages.find)
+            if touched is None or pages.num_changes != num_changes:
+                touched = touches(func, args, kwargs, pages.find)
             if touched.pages:
                 pages.need(touched.pages, touched.written, is_overwritten=touched.is_overwritten)
                 if func.namespace in _COMMUNICATION:  # goes on in another thread after it returned
@@ -159,12 +170,11 @@ class Watch(TorchDispatchMode):
                         pages.let_go(page)
             result = func(*args, **kwargs)
             if pages.is_in_step and not self._num_compiled:  # kernels of a compiled graph read by address
-                self._adopt(func, new_storages(func, args, kwargs, result))
+                self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
 
-    def _adopt(self, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        pages = self.pages
-        if pages is None or not pages.is_in_step:
+    def _adopt(self, pages: Pages, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
+        if not pages.is_in_step:
             return
         for tensor in tensors:
             if tensor.device == self._device and storage_id(tensor) not in known:

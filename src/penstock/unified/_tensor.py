@@ -3,6 +3,10 @@
 A `UnifiedTensor` is a tensor of the CPU whose operators are placed by `_placement.place`; where that is a device, they
 run there on a view of the same memory. Rows are gathered by kernels of our own (`_gather`). Views of a unified tensor
 are unified; results of other operators are plain tensors.
+
+A table that trains gets its gradient in host memory, where it lies itself: gradients of rows leave the device, whose
+memory need not hold the table, and the optimizer updates where the numbers are. Autograd could not take a gradient on
+the device for it anyway: for a leaf of the CPU the engine knows no stream to wait on (PyTorch 2.8 and later).
 """
 
 import math
@@ -56,10 +60,14 @@ class UnifiedTensor(torch.Tensor):
             and self._host.dim()
             and not torch.compiler.is_compiling()
         ):
-            if self.requires_grad and torch.is_grad_enabled():
-                return _Gathered.apply(self, index)  # type: ignore[no-untyped-call]
-            return self._gathered(index)
+            return self._rows(index)
         return super().__getitem__(index)
+
+    def _rows(self, index: torch.Tensor, padding: int | None = None, *, is_sparse: bool = False) -> torch.Tensor:
+        """Rows by numbers, with a gradient where one is wanted."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Gathered.apply(self, index, padding, is_sparse)  # type: ignore[no-untyped-call, no-any-return]
+        return self._gathered(index)
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor:
         device = None if index.device.type == "cpu" else _where([index], [self])  # an index in host memory binds
@@ -152,6 +160,18 @@ class UnifiedTensor(torch.Tensor):
         return _reopen, (*reference, self._prefer, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """PyTorch's own, but for rows whose gradient would be on a device."""
+        read = _TRAINED.get(func)
+        if read is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rows = read(*args, **(kwargs or {}))
+            if rows is not None:
+                return rows
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -172,20 +192,69 @@ class _Plain(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of a table that trains: its gradient is where the rows are, which PyTorch's own would not be."""
+    """Rows of a table that trains. Its gradient is in host memory, as the table is."""
 
     @staticmethod
-    def forward(ctx: Any, unified: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, unified: UnifiedTensor, index: torch.Tensor, padding: int | None, is_sparse: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(index)  # which tells when it is written to meanwhile
-        ctx.shape = unified.shape
+        ctx.shape, ctx.padding, ctx.is_sparse = unified.shape, padding, is_sparse
         return unified._gathered(index)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
-        rows = torch.where(index < 0, index + ctx.shape[0], index).reshape(-1).to(gradient.device)
-        found = torch.zeros(ctx.shape, dtype=gradient.dtype, device=gradient.device)
-        return found.index_add_(0, rows, gradient.reshape(len(rows), *ctx.shape[1:])), None
+        rows, numbers = index.reshape(-1).cpu(), gradient.reshape(index.numel(), *ctx.shape[1:]).cpu()
+        rows = torch.where(rows < 0, rows + ctx.shape[0], rows)
+        if ctx.padding is not None:
+            counts = rows != ctx.padding
+            rows, numbers = rows[counts], numbers[counts]
+        if ctx.is_sparse:
+            found = _aten.embedding_sparse_backward.default(numbers, rows, ctx.shape[0], -1, False)
+        else:
+            found = torch.zeros(ctx.shape, dtype=numbers.dtype).index_add_(0, rows, numbers)
+        return found, None, None, None
+
+
+def _trained(table: Any, index: Any) -> bool:
+    """Whether rows of a table that trains are read by a device."""
+    return (
+        isinstance(table, UnifiedTensor)
+        and table.requires_grad
+        and type(index) is torch.Tensor
+        and index.dtype in (torch.int64, torch.int32)
+        and _where([index], [table]) is not None
+    )
+
+
+def _embedded(
+    index: torch.Tensor,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,  # noqa: ARG001  # as PyTorch names it
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
+    if not _trained(weight, index) or max_norm is not None or scale_grad_by_freq:
+        return None
+    padding = None if padding_idx is None else range(len(weight))[padding_idx]
+    return weight._rows(index, padding, is_sparse=sparse)  # type: ignore[no-any-return]
+
+
+def _selected(input: Any, dim: Any, index: Any, *, out: Any = None) -> torch.Tensor | None:  # noqa: A002  # PyTorch's
+    if out is not None or not _trained(input, index) or dim not in (0, -input.dim()) or index.dim() != 1:
+        return None
+    return input._rows(index)  # type: ignore[no-any-return]
+
+
+_TRAINED: dict[Any, Callable[..., torch.Tensor | None]] = {
+    torch.nn.functional.embedding: _embedded,
+    torch.index_select: _selected,
+    torch.Tensor.index_select: _selected,
+}
+"""Functions that read rows with a gradient; ``None`` where they do not."""
 
 
 @checked("penstock.unified.wrap(torch.from_numpy(array))")
@@ -241,7 +310,7 @@ def gather(
     *,
     dtype: torch.dtype | None = None,
     scale: torch.Tensor | float | None = None,
-    sort: bool = False,
+    sort: bool | None = None,
     verify: bool = False,
 ) -> torch.Tensor:
     """Rows ``index`` (``int64``, any shape) of a table in host memory: ``[*index.shape, *row]``, without gradients.
@@ -250,8 +319,8 @@ def gather(
     the link in place. For a plain one it is on the CPU.
     ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8 with
     ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which spares translations of
-    addresses in large tables. ``verify`` waits for the device and raises for rows that are not there at once; without
-    it they become zeros, and the next gather raises.
+    addresses in large tables; by default a device does so for many short rows. ``verify`` waits for the device and
+    raises for rows that are not there at once; without it they become zeros, and the next gather raises.
 
     Raises ``IndexError`` for rows that are not there, ``ValueError`` for conversions that there are not.
     """
@@ -321,8 +390,20 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "tensor.t(), tensor.unsqueeze(0), tensor.view(shape)"
         )
     device = _where(others, unified)
+    if device is not None and torch.is_grad_enabled() and any(one.requires_grad for one in unified):
+        _refuse_gradient(func)
     writes = func._schema.is_mutable
     return _run(func, flat, spec, unified, device, writes=writes)
+
+
+def _refuse_gradient(func: Any) -> None:
+    if func is _aten._to_copy.default:  # whose backward brings the gradient back
+        return
+    raise RuntimeError(
+        f"{func} on a device has a gradient for a unified tensor, which trains by rows only, since the device need not "
+        "have room for a gradient of the table's size. Read rows, table[index] or torch.nn.functional.embedding(index, "
+        "table); or copy a table that fits: table.cuda()"
+    )
 
 
 def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:

@@ -347,7 +347,9 @@ class Call {
 
   Tensor alias(const Tensor &tensor, bool is_written) {
     if (!is_ours(tensor)) {
-      const bool may_be_mixed = !tensor.defined() || tensor.dim() == 0 || tensor.is_meta() || op_.schema().name().find("index") != std::string::npos;
+      const std::string &name = op_.schema().name();
+      const bool is_index = name == "aten::index" || name.find("index_put") != std::string::npos || name.find("unsafe_index") != std::string::npos;
+      const bool may_be_mixed = !tensor.defined() || (tensor.dim() == 0 && name != "aten::equal") || tensor.is_meta() || is_index;
       TORCH_CHECK(may_be_mixed, op_.schema().name(), " got tensors on the simulated device and on ", tensor.device());
       return tensor;
     }

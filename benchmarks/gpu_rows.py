@@ -1,0 +1,63 @@
+"""What items of `benchmarks.gpu` are, and the rows that they give."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from penstock import probe
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Where and how items run."""
+
+    device: str
+    quick: bool
+    data: Path | None
+    out: Path
+
+    @property
+    def rounds(self) -> int:
+        """Of timing."""
+        return 1 if self.quick else 7
+
+    def timed(self, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """The median seconds of each, after one run that warms up."""
+        for way in ways.values():
+            way()
+        return {
+            name: median(each) for name, each in probe.in_rounds(ways, rounds=self.rounds, device=self.device).items()
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One row."""
+
+    name: str
+    ours: float
+    unit: str
+    peer: str = ""
+    peer_value: float | None = None
+    note: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Something to measure."""
+
+    name: str
+    phase: int
+    headline: str
+    paper: str
+    run: Callable[[Context], Iterator[Found]]
+    is_quick: bool = True
+    """Whether ``--quick`` runs it too: one of a kind is enough to show that it runs."""

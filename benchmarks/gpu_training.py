@@ -1,0 +1,193 @@
+"""Items of `benchmarks.gpu` on one model whose parameters, gradients and Adam's state exceed a budget.
+
+Each way has a model of its own, one after the other: two at once would change each other's peak. Steps are timed
+together, from an idle device to an idle device.
+"""
+
+import functools
+import gc
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_rows import GIB, Context, Found
+from penstock import offload, probe
+from penstock.testing import GPT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Case:
+    """A model and what it trains on."""
+
+    layers: int
+    width: int
+    tokens: tuple[int, int]
+    device: str
+
+    def model(self) -> GPT:
+        """With checkpointed blocks, on the device."""
+        with torch.device(self.device):
+            torch.manual_seed(0)
+            return GPT(
+                num_layers=self.layers,
+                width=self.width,
+                num_heads=max(1, self.width // 128),
+                context=self.tokens[1],
+                checkpointed=True,
+            )
+
+    def batch(self) -> torch.Tensor:
+        """Tokens, which are their own targets."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(256, self.tokens, generator=generator).to(self.device)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Steps of one way."""
+
+    step_s: float = math.nan
+    peak_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    said: str = ""
+
+
+def larger(context: Context) -> Iterator[Found]:
+    """Steps within budgets that hold a part of the state, beside plain training and FSDP2 with its offloading."""
+    shapes = [(2, 64, (2, 32))] if context.quick else [(24, 2048, (8, 1024)), (24, 2048, (32, 1024))]
+    for layers, width, tokens in shapes:
+        yield from _compared(_Case(layers=layers, width=width, tokens=tokens, device=context.device), context)
+
+
+def _compared(case: _Case, context: Context) -> Iterator[Found]:
+    model = case.model()
+    num_parameters = sum(one.numel() for one in model.parameters())
+    del model
+    state_bytes, name = 16 * num_parameters, f"{num_parameters / 1e9:.2g}B parameters, {math.prod(case.tokens)} tokens"
+    plain = _plain(case, context)
+    yield Found(
+        name=f"{name}: plain training",
+        ours=1e3 * plain.step_s,
+        unit="ms a step",
+        note=f"peak {plain.peak_bytes / GIB:.2f} GiB, parameters, gradients and state {state_bytes / GIB:.2f} GiB",
+    )
+    ways: dict[str, Callable[[], _Run]] = {}
+    for share, options in (
+        (0.5, {}), (0.25, {}), (0.25, {"update_in_backward": True}), (0.25, {"update": "host"}), (0.125, {}),
+    ):  # fmt: skip
+        said = "".join(f", {key}={value}" for key, value in options.items())
+        ways[f"budget {share:.1%} of the state{said}"] = functools.partial(
+            _ours, case, context, int(share * state_bytes), options
+        )
+    if context.device == "cuda":
+        ways["FSDP2, CPUOffloadPolicy"] = functools.partial(_sharded, case, context)
+    for way, run in ways.items():
+        try:
+            found = run()
+        except (RuntimeError, MemoryError) as error:
+            yield Found(name=f"{name}: {way}", ours=math.nan, unit="", note=str(error).splitlines()[0][:160])
+            continue
+        finally:
+            _clear()
+        pairs = list(zip(found.losses, plain.losses, strict=True))
+        apart = max(abs(one - two) / abs(two) for one, two in pairs)
+        yield Found(
+            name=f"{name}: {way}",
+            ours=1e3 * found.step_s,
+            unit="ms a step",
+            peer="over plain",
+            peer_value=found.step_s / plain.step_s,
+            note=f"peak {found.peak_bytes / GIB:.2f} GiB{found.said}; losses "
+            + ("equal to the bit" if not apart else f"within {apart:.1e}"),
+        )
+
+
+def _plain(case: _Case, context: Context) -> _Run:
+    model = case.model()
+    try:
+        return _trained(case, context, model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    finally:
+        del model
+        _clear()
+
+
+def _ours(case: _Case, context: Context, budget_bytes: int, options: dict[str, Any]) -> _Run:
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    host = "64MiB" if context.quick else "90GiB"
+    training = offload.training(model, optimizer, max(budget_bytes, 2**20), host=host, **options)
+    try:
+        run = _trained(case, context, model, optimizer, lambda: training)
+        found = training.statistics()
+        moved = (found.step_fetched_bytes + found.step_parked_bytes) / found.num_parameters
+        run.said = f", {run.peak_bytes / budget_bytes:.3f} of the budget; {moved:.1f} bytes per parameter"
+        return run
+    finally:
+        training.close(discard=True)
+
+
+def _sharded(case: _Case, context: Context) -> _Run:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            model = case.model().cpu()
+            for block in model.blocks:
+                fully_shard(block, offload_policy=CPUOffloadPolicy())
+            fully_shard(model, offload_policy=CPUOffloadPolicy())
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+            return _trained(case, context, model, optimizer)
+        finally:
+            dist.destroy_process_group()
+            os.environ.pop("MASTER_ADDR", None)
+
+
+def _trained(
+    case: _Case,
+    context: Context,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> _Run:
+    """A few steps to warm up, then some that are timed."""
+    batch, run = case.batch(), _Run()
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        with inside():
+            with torch.autocast(context.device, dtype=torch.bfloat16):
+                loss = model(batch, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    for _ in range(4):
+        step()
+    num_steps = 1 if context.quick else 6
+
+    def steps() -> None:
+        for _ in range(num_steps):
+            step()
+
+    torch.accelerator.synchronize()
+    begin_s = time.perf_counter()
+    run.peak_bytes = probe.peak_bytes(steps, device=context.device).peak_bytes
+    torch.accelerator.synchronize()
+    run.step_s = (time.perf_counter() - begin_s) / num_steps
+    run.losses = [one.item() for one in losses]
+    return run
+
+
+def _clear() -> None:
+    gc.collect()
+    torch.accelerator.empty_cache()
