@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from penstock.offload._past import do_pending
 from penstock.offload._taken import Taken
 from penstock.stepping import State, step_part
 
+_SMALL_SHARE = 256
+"""Small parameters are updated together, up to this part of the budget."""
 _AT_ONCE = 8
 """What an update works on is brought before it begins if the budget is so many times larger."""
 
@@ -40,6 +42,8 @@ class Updates:
         self._is_broken = False
         self._stateless: set[int] = set()
         """Parameters of which the optimizer keeps nothing."""
+        self._small: list[torch.Tensor] = []
+        """Parameters whose gradients this backward has completed, and which wait for its end."""
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
 
@@ -83,13 +87,18 @@ class Updates:
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
+        small: list[torch.Tensor] = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if is_scaled or not self._defer(parameter, settings):
+                if not is_scaled and self._is_small(parameter):
+                    small.append(parameter)
+                elif is_scaled or not self._defer(parameter, settings):
                     self._update_now(parameter)
+        self._update_together(small)
         self._updated.clear()
+        self._small.clear()
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
         return loss
@@ -132,6 +141,10 @@ class Updates:
             (after,) = step_part(
                 self._optimizer, [parameter], {parameter: now}, groups=settings, runs_hooks=False
             ).values()
+        self._keep(parameter, live, before, after)
+
+    def _keep(self, parameter: torch.Tensor, live: State, before: State, after: State) -> None:
+        """What an update has made of a state goes into the optimizer's entry."""
         if self._optimizer.state.get(parameter) is not live:
             return  # it has another one by now
         merge(live, before, after)
@@ -155,6 +168,28 @@ class Updates:
         do_pending(pages)
         return self._pages.quietly(pages, pages)  # some optimizers write to gradients, too
 
+    def _is_small(self, parameter: torch.Tensor) -> bool:
+        """Whether nothing of it ever leaves the device."""
+        if parameter.nbytes >= SMALL_BYTES or parameter.grad is None or parameter.grad.layout is not torch.strided:
+            return False
+        state = self._optimizer.state[parameter]  # in the order of parameters, as ever
+        tensors = [parameter, parameter.grad, *(one for one in state.values() if isinstance(one, torch.Tensor))]
+        return all(self._pages.find(storage_id(one)) is None for one in tensors)
+
+    def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Those that are small: as many as there are operators on lists of them."""
+        most_bytes, part, part_bytes = self._pages.budget_bytes // _SMALL_SHARE, list[torch.Tensor](), 0
+        for parameter in parameters:
+            part.append(parameter)
+            part_bytes += parameter.nbytes
+            if part_bytes >= most_bytes or parameter is parameters[-1]:
+                live = {one: self._optimizer.state[one] for one in part}
+                now = {one: dict(state) for one, state in live.items()}
+                before = {one: dict(state) for one, state in live.items()}
+                for one, after in step_part(self._optimizer, part, now, runs_hooks=False).items():
+                    self._keep(one, live[one], before[one], after)
+                part, part_bytes = [], 0
+
     def _update_now(self, parameter: torch.Tensor) -> None:
         state = self._optimizer.state[parameter]
         self._update(parameter, state, dict(state))
@@ -170,12 +205,25 @@ class Updates:
                 "leave it out, and go on from the last checkpoint"
             )
         self._updated.add(id(parameter))
+        if self._is_small(parameter):
+            if not self._small:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            self._small.append(parameter)
+            return
         if self._host is not None:
             self._taken.gradient(parameter)
         if self._host is None or not self._defer(parameter, self._settings(), to_host_alone=True):
             with torch.no_grad():
                 self._update_now(parameter)
         parameter.grad = None
+
+    def _end_backward(self) -> None:
+        """Small parameters are updated together; what an error kept from it, `step` does."""
+        small, self._small = [one for one in self._small if one.grad is not None], []
+        with torch.no_grad():
+            self._update_together(small)
+        for one in small:
+            one.grad = None
 
     def _note_broken(self) -> None:
         """An update was begun and not ended."""
