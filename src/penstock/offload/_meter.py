@@ -18,6 +18,8 @@ class Meter:
         self._pages, self._taken = pages, contextlib.ExitStack()
         self._ready: list[tuple[float, int]] = []
         """When pages were there for an operator, and what they took."""
+        self._is_noted: list[bool] = []
+        """Whether that operator has a place in the order; else it belongs to the one before."""
         self._until: list[float] = []
         """When the next one asked."""
         self._peaks: list[int] = []
@@ -36,7 +38,8 @@ class Meter:
         if self._watch is not None:
             self._peaks.append(self._watch.peaks().allocated_bytes)
 
-    def _after(self) -> None:
+    def _after(self, is_noted: bool) -> None:
+        self._is_noted.append(is_noted)
         self._ready.append((time.time(), self._pages.held_bytes()))
         if self._watch is not None:
             self._watch.restart()
@@ -50,11 +53,23 @@ class Meter:
             return []
         if self._watch is not None:
             self.peak_bytes = max(self._peaks)
-            return [max(0, peak - held) for peak, (_, held) in zip(self._peaks[1:], self._ready, strict=True)]
+            return self._by_place([peak - held for peak, (_, held) in zip(self._peaks[1:], self._ready, strict=True)])
         assert self._recording is not None
         report = self._recording.report
         self.peak_bytes = report.peak_bytes
-        return _between(report.timeline, report.start_bytes, self._ready, self._until[1:])
+        return self._by_place(_between(report.timeline, report.start_bytes, self._ready, self._until[1:]))
+
+    def _by_place(self, sizes: list[int]) -> list[int]:
+        found, before = list[int](), 0
+        for size_bytes, is_noted in zip(sizes, self._is_noted, strict=True):
+            if is_noted:
+                found.append(max(before, size_bytes, 0))
+                before = 0
+            elif found:
+                found[-1] = max(found[-1], size_bytes)
+            else:
+                before = max(before, size_bytes)
+        return found
 
 
 def _between(

@@ -14,6 +14,8 @@ _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 
 SMALL_BYTES = 16 * 1024
 """Tensors below it stay on the device: norms and biases, whose copies would cost more than their room."""
+_VIEWS = ("_unsafe_view", "_reshape_alias")
+"""Views of which schemas do not tell."""
 _PLAIN = (torch.Tensor, nn.Parameter)
 _RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
@@ -24,7 +26,9 @@ class _Kind:
     """By its schema."""
 
     is_alias: bool
-    """Whether its result is the same tensor. Other views want the storage to have its size, so that it is filled."""
+    """Whether its result is the same tensor."""
+    is_view: bool
+    """Whether it reads no bytes. It wants the storage to have its size all the same, so that it is filled."""
     writes: frozenset[int | str]
     """Arguments that it writes to, by place and by name."""
     overwrites: bool
@@ -45,9 +49,11 @@ class Touched:
     """Whether what is written to is not read."""
     is_of_lists: bool
     """Whether it does the same to each tensor of a list."""
+    is_view: bool
+    """Whether it reads no bytes, and makes none."""
 
 
-_NOTHING = Touched([], [], False, False)
+_NOTHING = Touched([], [], False, False, False)
 
 
 _kinds: dict[int, tuple[Any, _Kind]] = {}
@@ -64,7 +70,7 @@ def _kind(func: Any) -> _Kind:
 def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
     if schema is None:  # an operator of operators: all that it is given is needed
-        return _Kind(False, frozenset(), False, False, True)
+        return _Kind(False, False, frozenset(), False, False, True)
     name = schema.name.split("::")[-1]
     writes: set[int | str] = set()
     for place, argument in enumerate(schema.arguments):
@@ -73,12 +79,18 @@ def _kind_of(func: Any) -> _Kind:
             writes |= {place, argument.name}
     return _Kind(
         is_alias=name in ("detach", "alias", "lift_fresh"),
+        is_view=not writes and (name in _VIEWS or all(one.alias_info is not None for one in schema.returns)),
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
         is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
         and (not name.startswith("_foreach_addc") or schema.overload_name != "Tensor"),  # one tensor has all scalars
-        makes_new=any(one.alias_info is None for one in schema.returns),
+        makes_new=name not in _VIEWS and any(one.alias_info is None for one in schema.returns),
     )
+
+
+def is_alias(func: Any) -> bool:
+    """Whether it works on no page, whatever it is given."""
+    return _kind(func).is_alias
 
 
 def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[torch.Tensor]:
@@ -116,7 +128,9 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
                 written[page] = None
                 is_whole = is_whole and tensor.nbytes == page.size_bytes and tensor.is_contiguous()
     is_whole = is_whole and read.isdisjoint(written)
-    return Touched(list(pages), list(written), is_whole, kind.is_of_lists) if pages else _NOTHING
+    if not pages:
+        return _NOTHING
+    return Touched(list(pages), list(written), is_whole, kind.is_of_lists, kind.is_view)
 
 
 def in_parts(

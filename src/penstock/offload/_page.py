@@ -99,6 +99,11 @@ class Page:
         return bool(self._weak.expired())
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its bytes are on the device, and nothing is to be done before somebody works on them."""
+        return self.is_here and self.pending is None and self.scaling is None
+
+    @property
     def is_clean(self) -> bool:
         """Whether emptying it now loses nothing."""
         return self.handle is not None and self.handle.state is HandleState.PARKED

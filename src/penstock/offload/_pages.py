@@ -58,8 +58,10 @@ class Pages:
         """By what the pages are."""
         self.stall_s = 0.0
         self.before_need: Callable[[], None] | None = None
-        self.after_need: Callable[[], None] | None = None
-        """Where a step is measured: called before and after pages come and go for an operator."""
+        self.after_need: Callable[[bool], None] | None = None
+        """Where a step is measured: called before and after pages come and go for an operator; the latter with whether
+        that one is noted.
+        """
         self.on_poll: Callable[[], None] | None = None
         """Called with every operator where somebody waits for copies out."""
         self.timeline = Timeline()
@@ -185,20 +187,21 @@ class Pages:
         written: Collection[Page],
         *,
         is_overwritten: bool = False,
+        is_noted: bool = True,
         made_bytes: int = 0,
     ) -> None:
         """Brings ``pages`` to the device and keeps them there for the operator that comes now.
 
-        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any; ``made_bytes``:
-        what it makes beside them, as long as nobody has measured that. Raises ``TierReadError`` where bytes cannot be
-        read back.
+        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any; ``is_noted``:
+        whether the next step is to know of it, which views need not; ``made_bytes``: what it makes beside them, as long
+        as nobody has measured that. Raises ``TierReadError`` where bytes cannot be read back.
         """
         with self._moving():
             if self.before_need is not None:
                 self.before_need()
             self._follow_stream()
             self._count += 1
-            at = self._follow(pages)
+            at = self._follow(pages) if is_noted else len(self._follower.now.needs) - 1
             if len(self._heap) > 4 * len(self._pages) + _MAX_OLD_ENTRIES:
                 self._rank_all(at + 1)
             missing = [page for page in pages if not page.is_here]
@@ -224,12 +227,13 @@ class Pages:
                 self._written(page)
             for page in pages:
                 self._rank(page, at + 1)
-            if known is not None:
+            if known is not None and is_noted:
                 self._look_ahead(stays, at)
-            self.timeline.sample(self._pages.values())
+            if self.timeline.is_under_way:
+                self.timeline.sample(self._pages.values())
             if self.after_need is not None:
                 self.sweep()
-                self.after_need()
+                self.after_need(is_noted)
 
     @contextlib.contextmanager
     def quietly(self, pages: Sequence[Page], written: Collection[Page]) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ForkedProcessError
-from penstock.offload._operators import Touched, in_parts, new_storages, storage_id, touches
+from penstock.offload._operators import Touched, in_parts, is_alias, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
             if self._process != os.getpid():
                 touches(func, args, kwargs, self._refuse_elsewhere)
             return func(*args, **kwargs)
-        if pages.is_moving:
+        if is_alias(func) or pages.is_moving:
             return func(*args, **kwargs)
         if types and any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
@@ -88,6 +88,8 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
         num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
+        if touched.is_view and all(page.is_ready for page in touched.pages):
+            return func(*args, **kwargs)  # half of all operators
         do_pending(touched.pages)
         if touched.is_of_lists:
             if func in _SCALING:
@@ -164,7 +166,12 @@ class Watch(TorchDispatchMode):
             if touched is None or pages.num_changes != num_changes:
                 touched = touches(func, args, kwargs, pages.find)
             if touched.pages:
-                pages.need(touched.pages, touched.written, is_overwritten=touched.is_overwritten)
+                pages.need(
+                    touched.pages,
+                    touched.written,
+                    is_overwritten=touched.is_overwritten,
+                    is_noted=not touched.is_view,
+                )
                 if func.namespace in _COMMUNICATION:  # goes on in another thread after it returned
                     for page in touched.pages:
                         pages.let_go(page)
