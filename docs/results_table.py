@@ -119,6 +119,36 @@ ENTRIES = {
             Figure(label="{} of naive model parallelism's rate", metric="Hydra: over model parallelism", of="value"),
         ),
     ),
+    "gpu-h100": Entry(
+        shows="On one H100: activations to host memory, plans, relational layers and rows read in place",
+        command="gpu --phase 2 --phase 3 --phase 5",
+        figures=(
+            Figure(label="activations to host memory: step {} of plain's", name="offload", metric="step time"),
+            Figure(label="their peak {}", name="offload", metric="activation peak", form=".1%"),
+            Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
+            Figure(label="peak {}", name="checkpoint", metric="activation peak", form=".1%"),
+            Figure(label="PyG's training step {} times ours", metric="training step", form=".1f"),
+            Figure(
+                label="plans: measured peak {} of the budget",
+                metric="measured peak over budget",
+                of="value",
+                form=".4f",
+            ),
+        ),
+    ),
+    "gpu-h200": Entry(
+        shows="On one H200: 1.2 billion parameters within a quarter of their state, and rows read in place",
+        command="gpu --phase 2 --phase 6",
+        figures=(
+            Figure(
+                label="step over FSDP2's with CPU offload, updates in backward {}",
+                name=".*25.0% of the state, update_in_backward=True",
+                metric="step time over FSDP2's",
+            ),
+            Figure(label="measured peak {} of the budget", metric="peak over budget", of="value", form=".3f"),
+            Figure(label="rows in place over gathered by the host: {}", metric="rate", peer="gathered.*"),
+        ),
+    ),
     "cpu-advisor": Entry(
         shows="What `advise` picks and predicts beside training with every option",
         command="advisor --scale 0.6",

@@ -14,9 +14,10 @@ from penstock.unified._rows import RowType, as_index, check_range, gather, is_pl
 
 _LINE_BYTES = 128
 _TILE_NUMBERS = 4096
-_SHORT_BYTES, _MANY_ROWS = 1024, 16_384
-"""Rows shorter than this, and so many of them, are read in the order in which they lie. An H100 translates some 55
-million addresses a second: rows of 512 bytes in any order come at 51% of the link, in order at 90%, sorting included.
+_SHORT_BYTES, _MANY_ROWS = 2048, 16_384
+"""Rows shorter than this, and so many of them, are read in the order in which they lie. An H100 translates 35 to 60
+million addresses a second, the fewer the larger the table: rows of 512 bytes in any order come at 54% of the link, in
+order at 90%, sorting included (benchmarks/results/2026-11-26-gpu-h100.json).
 """
 _MOST_READERS = 256
 """Instances of the gather kernel at once: enough to fill a link (each has 4 KiB and more on its way), and no more,
