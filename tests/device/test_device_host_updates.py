@@ -84,6 +84,27 @@ def test_results_are_those_of_the_device(device, make_training, name, in_backwar
     assert "penstock host updates" not in [one.name for one in threading.enumerate()]
 
 
+def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_training, monkeypatch):
+    counts = {}
+    for name in ("_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
+        kernel = getattr(torch, name)
+
+        def counted(*args, kernel=kernel, name=name, **options):
+            counts[name] = counts.get(name, 0) + 1
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(torch, name, counted)
+    for name, make_optimizer in OPTIMIZERS.items():
+        model, batch = make_model(prompt_device), make_batch(prompt_device)
+        optimizer = make_optimizer(model.parameters())
+        own = make_training(model, optimizer, probe.held_bytes(prompt_device) + 2**21)
+        for _ in range(4):
+            with own:
+                bare_step(model, optimizer, batch)
+        own.close()
+        assert counts[f"_fused_{name}_"] == own.statistics().num_host_updates > 0
+
+
 def test_states_stay_where_they_are_and_twelve_bytes_move(device, make_training):
     torch.manual_seed(0)
     model = GPT(num_layers=6, width=256, num_heads=2, context=32).to(device)

@@ -8,6 +8,8 @@ import io
 import itertools
 import os
 import pickle
+import subprocess
+import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock import probe
 from penstock.directio import SpillFile
 from penstock.errors import BudgetError, TierDegradedWarning, TierReadError
-from penstock.offload import training
+from penstock.offload import _updates, training
 
 WIDTH, VOCABULARY, NUM_STEPS = 128, 500, 5
 
@@ -307,6 +309,43 @@ def test_updates_in_backward(make_training):
         make_training, Transformer(), OPTIMIZERS["adamw"], share=0.35, update_in_backward=True
     )
     assert statistics.step_parked["gradients"] == 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_small_parameters_are_updated_together(make_training, monkeypatch, in_backward):
+    calls, step_part = [], _updates.step_part
+
+    def counted(optimizer, parameters, *args, **options):
+        calls.append(len(parameters))
+        return step_part(optimizer, parameters, *args, **options)
+
+    monkeypatch.setattr(_updates, "step_part", counted)
+    model = Transformer()
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB", update_in_backward=in_backward)
+    small = sum(one.nbytes < 16 * 1024 for one in model.parameters())
+    for _ in range(2):
+        calls.clear()
+        with ours:
+            loss_of(model, batches()[0]).backward()
+            assert all(one.grad is None for one in model.parameters()) is in_backward
+            ours.optimizer.step()
+            ours.optimizer.zero_grad()
+        assert calls.count(small) == 1
+
+
+def test_a_process_that_ends_with_an_open_training_ends_well(tmp_path):
+    script = f"""
+import torch
+from penstock import offload
+model = torch.nn.Linear(300, 300)
+training = offload.training(model, torch.optim.Adam(model.parameters()), "1GiB", disk={str(tmp_path)!r})
+with training:
+    model(torch.randn(8, 300)).sum().backward()
+    training.optimizer.step()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_backward_before_the_step_breaks_the_promise(make_training):

@@ -235,6 +235,28 @@ def test_training_a_table_in_host_memory(sparse):
     assert found.grad[1].tolist() == [2.0] * 5
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"sparse": True}, {"padding_idx": -1}, {"sparse": True, "padding_idx": 2}], ids=str
+)
+def test_rows_that_a_device_reads_leave_their_gradient_in_host_memory(monkeypatch, options):
+    """PyTorch's engine takes none on a device for a leaf of the CPU. Here the device is the CPU under another name."""
+
+    def trained(weight):
+        index = torch.tensor([[1, 2], [2, len(weight) - 1]])
+        rows = functional.embedding(index, weight, **options), weight.index_select(0, index[0]), weight[index[1]]
+        sum(part.sin().sum() for part in rows).backward()
+        return rows, weight.grad.to_dense()
+
+    expected = trained(torch.nn.Parameter(table()))
+    monkeypatch.setattr(unified._tensor, "_where", lambda *_: torch.device("cpu"))
+    weight = torch.nn.Parameter(unified.wrap(table()))
+    rows, gradient = trained(weight)
+    assert all(torch.equal(one, two) for one, two in zip(rows, expected[0], strict=True))
+    torch.testing.assert_close(gradient, expected[1], rtol=1e-6, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r"trains by rows only.*table\.cuda\(\)"):
+        weight * 2
+
+
 def test_under_torch_compile():
     found, index = unified.wrap(table()), torch.tensor([1, 3])
     compiled = torch.compile(lambda features, rows, weight: (features[rows] @ weight).relu(), backend="aot_eager")

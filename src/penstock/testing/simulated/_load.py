@@ -77,6 +77,15 @@ def _flags() -> list[str]:
     ]
 
 
+class _OwnStream(torch.Stream):
+    """As CUDA's own streams, which are never equal to those of `torch.accelerator`."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _OwnStream) and super().__eq__(other)
+
+    __hash__ = torch.Stream.__hash__
+
+
 def _module(compiled: Any) -> types.ModuleType:
     """What PyTorch and programs look for in ``torch.<kind>``."""
     accelerator = torch.accelerator
@@ -95,7 +104,7 @@ def _module(compiled: Any) -> types.ModuleType:
         index = device if isinstance(device, int) else torch.device(device or NAME).index
         index = accelerator.current_device_index() if index is None else index
         kind = torch.device(NAME, index)
-        return torch.Stream(stream_id=0, device_index=index, device_type=torch.Stream(kind).device_type)
+        return _OwnStream(stream_id=0, device_index=index, device_type=torch.Stream(kind).device_type)
 
     members: dict[str, Any] = {
         "is_available": lambda: True,
