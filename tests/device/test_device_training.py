@@ -113,6 +113,25 @@ def test_checkpointed_blocks_and_accumulation_in_autograds_own_thread(device, ma
     assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
 
 
+def test_clipping_fetches_no_gradient_again(prompt_device, make_training):
+    device, fetched = prompt_device, []
+    for most in (None, 0.5):
+        model, batch = make_model(device), make_batch(device)
+        optimizer = make_optimizer(model)
+        training = make_training(model, optimizer, probe.held_bytes(device) + 2**21, "host")
+        for _ in range(NUM_STEPS):
+            with training:
+                model(*batch).backward()
+                if most is not None:
+                    clip_grad_norm_(model.parameters(), most)
+                optimizer.step()
+                optimizer.zero_grad()
+        fetched.append(training.statistics().step_fetched["gradients"])
+        training.close()
+    plainly, clipped = fetched
+    assert clipped <= plainly + sum(one.nbytes for one in model.parameters()) / 4
+
+
 def test_a_host_that_is_far_ahead_and_a_stream_of_the_users(device, make_training):
     expected, parameters, plain_bytes = trained_plainly(device)
     model, batch = make_model(device), make_batch(device)

@@ -218,6 +218,23 @@ def accumulated(model, optimizer, tokens):
     return losses
 
 
+def norms_of_gradients_that_change(model, optimizer, tokens):
+    """Norms are taken when gradients are complete; here some are not what they were then."""
+    loss = loss_of(model, tokens)
+    loss.backward()
+    parameters = list(model.parameters())
+    seen = [clip_grad_norm_(parameters, 1e9).item()]
+    for one in parameters[::2]:
+        one.grad.mul_(0.5)
+    seen.append(clip_grad_norm_(parameters, 0.1).item())
+    seen += [torch.linalg.vector_norm(one.grad, kind).item() for one in parameters for kind in (2.0, 1.0)]
+    (loss_of(model, tokens) / 2).backward()  # to what is there
+    seen.append(clip_grad_norm_(parameters, 0.1).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return seen
+
+
 def under_autocast(model, optimizer, tokens):
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens)
@@ -284,6 +301,7 @@ def reading_everything(model, optimizer, tokens):
 STEPS = {
     "clipped": clipped,
     "clipped by value": clipped_by_value,
+    "norms": norms_of_gradients_that_change,
     "accumulated": accumulated,
     "autocast": under_autocast,
     "scaled": scaled,
@@ -309,6 +327,14 @@ def test_updates_in_backward(make_training):
         make_training, Transformer(), OPTIMIZERS["adamw"], share=0.35, update_in_backward=True
     )
     assert statistics.step_parked["gradients"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"update_in_backward": True}], ids=str)
+def test_updates_whose_pages_come_at_once(make_training, monkeypatch, options):
+    """As they do where the budget is large beside every parameter."""
+    monkeypatch.setattr(_updates, "_AT_ONCE", 2)
+    torch.manual_seed(0)
+    assert_same_training(make_training, Transformer(), OPTIMIZERS["adamw"], share=0.5, **options)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -49,6 +49,7 @@ class Page:
         "key",
         "kind",
         "last_use",
+        "norm",
         "num_writes",
         "on_host",
         "pending",
@@ -75,6 +76,8 @@ class Page:
         """The same of clipping."""
         self.on_host: OnHost | None = None
         """Who changes its bytes in host memory, which nobody is to copy meanwhile."""
+        self.norm: tuple[Any, int, torch.Tensor] | None = None  # any: a call
+        """Of a gradient: how it was asked for, how often the page had been written to, and the norm."""
         self.stale: list[Handle] = []
         """Of copies out that were under way when the bytes changed: they still read the storage."""
         self.is_here = True

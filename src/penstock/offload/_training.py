@@ -162,7 +162,7 @@ class Training:
             on_host = None if update == "device" else HostUpdates(self.optimizer, self._pages)
             self._updates = Updates(self.optimizer, self._pages, self._taken, on_host, is_measured=update == "auto")
             self._forget_updates = self._updates.forget
-            self._taken.on_gradient = self._updates.in_backward if update_in_backward else self._taken.gradient
+            self._taken.on_gradient = self._updates.in_backward if update_in_backward else self._complete
             self._undo.callback(self._taken.end)
             self._taken.parameters()
             self._taken.states(self.optimizer)
@@ -201,6 +201,7 @@ class Training:
         self._refuse_parallel()
         self._taken.parameters()  # some may be new, or have other storages now
         self._pages.begin_step()
+        self._watch.norms.begin_step()
         if self._pages.wants_measure and can_record(self._device):
             if self._device.type == "cpu":
                 self._pages.flush()  # the profiler does not report the freeing of what was there before it
@@ -461,6 +462,12 @@ class Training:
         finally:
             self._pages.end_step((), is_whole=False)
         return model, optimizer
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        """A gradient has been added to."""
+        self._taken.gradient(parameter)
+        if parameter.grad is not None and self._is_entered:
+            self._watch.norms.take(parameter.grad)
 
     def _move(self) -> None:
         """Parameters and buffers that are elsewhere come to the device, and leave it as more come."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ForkedProcessError
+from penstock.offload._norms import Norms
 from penstock.offload._operators import Touched, in_parts, is_alias, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
@@ -33,6 +34,7 @@ class Watch(TorchDispatchMode):
         self._device = device
         self._process = os.getpid()
         self._num_compiled = 0
+        self.norms = Norms(pages)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -86,6 +88,9 @@ class Watch(TorchDispatchMode):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # of a compilation, whose own mode comes next
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
+        norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
+        if norms is not None:
+            return norms
         num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
         if touched.is_view and all(page.is_ready for page in touched.pages):
@@ -94,11 +99,15 @@ class Watch(TorchDispatchMode):
         if touched.is_of_lists:
             if func in _SCALING:
                 args = (self._scale_later(pages, *args[:2]), *args[1:])
-            most = min(_PART_BYTES, pages.budget_bytes // 16)
-            results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
-            found = [one for result in results if result is not None for one in result]
-            return found or None
+            return self._parts(pages, func, args, kwargs)
         return self._run(pages, func, args, kwargs, touched, num_changes)
+
+    def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
+        """An operator on lists, on some of their entries at a time."""
+        do_pending(touches(func, args, kwargs, pages.find).pages)
+        most = min(_PART_BYTES, pages.budget_bytes // 16)
+        results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
+        return [one for result in results if result is not None for one in result] or None
 
     def _refuse_elsewhere(self, identity: int) -> None:
         self.find(identity)

@@ -1,0 +1,90 @@
+"""Norms of gradients, taken when a gradient is complete and on the device anyway.
+
+Clipping asks for the norm of every gradient once backward has ended; those that have left by then would come back only
+for it. So a step whose last one asked takes them in advance, by the same call, and hands them out where a gradient has
+not been written to since.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.offload._operators import storage_id
+from penstock.offload._page import Kind, Page
+from penstock.offload._pages import Pages
+
+_OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
+Call = tuple[
+    Any, tuple[Any, ...], tuple[tuple[str, Any], ...]
+]  # any: an operator, and what it was given beside tensors
+
+
+class Norms:
+    """Of one training's gradients."""
+
+    def __init__(self, pages: Pages):
+        self._pages = pages
+        self._expected: Call | None = None
+        """How the last step asked for them."""
+        self._asked: Call | None = None
+        self._is_taking = False
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._expected, self._asked = self._asked, None
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """It is complete, for all that is known."""
+        page = self._page_of(gradient)
+        if self._expected is None or page is None:
+            return
+        func, rest, options = self._expected
+        self._is_taking = True
+        try:
+            with torch.no_grad():
+                found = func([gradient] if func is _OF_LISTS else gradient, *rest, **dict(options))
+        finally:
+            self._is_taking = False
+        page.norm = self._expected, page.num_writes, found[0] if func is _OF_LISTS else found
+
+    def given(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        options: Mapping[str, Any],
+        compute: Callable[[Sequence[Any]], Any],
+    ) -> Any | None:
+        """What the operator returns, of norms taken before where there are any; ``None`` if it asks for none.
+
+        ``compute``: the operator itself, with the rest of the tensors.
+        """
+        if func not in (_OF_LISTS, _OF_ONE) or self._is_taking:
+            return None
+        tensors = args[0] if func is _OF_LISTS else [args[0]]
+        pages = [self._page_of(one) for one in tensors]
+        if not any(pages):
+            return None
+        self._asked = func, tuple(args[1:]), tuple(options.items())
+        known = [None if page is None else self._known(page) for page in pages]
+        if all(one is None for one in known):
+            return None
+        if func is _OF_ONE:
+            return known[0]
+        rest = [tensor for tensor, norm in zip(tensors, known, strict=True) if norm is None]
+        computed = iter(compute([rest, *args[1:]]) or () if rest else ())
+        return [next(computed) if norm is None else norm for norm in known]
+
+    def _known(self, page: Page) -> torch.Tensor | None:
+        """Handed out once: who has it may write to it."""
+        found, page.norm = page.norm, None
+        if found is None or page.pending is not None or page.scaling is not None:
+            return None
+        call, num_writes, norm = found
+        return norm if call == self._asked and num_writes == page.num_writes else None
+
+    def _page_of(self, gradient: torch.Tensor) -> Page | None:
+        page = self._pages.find(storage_id(gradient))
+        if page is None or page.kind is not Kind.GRADIENT or gradient.nbytes != page.size_bytes:
+            return None
+        return page
