@@ -2,9 +2,9 @@
 
 import functools
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +25,19 @@ _WITH_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.opti
 
 
 class HostUpdates:
-    """Runs the updates of one optimizer, one after the other, in a thread of its own."""
+    """Runs the updates of one optimizer, one after the other, in a thread of its own.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages):
+    The next forward wants weights in the order of the model. Backward completes gradients the other way round, so that
+    of its updates the last that came is the first.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, *, last_first: bool):
         self._optimizer, self._pages = optimizer, pages
-        self._queue: queue.SimpleQueue[Update | None] = queue.SimpleQueue()
+        self._last_first = last_first
+        self._queue: deque[Update] = deque()
+        self._condition = threading.Condition()
+        """Of the queue, and of whether the thread is to end."""
+        self._is_ending = False
         self._thread: threading.Thread | None = None
         self._waiting: list[Update] = []
         """Those whose copies out are under way."""
@@ -57,6 +65,7 @@ class HostUpdates:
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
             return False
         if self._thread is None:
+            self._is_ending = False
             self._thread = threading.Thread(target=self._run, name="penstock host updates", daemon=True)
             self._thread.start()
         self._waiting.append(Update(self, due))
@@ -110,7 +119,7 @@ class HostUpdates:
     def poll(self) -> None:
         """Hands over what has left meanwhile, in order."""
         while self._waiting and self._waiting[0].is_ready:
-            self._queue.put(self._waiting.pop(0))
+            self._put(self._waiting.pop(0), is_first=self._last_first)
         if not self._waiting:
             self._pages.on_poll = None
 
@@ -124,10 +133,27 @@ class HostUpdates:
                 return False
             if update.is_ready:
                 self._waiting.remove(update)
-                self._queue.put(update)
+                self._put(update, is_first=True)
+                return True
             else:
                 time.sleep(_POLL_S)
+        self._hurry(update)
         return True
+
+    def _put(self, update: "Update", *, is_first: bool) -> None:
+        with self._condition:
+            if is_first:
+                self._queue.appendleft(update)
+            else:
+                self._queue.append(update)
+            self._condition.notify_all()
+
+    def _hurry(self, update: "Update") -> None:
+        """Somebody waits for it."""
+        with self._condition:
+            if update in self._queue:
+                self._queue.remove(update)
+                self._queue.appendleft(update)
 
     def close(self) -> None:
         """Waits for what was handed over; the rest is not done any more. Another `begin` begins anew."""
@@ -135,12 +161,19 @@ class HostUpdates:
         self._pages.on_poll = None
         self.failed = False
         if self._thread is not None:
-            self._queue.put(None)
+            with self._condition:
+                self._is_ending = True
+                self._condition.notify_all()
             self._thread.join()
             self._thread = None
 
     def _run(self) -> None:
-        while (update := self._queue.get()) is not None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._is_ending)
+                if not self._queue:
+                    return
+                update = self._queue.popleft()
             start_s = time.perf_counter()
             update.run(self._optimizer)
             self.busy_s += time.perf_counter() - start_s

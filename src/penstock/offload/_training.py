@@ -159,7 +159,9 @@ class Training:
             self._move()
             self._taken = Taken(self._pages, self.model, device)
             self._refuse_too_much(account.device_bytes)
-            on_host = None if update == "device" else HostUpdates(self.optimizer, self._pages)
+            on_host = (
+                None if update == "device" else HostUpdates(self.optimizer, self._pages, last_first=update_in_backward)
+            )
             self._updates = Updates(self.optimizer, self._pages, self._taken, on_host, is_measured=update == "auto")
             self._forget_updates = self._updates.forget
             self._taken.on_gradient = self._updates.in_backward if update_in_backward else self._complete
