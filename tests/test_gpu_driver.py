@@ -46,7 +46,9 @@ def test_all_phases_have_items():
 @pytest.mark.skipif("cuda" in kinds(), reason="there is a CUDA device here")
 def test_a_failure_is_a_row_and_stops_nothing(tmp_path, capsys):
     rows = gpu.main(["--phase", "4", "--phase", "5", "--out", str(tmp_path)])
-    assert [(row["item"], row["state"]) for row in rows] == [(name, "failed") for name in ("fleets", "batches", "budgets")]
+    assert [(row["item"], row["state"]) for row in rows] == [
+        (name, "failed") for name in ("fleets", "batches", "budgets")
+    ]
     assert all("PyTorch finds no CUDA device here" in row["note"] for row in rows)
     assert "| fleets | | failed |" in (tmp_path / "gpu.md").read_text()
     capsys.readouterr()

@@ -22,6 +22,8 @@ from penstock.devices._cuda import Cuda
 from penstock.errors import BudgetError, TierDegradedWarning
 from penstock.probe import ledger
 from penstock.unified import Operand, _advice, _memory, _order, _tensor
+from penstock.unified._gather import in_order
+from penstock.unified._rows import RowType
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool,
@@ -233,6 +235,21 @@ def test_training_a_table_in_host_memory(sparse):
     found.grad = None
     found[torch.tensor([1, 1])].sum().backward()
     assert found.grad[1].tolist() == [2.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("width", "num_rows", "is_sorted"), [(4, 20_000, True), (4, 2000, False), (600, 20_000, False)]
+)
+def test_many_short_rows_are_read_as_they_lie(width, num_rows, is_sorted):
+    plain, index = torch.zeros(100, width), torch.randint(100, (num_rows,))
+    kind = RowType((width,), torch.float32, torch.float32)
+    for places in (None, torch.randperm(num_rows)):
+        rows, positions = in_order(plain, index, places, kind)
+        back = torch.empty_like(index)
+        back[torch.arange(num_rows) if positions is None else positions] = rows
+        expected = index if places is None else torch.empty_like(index).index_copy_(0, places, index)
+        assert torch.equal(back, expected)
+        assert torch.equal(rows, index.sort().values) is is_sorted
 
 
 @pytest.mark.parametrize(

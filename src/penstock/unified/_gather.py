@@ -61,9 +61,18 @@ def gather_rows(
     return out if device is None else out.to(device)
 
 
-def gains_by_order(num_rows: int, row_bytes: int) -> bool:
-    """Whether a device that reads so many rows in place saves more time by reading them in order than sorting takes."""
-    return row_bytes < _SHORT_BYTES and num_rows >= _MANY_ROWS
+def in_order(
+    table: torch.Tensor, index: torch.Tensor, positions: torch.Tensor | None, kind: RowType, sort: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of a table in host memory as they lie there, and their places in the result.
+
+    ``sort=None``: where a device that reads them saves more time by that than sorting takes.
+    """
+    is_short = table.device.type == "cpu" and kind.width * table.element_size() < _SHORT_BYTES
+    if not (is_short and index.numel() >= _MANY_ROWS if sort is None else sort):
+        return index, positions
+    index, order = index.sort()
+    return index, order if positions is None else positions[order]
 
 
 def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], flags: dict[str, Any], warps: int) -> None:
@@ -158,9 +167,7 @@ def _on_device(
             flags = _flags.setdefault(device, _Flags())
         flags.num_rows = max(flags.num_rows, len(table))
         out = kind.empty(*index.shape, device=device)
-        positions = None
-        if gains_by_order(flat.numel(), kind.width * table.element_size()) if sort is None else sort:
-            flat, positions = flat.sort()
+        flat, positions = in_order(table, flat, None, kind, sort)
         start_gather(table, flat, positions, out, flags.bad, kind, wraps=wraps)
         return out
 

@@ -23,7 +23,7 @@ from penstock.unified._counts import Counts
 from penstock.unified._disk import RowFiles, buffer_bytes_for
 from penstock.unified._files import find_table
 from penstock.unified._functions import call, refusal
-from penstock.unified._gather import gains_by_order, gather_rows, has_triton, start_gather
+from penstock.unified._gather import gather_rows, has_triton, in_order, start_gather
 from penstock.unified._library import address, library
 from penstock.unified._memory import Memory, exact
 from penstock.unified._plan import TierPlan, plan_tiers
@@ -426,10 +426,8 @@ class TieredFeatures(torch.Tensor):
             return
         if has_triton() and (table.device.type == "cuda" or self._memory.is_registered):
             bad = torch.empty(1, dtype=torch.int64, device=self.device)  # slots are in range
-            if table.device.type == "cpu" and gains_by_order(len(slots), self.kind.width * table.element_size()):
-                slots, order = slots.sort()
-                positions = positions[order]
-            start_gather(table, slots, positions, out, bad, self.kind, wraps=False)
+            rows, places = in_order(table, slots, positions, self.kind)
+            start_gather(table, rows, places, out, bad, self.kind, wraps=False)
         elif table.device.type == "cuda":
             out[positions] = self.kind.convert(table[slots])
         else:
