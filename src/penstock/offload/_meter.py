@@ -1,6 +1,7 @@
 """What all but pages takes of a device, from operator to operator of one step."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ class Meter:
         """When the next one asked."""
         self._peaks: list[int] = []
         self.peak_bytes = 0
+        self._thread, self._is_disturbed = threading.get_ident(), False
         allocator = backend_of(device).allocator
         self._watch: PeakWatch | None = None
         self._recording: MemoryRecording | None = None
@@ -34,6 +36,8 @@ class Meter:
         pages.before_need, pages.after_need = self._before, self._after
 
     def _before(self) -> None:
+        if self._recording is not None and threading.get_ident() != self._thread:
+            self._is_disturbed = True  # the profiler does not see what another thread frees, which saves, say
         self._until.append(time.time())
         if self._watch is not None:
             self._peaks.append(self._watch.peaks().allocated_bytes)
@@ -49,7 +53,9 @@ class Meter:
         self._before()
         self._pages.before_need = self._pages.after_need = None
         self._taken.close()
-        if not is_whole or len(self._until) != len(self._ready) + 1:  # an error, or one that was caught
+        if (
+            not is_whole or self._is_disturbed or len(self._until) != len(self._ready) + 1
+        ):  # an error, or one that was caught
             return []
         if self._watch is not None:
             self.peak_bytes = max(self._peaks)

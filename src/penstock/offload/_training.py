@@ -205,9 +205,7 @@ class Training:
         self._pages.begin_step()
         self._watch.norms.begin_step()
         if self._pages.wants_measure and can_record(self._device):
-            if self._device.type == "cpu":
-                self._pages.flush()  # the profiler does not report the freeing of what was there before it
-            self._meter = Meter(self._pages, self._device)
+            self._measure()
         return self
 
     def __exit__(
@@ -235,6 +233,15 @@ class Training:
                 f"`budget` must be at least {meter.peak_bytes} ({format_bytes(meter.peak_bytes)}), got "
                 f"{format_bytes(self._pages.budget_bytes)}: no tensor of this step has 16 KiB, and smaller ones stay"
             )
+
+    def _measure(self) -> None:
+        """Begins to measure this step, unless another thread has a page on a CPU while it saves: that comes next."""
+        with self._pages.lock:
+            if self._device.type == "cpu":
+                self._pages.flush()  # the profiler does not report the freeing of what was there before it
+                if any(page.held_bytes() for page in self._pages.pinned):
+                    return
+            self._meter = Meter(self._pages, self._device)
 
     @contextlib.contextmanager
     @checked("with training.whole(model.head)")
