@@ -3,6 +3,7 @@
 Models are made on the device; medians are of rounds in which all ways take turns.
 """
 
+import functools
 import math
 import os
 import re
@@ -91,7 +92,13 @@ def link(context: Context) -> Iterator[Found]:
             torch.index_select(table, 0, on_host, out=pinned)
             pinned.to(device, non_blocking=True)
 
-        seconds = context.timed({"ours": lambda shared=shared, index=index: shared[index], "host": by_host})  # type: ignore[misc]
+        ways: dict[str, Callable[[], object]] = {
+            "ours": lambda shared=shared, index=index: shared[index],
+            "host": by_host,
+        }  # type: ignore[misc]
+        for is_sorted in (False, True):
+            ways[f"sort={is_sorted}"] = functools.partial(unified.gather, shared, index, sort=is_sorted)
+        seconds = context.timed(ways)
         moved = len(index) * row_bytes
         yield Found(
             name=f"random rows of {row_bytes} bytes",
@@ -99,7 +106,9 @@ def link(context: Context) -> Iterator[Found]:
             unit="GB/s",
             peer="gathered by the host, then copied:",
             peer_value=moved / seconds["host"] / 1e9,
-            note=f"{moved / seconds['ours'] / (rate or 1):.0%} of the link",
+            note=", ".join(
+                f"{way} {moved / taken_s / (rate or 1):.0%} of the link" for way, taken_s in seconds.items()
+            ),
         )
 
 

@@ -7,7 +7,6 @@ together, from an idle device to an idle device.
 import functools
 import gc
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +148,6 @@ def _sharded(case: _Case, context: Context) -> _Run:
             return _trained(case, context, model, optimizer)
         finally:
             dist.destroy_process_group()
-            os.environ.pop("MASTER_ADDR", None)
 
 
 def _trained(

@@ -83,6 +83,16 @@ def _relational(command: str) -> Entry:
     return Entry(shows="Relational layers beside PyG's, DGL's and PyTorch by hand", command=command, figures=figures)
 
 
+def _beside_checkpoints(way: str) -> tuple[Figure, ...]:
+    """Of activations that leave the device."""
+    return (
+        Figure(label="step {} of plain's", name=way, metric="step time"),
+        Figure(label="activations {} of plain's", name=way, metric="activation peak", form=".1%"),
+        Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
+        Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
+    )
+
+
 _LOOP = (
     Figure(label="plain died under the smallest: {}", metric="died", of="value", form="d"),
     Figure(label="losses equal: {}", metric="losses equal to plain's", of="value", form="d"),
@@ -97,12 +107,7 @@ ENTRIES = {
     "cpu-offload": Entry(
         shows="Activations to disk beside plain training and checkpoints",
         command="offload",
-        figures=(
-            Figure(label="step {} of plain's", name="Penstock to disk", metric="step time"),
-            Figure(label="activations {} of plain's", name="Penstock to disk", metric="activation peak", form=".1%"),
-            Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
-            Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
-        ),
+        figures=_beside_checkpoints("Penstock to disk"),
     ),
     "modelled": Entry(
         shows="The papers' workloads planned for machines by their data sheets; nothing of it is measured",
@@ -123,10 +128,7 @@ ENTRIES = {
         shows="On one H100: activations to host memory, plans, relational layers and rows read in place",
         command="gpu --phase 2 --phase 3 --phase 5",
         figures=(
-            Figure(label="activations to host memory: step {} of plain's", name="offload", metric="step time"),
-            Figure(label="their peak {}", name="offload", metric="activation peak", form=".1%"),
-            Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
-            Figure(label="peak {}", name="checkpoint", metric="activation peak", form=".1%"),
+            *_beside_checkpoints("offload"),
             Figure(label="PyG's training step {} times ours", metric="training step", form=".1f"),
             Figure(
                 label="plans: measured peak {} of the budget",
@@ -193,6 +195,15 @@ ENTRIES = {
         command="training_faults",
         figures=tuple(
             Figure(label=f"{{}} {name}", metric=name, of="value", form=",d") for name in ("trials", "faults", "wrong")
+        ),
+    ),
+    "cpu-training-host": Entry(
+        shows="What the host spends on an operator inside of such a loop, and which operators a step has",
+        command="training_host",
+        figures=(
+            Figure(label="{} us on a page", name="on a page.*", metric="a training", of="value", form=".0f"),
+            Figure(label="{} for a view", name="a view.*", metric="a training", of="value", form=".0f"),
+            Figure(label="{} under a mode that does nothing", metric="an empty mode", of="value", form=".0f"),
         ),
     ),
     "cpu-training-kills": Entry(

@@ -66,7 +66,7 @@ class AcceleratorAllocator(Allocator):
         return int(torch.accelerator.memory_reserved(self._device))
 
     def _peaks(self) -> Peaks:
-        """As `torch.accelerator.memory_stats` has them, which takes 17 times as long to name all its numbers."""
+        """As `torch.accelerator.memory_stats` has them, which is slower: it names and sorts all its numbers."""
         if not torch._C._accelerator_isAllocatorInitialized():  # type: ignore[attr-defined]
             return Peaks(0, 0, 0)
         index = torch.accelerator.current_device_index() if self._device.index is None else self._device.index

@@ -49,13 +49,12 @@ class Meter:
             self._watch.restart()
 
     def close(self, *, is_whole: bool) -> list[int]:
-        """The bytes of all else at each operator and up to the next; of a step that failed there are none."""
+        """The bytes of all else at each operator and up to the next; none of a step that failed or was disturbed."""
         self._before()
         self._pages.before_need = self._pages.after_need = None
         self._taken.close()
-        if (
-            not is_whole or self._is_disturbed or len(self._until) != len(self._ready) + 1
-        ):  # an error, or one that was caught
+        is_complete = len(self._until) == len(self._ready) + 1  # not after an error, or one that was caught
+        if not is_whole or self._is_disturbed or not is_complete:
             return []
         if self._watch is not None:
             self.peak_bytes = max(self._peaks)

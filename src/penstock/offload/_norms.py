@@ -15,9 +15,7 @@ from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 
 _OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
-Call = tuple[
-    Any, tuple[Any, ...], tuple[tuple[str, Any], ...]
-]  # any: an operator, and what it was given beside tensors
+Call = tuple[Any, ...]  # any: an operator, and what it was given beside tensors
 
 
 class Norms:
@@ -78,7 +76,7 @@ class Norms:
     def _known(self, page: Page) -> torch.Tensor | None:
         """Handed out once: who has it may write to it."""
         found, page.norm = page.norm, None
-        if found is None or page.pending is not None or page.scaling is not None:
+        if found is None:
             return None
         call, num_writes, norm = found
         return norm if call == self._asked and num_writes == page.num_writes else None

@@ -134,7 +134,6 @@ class HostUpdates:
             if update.is_ready:
                 self._waiting.remove(update)
                 self._put(update, is_first=True)
-                return True
             else:
                 time.sleep(_POLL_S)
         self._hurry(update)

@@ -79,7 +79,9 @@ def _kind_of(func: Any) -> _Kind:
             writes |= {place, argument.name}
     return _Kind(
         is_alias=name in ("detach", "alias", "lift_fresh"),
-        is_view=not writes and (name in _VIEWS or all(one.alias_info is not None for one in schema.returns)),
+        is_view=not writes
+        and (name in _VIEWS or all(one.alias_info is not None for one in schema.returns))
+        and bool(schema.returns),
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
         is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))

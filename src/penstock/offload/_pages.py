@@ -229,8 +229,7 @@ class Pages:
                 self._rank(page, at + 1)
             if known is not None and is_noted:
                 self._look_ahead(stays, at)
-            if self.timeline.is_under_way:
-                self.timeline.sample(self._pages.values())
+            self.timeline.sample(self._pages.values())
             if self.after_need is not None:
                 self.sweep()
                 self.after_need(is_noted)

@@ -26,11 +26,6 @@ class Timeline:
             order.was_recorded = True
             self._under_way, self._every = [], 1 + len(order.needs) // _MOST_SAMPLES
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether this step is recorded."""
-        return self._under_way is not None
-
     def sample(self, pages: Iterable[Page]) -> None:
         """An operator comes."""
         if self._under_way is None:

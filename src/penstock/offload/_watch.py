@@ -82,20 +82,22 @@ class Watch(TorchDispatchMode):
             if self._process != os.getpid():
                 touches(func, args, kwargs, self._refuse_elsewhere)
             return func(*args, **kwargs)
-        if is_alias(func) or pages.is_moving:
+        if pages.is_moving:
             return func(*args, **kwargs)
         if types and any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # of a compilation, whose own mode comes next
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
-        norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
-        if norms is not None:
-            return norms
+        if is_alias(func):
+            return func(*args, **kwargs)
         num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
         if touched.is_view and all(page.is_ready for page in touched.pages):
             return func(*args, **kwargs)  # half of all operators
         do_pending(touched.pages)
+        norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
+        if norms is not None:
+            return norms
         if touched.is_of_lists:
             if func in _SCALING:
                 args = (self._scale_later(pages, *args[:2]), *args[1:])
@@ -104,7 +106,6 @@ class Watch(TorchDispatchMode):
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """An operator on lists, on some of their entries at a time."""
-        do_pending(touches(func, args, kwargs, pages.find).pages)
         most = min(_PART_BYTES, pages.budget_bytes // 16)
         results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
         return [one for result in results if result is not None for one in result] or None

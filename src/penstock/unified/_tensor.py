@@ -54,7 +54,7 @@ class UnifiedTensor(torch.Tensor):
         """As of a tensor. Rows by numbers take a short way, past PyTorch's dispatcher."""
         if (
             type(index) is torch.Tensor
-            and index.dtype is torch.int64
+            and index.dtype in (torch.int64, torch.int32)
             and index.device.type in ("cpu", "cuda")
             and index.dim()
             and self._host.dim()
@@ -205,7 +205,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
-        rows, numbers = index.reshape(-1).cpu(), gradient.reshape(index.numel(), *ctx.shape[1:]).cpu()
+        rows, numbers = index.reshape(-1).long().cpu(), gradient.reshape(index.numel(), *ctx.shape[1:]).cpu()
         rows = torch.where(rows < 0, rows + ctx.shape[0], rows)
         if ctx.padding is not None:
             counts = rows != ctx.padding
@@ -223,6 +223,7 @@ def _trained(table: Any, index: Any) -> bool:
         isinstance(table, UnifiedTensor)
         and table.requires_grad
         and type(index) is torch.Tensor
+        and index.device.type in ("cpu", "cuda")
         and index.dtype in (torch.int64, torch.int32)
         and _where([index], [table]) is not None
     )
@@ -368,9 +369,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = _rows(func, args, kwargs)
     if rows is not None:  # what a table is for, without the general way's cost
         table, index = rows
-        return gather_rows(
-            table._host, index, _where([index], [table]), table._memory, table._kind, wraps=func is _aten.index.Tensor
-        )
+        device = _where([index], [table])
+        _refuse_gradient(func, device, [table])
+        return gather_rows(table._host, index, device, table._memory, table._kind, wraps=func is _aten.index.Tensor)
     flat, spec = tree_flatten((args, kwargs))
     unified = [one for one in flat if isinstance(one, UnifiedTensor)]
     others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
@@ -390,14 +391,21 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "tensor.t(), tensor.unsqueeze(0), tensor.view(shape)"
         )
     device = _where(others, unified)
-    if device is not None and torch.is_grad_enabled() and any(one.requires_grad for one in unified):
-        _refuse_gradient(func)
+    _refuse_gradient(func, device, unified)
     writes = func._schema.is_mutable
     return _run(func, flat, spec, unified, device, writes=writes)
 
 
-def _refuse_gradient(func: Any) -> None:
-    if func is _aten._to_copy.default:  # whose backward brings the gradient back
+def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[UnifiedTensor]) -> None:
+    """Raises ``RuntimeError`` where autograd would bring a gradient on a device to a leaf that is in host memory."""
+    if (
+        device is None
+        or device.type == "meta"
+        or not torch.is_grad_enabled()
+        or not any(one.requires_grad for one in unified)
+    ):
+        return
+    if func is _aten._to_copy.default:  # its backward brings the gradient back
         return
     raise RuntimeError(
         f"{func} on a device has a gradient for a unified tensor, which trains by rows only, since the device need not "

@@ -1,0 +1,111 @@
+"""What the host spends on an operator inside of `penstock.offload.training`, and which operators a step has.
+
+On a GPU the host is ahead of the device as long as it spends less than the device does. Each operator is timed in plain
+PyTorch, under a dispatch mode that does nothing, and in a training whose order is known and whose pages are all there.
+Then the operators of a step of a checkpointed GPT of 24 layers under autocast are counted.
+"""
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import common
+from penstock import offload
+from penstock.offload import _watch
+from penstock.testing import GPT
+
+_WARM_STEPS = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = common.parser(str(__doc__).splitlines()[0]).parse_args(arguments)
+    torch.set_num_threads(1)
+    rows: list[common.Row] = []
+    with tempfile.TemporaryDirectory(dir=given.disk) as folder:
+        lines = timed(rows, folder, 30 if given.quick else 300)
+        counts = counted(folder, 2 if given.quick else 24)
+    rows += [common.Row(name="a step", metric=name, value=count, unit="operators") for name, count in counts.items()]
+    common.write(given.json, {"threads": 1}, rows)
+    common.show("Microseconds an operator", ["operator", "plain", "an empty mode", "a training"], lines)
+    common.show("Operators of a step", ["which", "number"], [[name, str(count)] for name, count in counts.items()])
+
+
+class _Empty(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # any: PyTorch's
+        return func(*args, **(kwargs or {}))
+
+
+def timed(rows: list[common.Row], folder: str, num_calls: int) -> list[list[str]]:
+    """The lowest of a few runs of each operator, in each way."""
+    model = nn.Linear(128, 128)
+    weight, x, small = model.weight, torch.randn(128), torch.zeros(4)
+    operators: dict[str, Callable[[], object]] = {
+        "detach": weight.detach,
+        "a view of a page": weight.t,
+        "on no page": lambda: small + 1,
+        "on a page, small result": lambda: torch.mv(weight, x),
+        "on a page, result a page": lambda: weight + 1,
+    }
+
+    def run() -> dict[str, float]:
+        return {name: min(_microseconds(call, num_calls) for _ in range(3)) for name, call in operators.items()}
+
+    with torch.no_grad():
+        found = {"plain": run()}
+        with _Empty():  # type: ignore[no-untyped-call]
+            found["an empty mode"] = run()
+        training = offload.training(model, torch.optim.SGD(model.parameters()), "1GiB", disk=folder)
+        for _ in range(_WARM_STEPS):
+            with training:
+                found["a training"] = run()
+        training.close()
+    rows += [
+        common.Row(name=name, metric=way, value=taken, unit="us")
+        for way, each in found.items()
+        for name, taken in each.items()
+    ]
+    return [[name, *(f"{each[name]:.1f}" for each in found.values())] for name in operators]
+
+
+def _microseconds(call: Callable[[], object], num_calls: int) -> float:
+    start_s = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    return 1e6 * (time.perf_counter() - start_s) / num_calls
+
+
+def counted(folder: str, num_layers: int) -> dict[str, int]:
+    """Operators of a step by what a training has to do for them."""
+    torch.manual_seed(0)
+    model = GPT(num_layers=num_layers, width=128, num_heads=2, context=32, checkpointed=True)
+    tokens = torch.randint(256, (4, 32))
+    optimizer = torch.optim.AdamW(model.parameters())
+    training = offload.training(model, optimizer, "1GiB", disk=folder)
+    counts: Counter[str] = Counter()
+    touches = _watch.touches
+
+    def counting(*given: Any) -> Any:
+        touched = touches(*given)
+        counts["views of pages" if touched.is_view else "on pages" if touched.pages else "on no page"] += 1
+        return touched
+
+    for step in range(_WARM_STEPS):
+        with training, mock.patch.object(_watch, "touches", counting if step == _WARM_STEPS - 1 else touches):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(tokens, tokens)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    training.close()
+    return dict(counts)
+
+
+if __name__ == "__main__":
+    main()
