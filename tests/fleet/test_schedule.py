@@ -12,7 +12,7 @@ from penstock import fleet
 from penstock.errors import InternalError
 from penstock.fleet import DeviceCost, FleetProblem, JobCost, ShardCost, UnitKind
 
-SCHEDULERS = ["sharded-lrtf", "fifo", "shortest-first", "random"]
+SCHEDULERS = ["fair", "sharded-lrtf", "fifo", "shortest-first", "random"]
 
 
 def job(name="job", num_shards=4, forward_s=1.0, num_steps=3, **changes):
@@ -129,7 +129,7 @@ def test_without_sharp_a_device_ends_a_job_before_the_next():
 
 
 def test_schedulers_do_what_they_are_named_for():
-    jobs = [job("short", num_steps=1), job("long", num_steps=4), job("middle", num_steps=2)]
+    jobs = [job("short", num_steps=10), job("long", num_steps=40), job("middle", num_steps=20)]
     ends = {name: fleet.simulate(fleet_of(jobs, 1), name).job_end_s for name in SCHEDULERS}
     short, long, middle = ends["shortest-first"]
     assert short < middle < long
@@ -187,7 +187,7 @@ def test_a_job_runs_only_where_it_fits():
         (lambda: fleet_of([job()], 0), "a fleet needs a device"),
         (lambda: job(num_shards=0), "at least 1, got 0 shards"),
         (lambda: DeviceCost(name="d", speed=0.0), "above 0"),
-        (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "`scheduler` must be 'sharded-lrtf'"),
+        (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "`scheduler` must be 'fair'"),
     ],
 )
 def test_bad_input_is_named(make, message):

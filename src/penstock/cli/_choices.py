@@ -31,6 +31,7 @@ class MachineName(StrEnum):
 class Scheduler(StrEnum):
     """`penstock.fleet.SchedulerName`, for an option."""
 
+    FAIR = "fair"
     SHARDED_LRTF = "sharded-lrtf"
     FIFO = "fifo"
     SHORTEST_FIRST = "shortest-first"

@@ -54,7 +54,7 @@ def simulate(
     problem: Annotated[
         Path, typer.Argument(help="YAML or JSON: jobs with the costs of their shards, and devices."), INPUT
     ],
-    scheduler: Annotated[Scheduler, typer.Option(help="The one that --gantt draws.")] = Scheduler.SHARDED_LRTF,
+    scheduler: Annotated[Scheduler, typer.Option(help="The one that --gantt draws.")] = Scheduler.FAIR,
     gantt: Annotated[
         Path | None, typer.Option(help="Picture of which job is on which device when.", show_default=False), OUTPUT
     ] = None,

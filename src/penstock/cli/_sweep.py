@@ -77,7 +77,7 @@ class FleetSettings(Strict):
     """A directory, a list of them, or directories with the bytes that each may take."""
     run_dir: str | None = None
     """Folder of checkpoints, metrics and state; none: a temporary one."""
-    scheduler: SchedulerName = "sharded-lrtf"
+    scheduler: SchedulerName = "fair"
     """Which job a device takes next."""
     checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps between checkpoints of a job; none: ten minutes."""

@@ -16,7 +16,7 @@ from penstock.fleet._memory import Item
 from penstock.fleet._pilot import ShardMeasure, measure
 from penstock.fleet._prepare import Preparation
 from penstock.fleet._problem import UnitKind
-from penstock.fleet._schedulers import Progress, Scheduler
+from penstock.fleet._schedulers import Candidate, Progress, choose
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
 from penstock.fleet._ways import Ways
@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Callable[[Progress], Any],  # any: what can be compared
         hooks: Hooks,
         *,
         budget_bytes: int,
@@ -57,11 +57,17 @@ class Engine:
         """Whether jobs may still come, so that workers wait rather than end."""
         self._scheduler = scheduler
         self._sharp = sharp
+        self._begun_s = time.perf_counter()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the fleet began."""
+        return time.perf_counter() - self._begun_s
 
     def add(self, run: JobRun) -> None:
         """A job to train."""
         with self.condition:
-            run.arrival_s = time.time()
+            run.arrival_s = run.since_s = self.now_s
             self.runs.append(run)
             self.condition.notify_all()
 
@@ -92,6 +98,8 @@ class Engine:
                     worker.memory.write(item)
         with self.condition:
             run.is_taken = goes_on
+            if not goes_on:
+                run.since_s = self.now_s
             self._obey(run)
             self.condition.notify_all()
 
@@ -150,41 +158,39 @@ class Engine:
     def _choose(self, worker: Worker, own: JobRun | None) -> Turn | None:
         if self.is_stopping:
             return None
-        best: tuple[float, int, JobRun] | None = None
-        for order, run in enumerate(self.runs):
-            if run is own:
-                may_take = run.wanted is None and run.state is JobState.RUNNING
-            else:
-                may_take = (own is None or self._sharp) and self._may_take(run, worker)
-            if not may_take:
-                continue
-            priority = self._priority(run)
-            if run is own and priority == (best[0] if best else priority):
-                order = -1  # of equals, the one whose bytes are here
-            if best is None or (priority, order) < best[:2]:
-                best = (priority, order, run)
-        if best is None:
+        waiting = {run.place: run for run in self.runs if run is not own and self._may_take(run, worker)}
+        now_s, fleet_s = self.now_s, self._fleet_s()
+        at_hand = None
+        if own is not None:
+            if not self._sharp:
+                waiting = {}
+            if own.wanted is None and own.state is JobState.RUNNING and not own.ends_with_turn():
+                at_hand = self._candidate(own, own.progress(now_s, fleet_s, at_hand=True))
+        chosen = choose(
+            [self._candidate(run, run.progress(now_s, fleet_s, at_hand=False)) for run in waiting.values()], at_hand
+        )
+        if chosen is None:
             return None
-        run = best[2]
+        run = waiting.get(chosen.job, own)
+        assert run is not None
         if run is not own:
             try:
                 self._move(run, worker)
             except InternalError:  # a frozen item began to move this very moment
                 return None
-            run.is_taken = True
+            run.is_taken, run.since_s = True, now_s
         return JobTurn(self, run)
 
-    def _priority(self, run: JobRun) -> float:
-        if run.wanted is JobState.STOPPED or not run.is_prepared:
-            return -math.inf  # what it takes is to be known
-        return self._scheduler(
-            Progress(
-                job=run.place,
-                arrival_s=run.arrival_s,
-                remaining_s=run.remaining_s,
-                num_done=run.training.position.step,
-            )
-        )
+    def _candidate(self, run: JobRun, progress: Progress) -> Candidate:
+        is_urgent = run.wanted is JobState.STOPPED or not run.is_prepared  # what it takes is to be known
+        return Candidate((0, 0) if is_urgent else (1, self._scheduler(progress)), run.since_s, run.place)
+
+    def _fleet_s(self) -> float:
+        """Seconds until the fleet ends at the soonest, as far as its jobs are known; for `Progress`."""
+        if len(self.workers) == 1:
+            return math.inf
+        left = (run.remaining_s() for run in self.runs if run.state is JobState.RUNNING and run.is_prepared)
+        return sum(left) / len(self.workers)
 
     def _may_take(self, run: JobRun, worker: Worker) -> bool:
         if run.is_taken or run.state.is_over:
@@ -266,36 +272,39 @@ class JobTurn:
     def _advance(self, worker: Worker) -> None:
         run, engine = self.run_of, self.engine
         training = run.training
-        if run.wants_validation:
-            run.wants_validation = False
-            if self._validate(worker):
-                engine.hooks.save(run, worker)
-                engine.end(run, worker, JobState.STOPPED)
+        batch = None
+        while batch is None:
+            if run.wants_validation:
+                run.wants_validation = False
+                if self._validate(worker):
+                    engine.hooks.save(run, worker)
+                    engine.end(run, worker, JobState.STOPPED)
+                    return
+            if training.is_done():
+                self._finish(worker)
                 return
-        if training.is_done():
-            if (
-                training.validation is not None
-                and run.last_validation != training.position.step
-                and self._validate(worker)
-            ):
-                engine.hooks.save(run, worker)
-                engine.end(run, worker, JobState.STOPPED)
-                return
-            for item in training.drop_unfinished_step():
-                worker.memory.discard(item)
-            engine.hooks.save(run, worker)
-            engine.end(run, worker, JobState.DONE)
-            return
-        batch = training.next_batch()
-        if batch is None:
-            every = training.job.evaluate_every
-            run.wants_validation = training.validation is not None and every is None
-            return
+            batch = training.next_batch()
+            if batch is None:
+                run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, *batch)
         if training.position.micro == 0:
             if engine.hooks.wants_save(run):
                 engine.hooks.save(run, worker)
             engine.hooks.stepped(run)
+            if training.is_done():
+                self._finish(worker)
+
+    def _finish(self, worker: Worker) -> None:
+        """The last validation, the last checkpoint."""
+        run, engine, training = self.run_of, self.engine, self.run_of.training
+        if training.validation is not None and run.last_validation != training.position.step and self._validate(worker):
+            engine.hooks.save(run, worker)
+            engine.end(run, worker, JobState.STOPPED)
+            return
+        for item in training.drop_unfinished_step():
+            worker.memory.discard(item)
+        engine.hooks.save(run, worker)
+        engine.end(run, worker, JobState.DONE)
 
     def _train(self, worker: Worker, leaves: list[torch.Tensor], structure: Structure) -> None:
         run, training = self.run_of, self.run_of.training

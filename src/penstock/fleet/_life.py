@@ -9,6 +9,7 @@ from typing import Any
 from penstock.fleet._job import Job
 from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import JobCost
+from penstock.fleet._schedulers import Progress
 from penstock.fleet._training import Training
 from penstock.fleet._ways import Ways
 from penstock.fleet._worker import Worker
@@ -20,7 +21,9 @@ class JobState(Enum):
     PENDING = "pending"
     """Not begun."""
     RUNNING = "running"
-    """Begun; on a device or waiting for one."""
+    """Begun, and on a device, or just about to be."""
+    WAITING = "waiting"
+    """Begun, and waiting for a device for a second or more."""
     PAUSED = "paused"
     """Held until it is resumed."""
     DONE = "done"
@@ -53,6 +56,9 @@ class JobRun:
     """The device that ran it last and has its items."""
     is_taken: bool = False
     arrival_s: float = 0.0
+    """When it came, in seconds since the fleet began."""
+    since_s: float = 0.0
+    """Since when it waits, or has its device; likewise."""
     seconds_per_step: float = 0.0
     """On one device, units alone; refined as steps are measured."""
     num_steps: int = 0
@@ -96,12 +102,38 @@ class JobRun:
         )
 
     @property
-    def remaining_s(self) -> float:
-        """Seconds of its units that are left, on one device; infinite before it was measured."""
+    def turn_s(self) -> float:
+        """Seconds of one mini-batch, on one device."""
+        return self.seconds_per_step / self.job.accumulate
+
+    def remaining_s(self, *, at_hand: bool = False) -> float:
+        """Seconds of its units that are left, on one device; ``at_hand``: but for the mini-batch that it is at.
+
+        Infinite before it was measured.
+        """
         if not self.is_prepared:
             return math.inf
-        left = max(1, self.num_steps - self.training.position.step)
-        return left * self.seconds_per_step
+        at = self.training.position
+        left = (self.num_steps - at.step) * self.job.accumulate - at.micro - at_hand
+        return max(0, left) * self.turn_s
+
+    def ends_with_turn(self) -> bool:
+        """Whether the mini-batch that it is at is its last for certain."""
+        return self.is_prepared and self.job.steps is not None and not self.remaining_s(at_hand=True)
+
+    def progress(self, now_s: float, fleet_s: float, *, at_hand: bool) -> Progress:
+        """As schedulers take it; ``at_hand``: for the device that has it, and whose mini-batch is ending."""
+        at = self.training.position
+        return Progress(
+            job=self.place,
+            arrival_s=self.arrival_s,
+            remaining_s=self.remaining_s(at_hand=at_hand),
+            turn_s=self.turn_s,
+            num_done=at.step * self.job.accumulate + at.micro + at_hand,
+            since_s=self.since_s,
+            had_s=now_s - self.since_s if at_hand else None,
+            fleet_s=fleet_s,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

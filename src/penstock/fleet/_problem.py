@@ -121,6 +121,13 @@ class JobCost:
         """The units of one optimizer step, in order."""
         return tuple(self._units())
 
+    @cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Places in a step of the units that end a mini-batch, after which a device may take another job."""
+        per_batch = 2 * len(self.shards) - 1
+        ends = [per_batch * (batch + 1) - 1 for batch in range(self.accumulate)]
+        return frozenset([*ends[:-1], len(self.step_units) - 1])
+
     @property
     def num_units(self) -> int:
         """Of the whole job."""

@@ -46,6 +46,8 @@ from penstock.units import parse_bytes
 _TICK_S = 0.1
 _WRITE_S = 0.5
 _SAVE_S = 600.0
+_WAITS_S = 1.0
+"""A job that is between two turns for so long is shown as one that waits."""
 _HOST_RATE = 4e9
 _LEAST_SLACK_BYTES = 512 * 2**20
 """That heaps of CPU devices may grow by, beyond what is alive, before they are trimmed."""
@@ -120,7 +122,7 @@ class Fleet:
         run_dir: str | Path | None = None,
         jobs_dir: str | Path | None = None,
         resume: bool = False,
-        scheduler: SchedulerName | Scheduler = "sharded-lrtf",
+        scheduler: SchedulerName | Scheduler = "fair",
         stopper: Stopper | None = None,
         checkpoint_every: int | None = None,
         keep: int = 1,
@@ -528,7 +530,7 @@ class Fleet:
         return JobRow(
             name=run.job.name,
             place=run.place,
-            state=run.state.value,
+            state=self._shown_state(run).value,
             step=training.position.step if is_fresh or known is None else known.step,
             num_steps=run.num_steps or (known.num_steps if known else run.job.steps or 0),
             epoch=training.position.epoch,
@@ -541,6 +543,10 @@ class Fleet:
             source=None if source is None else {"path": source.path, "parameters": dict(source.parameters)},
             updated_s=time.time(),
         )
+
+    def _shown_state(self, run: JobRun) -> JobState:
+        waits = run.state is JobState.RUNNING and not run.is_taken
+        return JobState.WAITING if waits and self._engine.now_s - run.since_s >= _WAITS_S else run.state
 
     def _result_of(self, run: JobRun) -> JobResult:
         return JobResult(

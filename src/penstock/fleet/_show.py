@@ -17,6 +17,7 @@ from penstock.units import format_bytes
 
 _LINES_S = 30.0
 _MOST_ROWS = 40
+_BEGUN = (JobState.RUNNING.value, JobState.WAITING.value)
 
 
 class Show:
@@ -74,7 +75,7 @@ class Show:
         rows = self._rows()
         counts = {state: sum(row.state == state.value for row in rows) for state in JobState}
         said = ", ".join(f"{count} {state.value}" for state, count in counts.items() if count)
-        left_s = sum(max(0, row.num_steps - row.step) * row.seconds_per_step for row in rows if row.state == "running")
+        left_s = sum(max(0, row.num_steps - row.step) * row.seconds_per_step for row in rows if row.state in _BEGUN)
         eta = f", about {left_s / max(1, len(self._workers)):.0f} s left" if left_s else ""
         self._console.print(f"fleet: {said}; {sum(row.step for row in rows)} steps{eta}", highlight=False)
 
@@ -83,7 +84,7 @@ class Show:
 def jobs_table(rows: Sequence[JobRow]) -> Table:
     """Jobs and how far they are."""
     table = Table("job", "state", "step", "of", "loss", "validation", "s/step", "left", "device")
-    shown = sorted(rows, key=lambda row: (row.state != "running", row.place))[:_MOST_ROWS]
+    shown = sorted(rows, key=lambda row: (row.state not in _BEGUN, row.place))[:_MOST_ROWS]
     for row in sorted(shown, key=lambda row: row.place):
         left_s = max(0, row.num_steps - row.step) * row.seconds_per_step
         last = [f"{key} {value:.4g}" for key, value in row.validation.items() if key != "step"]
@@ -95,7 +96,7 @@ def jobs_table(rows: Sequence[JobRow]) -> Table:
             "" if row.loss is None else f"{row.loss:.4f}",
             ", ".join(last),
             f"{row.seconds_per_step:.3g}" if row.seconds_per_step else "",
-            f"{left_s:.0f} s" if row.state == "running" and left_s else "",
+            f"{left_s:.0f} s" if row.state in _BEGUN and left_s else "",
             row.device,
         )
     if len(rows) > len(shown):

@@ -1,24 +1,29 @@
 """A fleet on a virtual clock: the scheduler that will run it, with measured unit times, for any number of devices.
 
-Rules, as in the engine. A job is on one device at a time. While a device computes a unit it chooses its next one and
-copies that in, if both fit its budget; the link in and the link out are serial lanes. What a unit changed is copied out
-when it ends, and a unit that needs it elsewhere waits for that. A job that goes on where it was keeps the boundary
-there, and a shard that goes on at once is not copied at all. Cost: O(log jobs) per unit, some 7 microseconds in Python.
+Rules, as in the engine. A job is on one device at a time, for a mini-batch at least. When the last unit of a mini-batch
+begins, the device chooses its next job; while a device computes a unit it copies its next one in, if both fit its
+budget; the link in and the link out are serial lanes. What a unit changed is copied out when it ends, and another
+device may take the job when all of it is there. A job that goes on where it was keeps the boundary there, and a shard
+that goes on at once is not copied at all. Cost: O(log jobs) a unit, some 7 microseconds in Python; with a scheduler of
+the user's, O(jobs) a mini-batch.
 """
 
 import heapq
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.arguments import checked
-from penstock.fleet._problem import FleetProblem, Unit
+from penstock.fleet._problem import FleetProblem, JobCost, Unit
 from penstock.fleet._schedule import DeviceUse, Schedule, ScheduledUnit
-from penstock.fleet._schedulers import Progress, Scheduler, SchedulerName, scheduler_of
+from penstock.fleet._schedulers import Candidate, Progress, Scheduler, SchedulerName, choose, orders_of, scheduler_of
 
 
 @checked("penstock.fleet.simulate(problem)")
 def simulate(
     problem: FleetProblem,
-    scheduler: SchedulerName | Scheduler = "sharded-lrtf",
+    scheduler: SchedulerName | Scheduler = "fair",
     *,
     double_buffer: bool = True,
     sharp: bool = True,
@@ -35,14 +40,46 @@ def simulate(
 @dataclass(slots=True)
 class _Job:
     index: int
-    remaining_s: float
+    cost: JobCost
     at: int = 0
     """Units begun or done."""
+    num_turns: int = 0
+    """Mini-batches of which the last unit has begun."""
     shard: int = -1
-    """Which shard that was."""
+    """Which shard the last unit was of."""
+    since_s: float = 0.0
+    """Since when it waits, or has its device."""
+    home: int | None = None
+    """The device that had it last."""
     saved_s: float = 0.0
     """When everything that it changed so far is in host memory."""
     end_s: float = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return self.at >= self.cost.num_units
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the unit that it has begun, or ended, was a mini-batch's last."""
+        units = len(self.cost.step_units)
+        return (self.at + units - 1) % units in self.cost.turn_ends
+
+    def progress(self, fleet_s: float, had_s: float | None) -> Progress:
+        """Turns of equal length, as the engine counts them."""
+        cost = self.cost
+        num_turns = cost.num_steps * cost.accumulate
+        turn_s = cost.work_s / num_turns
+        return Progress(
+            job=self.index,
+            arrival_s=cost.arrival_s,
+            remaining_s=(num_turns - self.num_turns) * turn_s,
+            turn_s=turn_s,
+            num_done=self.num_turns,
+            since_s=self.since_s,
+            had_s=had_s,
+            fleet_s=fleet_s,
+        )
 
 
 @dataclass(slots=True)
@@ -59,6 +96,8 @@ class _Device:
     index: int
     current: _Reservation | None = None
     next: _Reservation | None = None
+    following: _Job | None = None
+    """The job that was chosen to come next, before its first unit is copied in."""
     free_s: float = 0.0
     """When it last became free."""
     in_free_s: float = 0.0
@@ -71,36 +110,87 @@ class _Device:
     """The job whose unit ended here last."""
 
 
+class _Line:
+    """Jobs that wait, so that the first of them is found without looking at all of them."""
+
+    def __init__(self, scheduler: Callable[[Progress], Any]):
+        self._scheduler = scheduler
+        self._orders = orders_of(scheduler)
+        self._heaps: list[list[tuple[float, float, int]]] = [[] for _ in self._orders or ()]
+        self.jobs: dict[int, _Job] = {}
+
+    def add(self, job: _Job) -> None:
+        self.jobs[job.index] = job
+        progress = job.progress(math.inf, None)
+        for order, heap in zip(self._orders or (), self._heaps, strict=True):
+            heapq.heappush(heap, (order(progress), job.since_s, job.index))
+
+    def take(self, may_take: Callable[[_Job], bool], own: Candidate | None, fleet_s: float) -> int | None:
+        """The number of the job that is chosen, which waits no longer."""
+        if self._orders is None:
+            some: Iterator[_Job] = iter(self.jobs.values())
+        else:
+            some = (job for heap in self._heaps for job in self._first(heap, may_take))
+        candidates = [
+            Candidate(self._scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
+            for job in some
+            if may_take(job)
+        ]
+        chosen = choose(candidates, own)
+        if chosen is None:
+            return None
+        self.jobs.pop(chosen.job, None)
+        return chosen.job
+
+    def _first(self, heap: list[tuple[float, float, int]], may_take: Callable[[_Job], bool]) -> Iterator[_Job]:
+        passed = []
+        while heap:
+            _, since_s, index = heap[0]
+            job = self.jobs.get(index)
+            if job is None or job.since_s != since_s:  # it was taken since
+                heapq.heappop(heap)
+            elif may_take(job):
+                yield job
+                break
+            else:
+                passed.append(heapq.heappop(heap))
+        for entry in passed:
+            heapq.heappush(heap, entry)
+
+
 @dataclass
 class _Clock:
     problem: FleetProblem
-    scheduler: Scheduler
+    scheduler: Callable[[Progress], Any]
     double_buffer: bool
     sharp: bool
     records: bool
     now_s: float = 0.0
-    ready: list[tuple[float, int, _Job]] = field(default_factory=list)
     events: list[tuple[float, int, str, int]] = field(default_factory=list)
     """Time, order, what, and of which device or job."""
     num_events: int = 0
-    num_waits: int = 0
     units: list[ScheduledUnit] = field(default_factory=list)
 
     def run(self) -> Schedule:
-        self.jobs = [_Job(index, job.work_s) for index, job in enumerate(self.problem.jobs)]
+        self.jobs = [_Job(index, job) for index, job in enumerate(self.problem.jobs)]
         self.devices = [_Device(index) for index in range(len(self.problem.devices))]
-        self.idle, self.hungry = set(range(len(self.devices))), set[int]()
+        self.line = _Line(self.scheduler)
+        self.idle = set(range(len(self.devices)))
+        self.speed = sum(device.speed for device in self.problem.devices)
+        self.work_s = 0.0
+        """What all jobs that have arrived have left."""
         for job in self.jobs:
-            self._at(self.problem.jobs[job.index].arrival_s, "arrives", job.index)
+            self._at(job.cost.arrival_s, "arrives", job.index)
         while self.events:
             self.now_s = self.events[0][0]
             while self.events and self.events[0][0] == self.now_s:
                 _, _, what, index = heapq.heappop(self.events)
                 if what == "arrives":
+                    self.work_s += self.jobs[index].cost.work_s
                     self._wait(self.jobs[index])
                 elif what == "starts":
                     self._start(self.devices[index])
-                else:
+                elif what == "ends":
                     self._end(self.devices[index])
             self._dispatch()
         return self._schedule()
@@ -111,70 +201,58 @@ class _Clock:
 
     def _wait(self, job: _Job) -> None:
         """The job may be taken."""
-        self.num_waits += 1
-        heapq.heappush(self.ready, (self._priority(job), self.num_waits, job))
-
-    def _priority(self, job: _Job) -> float:
-        cost = self.problem.jobs[job.index]
-        return self.scheduler(
-            Progress(job=job.index, arrival_s=cost.arrival_s, remaining_s=job.remaining_s, num_done=job.at)
-        )
+        job.since_s = self.now_s
+        self.line.add(job)
 
     def _dispatch(self) -> None:
-        """Devices that have nothing choose first, then those that have nothing to follow."""
-        for index in sorted(self.idle) if self.ready else ():
+        """Devices that have nothing choose."""
+        for index in sorted(self.idle) if self.line.jobs else ():
             device = self.devices[index]
-            job = self._take(device)
+            job = self._take(device, None)
             if job is not None:
                 self.idle.discard(index)
                 device.next = self._reserve(device, job)
                 self._at(max(self.now_s, device.next.ready_s), "starts", index)
-        for index in sorted(self.hungry):
-            device = self.devices[index]
-            job = self._take(device)
-            if job is not None:
-                self.hungry.discard(index)
-                device.next = self._reserve(device, job)
 
-    def _take(self, device: _Device) -> _Job | None:
-        """The first job that fits the device; the one that it computes now may go on there."""
-        own = self._own(device)
+    @property
+    def _fleet_s(self) -> float:
+        return self.work_s / self.speed if len(self.devices) > 1 else math.inf
+
+    def _take(self, device: _Device, own: _Job | None) -> _Job | None:
+        """The job that comes next on the device: ``own``, which it has, or one that waits and fits."""
+        candidate = None
+        if own is not None:
+            progress = own.progress(self._fleet_s, self.now_s - own.since_s)
+            candidate = Candidate(self.scheduler(progress), own.since_s, own.index)
         if own is not None and not self.sharp:
             return own
-        passed: list[tuple[float, int, _Job]] = []
-        found: _Job | None = None
-        while self.ready and found is None:
-            entry = heapq.heappop(self.ready)
-            if not self.problem.may_run(entry[2].index, device.index):
-                passed.append(entry)
-            elif own is not None and self._priority(own) <= entry[0]:
-                passed.append(entry)
-                found = own
-            else:
-                found = entry[2]
-        for entry in passed:
-            heapq.heappush(self.ready, entry)
-        return found if found is not None else own
 
-    def _own(self, device: _Device) -> _Job | None:
-        if device.current is None:
+        def may_take(job: _Job) -> bool:
+            is_here = job.home in (None, device.index) or job.saved_s <= self.now_s
+            return is_here and self.problem.may_run(job.index, device.index)
+
+        chosen = self.line.take(may_take, candidate, self._fleet_s)
+        if chosen is None:
             return None
-        job = device.current.job
-        return job if job.at < self.problem.jobs[job.index].num_units else None
+        job = self.jobs[chosen]
+        if job is not own:
+            job.home, job.since_s = device.index, self.now_s
+        return job
 
     def _reserve(self, device: _Device, job: _Job) -> _Reservation:
         """Lays the copy in on the device's lane."""
-        unit = self.problem.jobs[job.index].unit(job.at)
+        unit = job.cost.unit(job.at)
         cost = self.problem.devices[device.index]
         goes_on = device.current.job is job if device.current is not None else device.last is job
         size, earliest_s = unit.in_bytes, job.saved_s
+        stays = goes_on and unit.shard == job.shard
         if goes_on:
-            size = 0 if unit.shard == job.shard else unit.in_bytes - unit.kept_bytes
-            earliest_s = 0.0 if unit.shard == job.shard else earliest_s
+            size = 0 if stays else unit.in_bytes - unit.kept_bytes
+            earliest_s = 0.0 if stays else earliest_s
         load_s = max(self.now_s, device.in_free_s, earliest_s, device.out_free_s if size else 0.0)
         if device.current is not None and cost.budget_bytes is not None:
             together = unit.resident_bytes + device.current.unit.resident_bytes
-            if together > cost.budget_bytes and unit.shard != job.shard:
+            if together > cost.budget_bytes and not stays:
                 load_s = max(
                     load_s, self._end_of(device) + device.current.unit.out_bytes / cost.out_bandwidth_bytes_per_s
                 )
@@ -196,7 +274,7 @@ class _Clock:
         job, unit = reservation.job, reservation.unit
         compute_s = unit.compute_s / self.problem.devices[device.index].speed
         device.busy_s += compute_s
-        job.remaining_s -= unit.compute_s
+        self.work_s -= unit.compute_s
         if self.records:
             self.units.append(
                 ScheduledUnit(
@@ -212,8 +290,13 @@ class _Clock:
             )
         job.at += 1
         job.shard = unit.shard
-        if self.double_buffer:
-            self.hungry.add(device.index)
+        if job.is_between:
+            job.num_turns += 1
+            device.following = self._take(device, None if job.is_done else job)
+        else:
+            device.following = job
+        if self.double_buffer and device.following is not None:
+            device.next = self._reserve(device, device.following)
         self._at(self.now_s + compute_s, "ends", device.index)
 
     def _end(self, device: _Device) -> None:
@@ -224,13 +307,12 @@ class _Clock:
         device.out_free_s += unit.out_bytes / self.problem.devices[device.index].out_bandwidth_bytes_per_s
         device.out_bytes += unit.out_bytes
         job.saved_s, job.end_s = device.out_free_s, self.now_s
-        self.hungry.discard(device.index)
-        is_done = job.at >= self.problem.jobs[job.index].num_units
-        if not is_done and not self.sharp and device.next is None:
-            device.next = self._reserve(device, job)
-        goes_on = device.next is not None and device.next.job is job
-        if not is_done and not goes_on:
+        if device.next is None and device.following is not None:
+            device.next = self._reserve(device, device.following)
+        if not job.is_done and device.following is not job:
             self._wait(job)
+            self._at(job.saved_s, "is saved", job.index)
+        device.following = None
         if device.next is None:
             self.idle.add(device.index)
         else:

@@ -85,7 +85,7 @@ class Command:
     """Of a clone: ``"name"``, ``"changes"``, ``"warm"``."""
 
 
-_STATES = ("pending", "running", "paused", "done", "failed", "stopped")
+_STATES = ("pending", "running", "waiting", "paused", "done", "failed", "stopped")
 
 
 def _row_of(known: dict[str, Any]) -> JobRow:  # any: what SQLite holds

@@ -326,7 +326,7 @@ class Driver:
             task.node, task.free_from_s = None, time.monotonic() + _GRACE_S
             task.num_losses = 1 if task.row.step > task.lost_at_step else task.num_losses + 1
             task.lost_at_step = task.row.step
-            if task.row.state == JobState.RUNNING.value:
+            if task.row.state in (JobState.RUNNING.value, JobState.WAITING.value):
                 task.row = replace(task.row, state=JobState.PENDING.value)
             if task.num_losses >= _MOST_LOSSES:
                 error = f"{task.num_losses} nodes were lost while they had it, at step {task.row.step}: {reason}"
