@@ -150,7 +150,7 @@ def cheapest(problem: fleet.FleetProblem) -> fleet.FleetProblem:
 def contenders(problem: fleet.FleetProblem, ours: fleet.FleetProblem) -> dict[str, float]:
     """When each ends, in seconds; ``ours`` is the problem with activations parked or recomputed as is cheapest."""
     found = {"Penstock": fleet.simulate(ours, records=False).makespan_s}
-    for name in ("fifo", "shortest-first", "random"):
+    for name in ("sharded-lrtf", "fifo", "shortest-first", "random"):
         found[f"scheduler {name}"] = fleet.simulate(ours, name, records=False).makespan_s  # type: ignore[arg-type]
     found["no double buffer"] = fleet.simulate(ours, double_buffer=False, records=False).makespan_s
     found["no SHARP"] = fleet.simulate(ours, sharp=False, records=False).makespan_s
@@ -167,7 +167,7 @@ def draw(path: Path, problem: fleet.FleetProblem, schedule: fleet.Schedule) -> N
     for unit in schedule.units:
         if unit.end_s > 0.95 * schedule.makespan_s:
             rows[problem.devices[unit.device].name].append((unit.start_s, unit.end_s, problem.jobs[unit.job].name))
-    gantt(path, dict(sorted(rows.items())), title="Sharded-LRTF: which job is on which device at the end")
+    gantt(path, dict(sorted(rows.items())), title="Which job is on which device at the end")
 
 
 def main(arguments: list[str] | None = None) -> list[Row]:

@@ -159,6 +159,7 @@ def ablations(given: Any, rows: list[Row]) -> None:
         "no SHARP": lambda: {"ablation": fleet.Ablation(sharp=False)},
         "always recompute": lambda: {"ablation": fleet.Ablation(recompute=True)},
         "never recompute": lambda: {"ablation": fleet.Ablation(recompute=False)},
+        "scheduler sharded-lrtf": lambda: {"scheduler": "sharded-lrtf"},
         "scheduler fifo": lambda: {"scheduler": "fifo"},
         "scheduler shortest-first": lambda: {"scheduler": "shortest-first"},
         "scheduler random": lambda: {"scheduler": "random"},

@@ -171,7 +171,7 @@ _HIDDEN, _LENGTH, _LAYERS = 1600, 1024, 48
 """GPT-2 XL. Hydra (Nagrecha and Kumar, arXiv 2110.08633): 12 models of this size, 6 learning rates by 2 batch sizes."""
 _STEPS = 100
 """Of each job: the ratios do not change with more."""
-_SCHEDULERS: tuple[fleet.SchedulerName, ...] = ("sharded-lrtf", "fifo", "shortest-first", "random")
+_SCHEDULERS: tuple[fleet.SchedulerName, ...] = ("fair", "sharded-lrtf", "fifo", "shortest-first", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,7 @@ def hydra() -> Iterator[Row]:
         for training in HYDRA:
             problem = hydra_problem(MACHINES[name], training)
             taken_s = {one: fleet.simulate(problem, one, records=False).makespan_s for one in _SCHEDULERS}
-            ours_s, naive_s = taken_s["sharded-lrtf"], fleet.model_parallel_s(problem)
+            ours_s, naive_s = taken_s["fair"], fleet.model_parallel_s(problem)
             single_s = fleet.simulate(problem, double_buffer=False, records=False).makespan_s
             setting = f"12 x GPT-2 XL, 8 devices, {training.name}"
             yield Row(

@@ -36,7 +36,6 @@ from penstock.fleet._results import JobResult as JobResult
 from penstock.fleet._results import Results as Results
 from penstock.fleet._results import stored_result as stored_result
 from penstock.fleet._run import Fleet as Fleet
-from penstock.fleet._run import Stopper as Stopper
 from penstock.fleet._run import run as run
 from penstock.fleet._schedule import DeviceUse as DeviceUse
 from penstock.fleet._schedule import Schedule as Schedule
@@ -48,5 +47,6 @@ from penstock.fleet._show import jobs_table as jobs_table
 from penstock.fleet._simulate import simulate as simulate
 from penstock.fleet._state import FleetState as FleetState
 from penstock.fleet._state import JobRow as JobRow
+from penstock.fleet._upkeep import Stopper as Stopper
 from penstock.fleet._verify import verify as verify
 from penstock.fleet._worker import UnitRecord as UnitRecord

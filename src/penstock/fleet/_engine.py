@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import InternalError
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._life import Hooks, JobRun, JobState
+from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
 from penstock.fleet._pilot import ShardMeasure, measure
 from penstock.fleet._prepare import Preparation
@@ -19,6 +19,7 @@ from penstock.fleet._problem import UnitKind
 from penstock.fleet._schedulers import Candidate, Progress, choose
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
+from penstock.fleet._upkeep import Upkeep
 from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.fleet._worker import Expected, Turn, Worker
@@ -30,7 +31,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Callable[[Progress], Any],  # any: what can be compared
-        hooks: Hooks,
+        upkeep: Upkeep,
         *,
         budget_bytes: int,
         sharp: bool = True,
@@ -40,7 +41,7 @@ class Engine:
         self.condition = threading.Condition(threading.RLock())
         self.runs: list[JobRun] = []
         self.workers: list[Worker] = []
-        self.hooks = hooks
+        self.upkeep = upkeep
         self.budget_bytes = budget_bytes
         self.pilot_lock = threading.Lock()
         self.measures: dict[tuple[Any, ...], ShardMeasure] = {}
@@ -126,7 +127,7 @@ class Engine:
 
     def end(self, run: JobRun, worker: Worker, state: JobState) -> None:
         """The job is over; its bytes are given back."""
-        self.hooks.ended(run, state)
+        self.upkeep.ended(run, state)
         with self.condition:
             self._read_once = [one for one in self._read_once if one[1] != run.job.name]
             run.state, run.ended_s = state, time.time()
@@ -255,7 +256,7 @@ class JobTurn:
                 return  # chosen before its last turn had ended
             if run.wanted is JobState.STOPPED and not (run.is_prepared and run.training.position.micro):
                 if run.is_prepared:
-                    engine.hooks.save(run, worker)
+                    engine.upkeep.save(run, worker)
                 engine.end(run, worker, JobState.STOPPED)
                 return
             if not run.is_prepared:
@@ -277,7 +278,7 @@ class JobTurn:
             if run.wants_validation:
                 run.wants_validation = False
                 if self._validate(worker):
-                    engine.hooks.save(run, worker)
+                    engine.upkeep.save(run, worker)
                     engine.end(run, worker, JobState.STOPPED)
                     return
             if training.is_done():
@@ -288,9 +289,9 @@ class JobTurn:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, *batch)
         if training.position.micro == 0:
-            if engine.hooks.wants_save(run):
-                engine.hooks.save(run, worker)
-            engine.hooks.stepped(run)
+            if engine.upkeep.wants_save(run):
+                engine.upkeep.save(run, worker)
+            engine.upkeep.stepped(run)
             if training.is_done():
                 self._finish(worker)
 
@@ -298,12 +299,12 @@ class JobTurn:
         """The last validation, the last checkpoint."""
         run, engine, training = self.run_of, self.engine, self.run_of.training
         if training.validation is not None and run.last_validation != training.position.step and self._validate(worker):
-            engine.hooks.save(run, worker)
+            engine.upkeep.save(run, worker)
             engine.end(run, worker, JobState.STOPPED)
             return
         for item in training.drop_unfinished_step():
             worker.memory.discard(item)
-        engine.hooks.save(run, worker)
+        engine.upkeep.save(run, worker)
         engine.end(run, worker, JobState.DONE)
 
     def _train(self, worker: Worker, leaves: list[torch.Tensor], structure: Structure) -> None:
@@ -372,7 +373,7 @@ class JobTurn:
             raise ValueError(f"job {run.job.name!r}: its validation data yields no batch")
         found = {name: value / num_batches for name, value in sums.items()}
         training.validations.append({"step": float(training.position.step), **found})
-        return self.engine.hooks.validated(run, found)
+        return self.engine.upkeep.validated(run, found)
 
     def _evaluate(self, worker: Worker, batch: Any) -> dict[str, float]:  # any: a batch
         run, training = self.run_of, self.run_of.training

@@ -1,7 +1,6 @@
 """A job in the fleet: where it is in its life, and what is known of it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -134,21 +133,3 @@ class JobRun:
             had_s=now_s - self.since_s if at_hand else None,
             fleet_s=fleet_s,
         )
-
-
-@dataclass(slots=True, kw_only=True)
-class Hooks:
-    """What the fleet around the engine does at certain moments, on the thread of the device."""
-
-    stepped: Callable[[JobRun], None]
-    """After an optimizer step."""
-    validated: Callable[[JobRun, dict[str, float]], bool]
-    """After a validation; returns whether the job is to stop."""
-    save: Callable[[JobRun, Worker], None]
-    """Writes a checkpoint now."""
-    wants_save: Callable[[JobRun], bool]
-    """Whether one is due."""
-    restore: Callable[[JobRun], Callable[[], None] | None]
-    """What a checkpoint holds for a job that begins: replaces its tensors, and returns what sets the rest."""
-    ended: Callable[[JobRun, JobState], None]
-    """When a job is over, and just before others see it."""

@@ -46,7 +46,7 @@ class Preparation:
             run.home = self.worker
         training.build()
         engine.refuse_shared_data(run)
-        resume = engine.hooks.restore(run)
+        resume = engine.upkeep.restore(run)
         leaves, structure = training.peek()
         run.leaf_bytes = sum(one.nbytes for one in leaves)
         captured = training.capture(leaves, structure, training=True)

@@ -6,9 +6,8 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,17 +15,17 @@ from typing import Any, Self
 import torch
 
 from penstock.arguments import checked
-from penstock.errors import CheckpointError, TierDegradedWarning
 from penstock.fleet import _checkpoint
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Ablation, Device, Job, JobSource
-from penstock.fleet._life import Hooks, JobRun, JobState
+from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._records import Records, Tracker
 from penstock.fleet._results import DeviceStatistics, JobResult, Results, stored_result
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
+from penstock.fleet._upkeep import Stopper, Upkeep
 from penstock.fleet._worker import UnitRecord, Worker, trains_jobs
 from penstock.links import DISK
 from penstock.probe import bandwidths, can_record, record_memory
@@ -45,7 +44,6 @@ from penstock.units import parse_bytes
 
 _TICK_S = 0.1
 _WRITE_S = 0.5
-_SAVE_S = 600.0
 _WAITS_S = 1.0
 """A job that is between two turns for so long is shown as one that waits."""
 _HOST_RATE = 4e9
@@ -55,9 +53,6 @@ _COPIES = 5
 """Times a checkpoint is copied that goes meanwhile."""
 _SWITCH_S = 5e-4
 """Python's threads change places that often at most: a device's thread must not wait 5 ms for the interpreter."""
-
-Stopper = Callable[[Job, int, Mapping[str, float]], bool]
-"""After a validation: from job, step and metrics to whether the job is to stop."""
 
 
 @checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
@@ -102,9 +97,9 @@ class Fleet:
     default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints,
     metrics and state, on a local disk; by default a temporary one that goes with the results. ``jobs_dir``: folder of
     checkpoints and metrics, if they are to be apart from it. ``resume=True`` goes on with what an earlier process left
-    there; otherwise a folder with a fleet in it is refused. ``scheduler``: see `Scheduler`. ``stopper``: sees every
-    validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes.
-    ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"``
+    there; otherwise a folder with a fleet in it is refused. ``scheduler``: which job a free device takes; by default
+    all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
+    ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"``
     shows a live table on a terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every
     fetch from disk and measures the memory of every unit, one at a time.
 
@@ -135,8 +130,6 @@ class Fleet:
         self._budget = account_of(self._devices, budget, host_budget, disk)
         self._charges = Charges(budget if isinstance(budget, Budget) else None, "fleet")
         sizes = [parse_bytes(one.budget) for one in self._devices if one.budget is not None]
-        self._stopper = stopper
-        self._checkpoint_every, self._keep = checkpoint_every, max(1, keep)
         self._progress = progress
         self._resume = resume
         self._temporary = None if run_dir is not None else _TemporaryFolder()
@@ -148,9 +141,12 @@ class Fleet:
         self.state.refuse_strangers(resume=resume)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._records = Records(self.run_dir, trackers, jobs_dir)
+        self._news = threading.Event()
+        self._upkeep = Upkeep(
+            self._records, stopper, every=checkpoint_every, keep=keep, resume=resume, ended=self._news.set
+        )
         self._ablation = ablation or Ablation()
         self._rates: tuple[float, float] | None = None
-        self._warned = False
         self._sources: dict[str, JobSource] = {}
         self._over: dict[str, JobResult] = {}
         self._known: dict[str, JobRow] | None = None
@@ -159,7 +155,7 @@ class Fleet:
         self._num_places = 0
         self._engine = Engine(
             scheduler_of(scheduler),
-            self._hooks(),
+            self._upkeep,
             budget_bytes=min(sizes),
             sharp=self._ablation.sharp,
             recompute=self._ablation.recompute,
@@ -167,7 +163,6 @@ class Fleet:
         )
         self._engine.workers = self._make_workers(sizes, verify)
         self._is_started = False
-        self._news = threading.Event()
         self._written_s = 0.0
 
     def _make_workers(self, sizes: Sequence[int], verify: bool) -> list[Worker]:
@@ -230,7 +225,7 @@ class Fleet:
             stack.callback(self._records.close)
             stack.enter_context(self._taken)
             with self._engine.condition:
-                self._engine.is_stopping = True
+                self._engine.is_stopping = self._upkeep.is_ending = True
                 self._engine.condition.notify_all()
             if self._is_started:
                 with gate.released():  # a worker may wait to trace
@@ -367,7 +362,7 @@ class Fleet:
                 show.update()
                 if any(worker.error is not None for worker in self._engine.workers):
                     with self._engine.condition:
-                        self._engine.is_stopping = True
+                        self._engine.is_stopping = self._upkeep.is_ending = True
         self._write_state()
         self._records.write_units(self._engine.workers)
         for worker in self._engine.workers:
@@ -400,73 +395,6 @@ class Fleet:
     def records(self) -> list[UnitRecord]:
         """Units that ran, on all devices."""
         return [record for worker in self._engine.workers for record in list(worker.records)]
-
-    # Hooks, on the threads of devices
-
-    def _stepped(self, run: JobRun) -> None:
-        training = run.training
-        rates = [group.get("lr") for group in training.optimizer.master.param_groups]
-        metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
-        if rates and isinstance(rates[0], int | float | torch.Tensor):
-            metrics["lr"] = float(rates[0])
-        if run.seconds_per_step:
-            samples = training.position.num_samples / max(1, training.position.step)
-            metrics["samples_per_s"] = samples / run.seconds_per_step
-        self._records.log(run.job, training.position.step, metrics)
-
-    def _validated(self, run: JobRun, found: dict[str, float]) -> bool:
-        step = run.training.position.step
-        self._records.log(run.job, step, {f"validation/{key}": value for key, value in found.items()})
-        return self._stopper is not None and self._stopper(run.job, step, found)
-
-    def _save(self, run: JobRun, worker: Worker) -> None:
-        training = run.training
-        if training.position.micro or training.position.step in (0, run.saved_step):
-            return
-        try:
-            _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
-        except CheckpointError as error:
-            if training.is_done():
-                raise
-            if not self._warned:
-                self._warned = True
-                warnings.warn(f"{error}. Training goes on; this is said once.", TierDegradedWarning, stacklevel=2)
-        run.saved_step, run.saved_s = training.position.step, time.time()
-
-    def _wants_save(self, run: JobRun) -> bool:
-        if self._engine.is_stopping:
-            return True
-        if self._checkpoint_every is not None:
-            return run.training.position.step % self._checkpoint_every == 0
-        return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
-
-    def _restore(self, run: JobRun) -> Callable[[], None] | None:
-        folder = self._records.folder(run.job)
-        path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
-        if path is None:
-            with contextlib.suppress(IsADirectoryError):  # a line cannot be written then, and that is said
-                (folder / "metrics.jsonl").unlink(missing_ok=True)
-            origin = sorted((folder / "origin").glob("step-*"))
-            return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
-        resume = _checkpoint.restore(run, path)
-        run.saved_step = run.training.position.step
-        run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
-        _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
-        return resume
-
-    def _ended(self, run: JobRun, state: JobState) -> None:
-        self._records.end(run.job, state, run.trace)
-        self._news.set()
-
-    def _hooks(self) -> Hooks:
-        return Hooks(
-            stepped=self._stepped,
-            validated=self._validated,
-            save=self._save,
-            wants_save=self._wants_save,
-            restore=self._restore,
-            ended=self._ended,
-        )
 
     # The thread that waits
 

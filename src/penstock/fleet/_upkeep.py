@@ -1,0 +1,105 @@
+"""What a fleet does around training, on the threads of its devices: metrics, stoppers, checkpoints."""
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+
+from penstock.errors import CheckpointError, TierDegradedWarning
+from penstock.fleet import _checkpoint
+from penstock.fleet._job import Job
+from penstock.fleet._life import JobRun, JobState
+from penstock.fleet._records import Records
+from penstock.fleet._worker import Worker
+
+_SAVE_S = 600.0
+
+Stopper = Callable[[Job, int, Mapping[str, float]], bool]
+"""After a validation: from job, step and metrics to whether the job is to stop."""
+
+
+class Upkeep:
+    """Called by the engine at certain moments of a job, without its lock.
+
+    ``every``: steps between checkpoints of a job; ``None``: ten minutes. ``ended`` is called when a job is over.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        stopper: Stopper | None,
+        *,
+        every: int | None,
+        keep: int,
+        resume: bool,
+        ended: Callable[[], None],
+    ):
+        self.is_ending = False
+        """Whether the fleet ends, so that every job is saved at its next step."""
+        self._records, self._stopper = records, stopper
+        self._every, self._keep, self._resume = every, max(1, keep), resume
+        self._ended = ended
+        self._warned = False
+
+    def stepped(self, run: JobRun) -> None:
+        """After an optimizer step."""
+        training = run.training
+        rates = [group.get("lr") for group in training.optimizer.master.param_groups]
+        metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
+        if rates and isinstance(rates[0], int | float | torch.Tensor):
+            metrics["lr"] = float(rates[0])
+        if run.seconds_per_step:
+            samples = training.position.num_samples / max(1, training.position.step)
+            metrics["samples_per_s"] = samples / run.seconds_per_step
+        self._records.log(run.job, training.position.step, metrics)
+
+    def validated(self, run: JobRun, found: dict[str, float]) -> bool:
+        """After a validation; returns whether the job is to stop."""
+        step = run.training.position.step
+        self._records.log(run.job, step, {f"validation/{key}": value for key, value in found.items()})
+        return self._stopper is not None and self._stopper(run.job, step, found)
+
+    def save(self, run: JobRun, worker: Worker) -> None:
+        """Writes a checkpoint, unless the job is in mid-step or its last checkpoint is of this step."""
+        training = run.training
+        if training.position.micro or training.position.step in (0, run.saved_step):
+            return
+        try:
+            _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
+        except CheckpointError as error:
+            if training.is_done():
+                raise
+            if not self._warned:
+                self._warned = True
+                warnings.warn(f"{error}. Training goes on; this is said once.", TierDegradedWarning, stacklevel=2)
+        run.saved_step, run.saved_s = training.position.step, time.time()
+
+    def wants_save(self, run: JobRun) -> bool:
+        """Whether a checkpoint is due."""
+        if self.is_ending:
+            return True
+        if self._every is not None:
+            return run.training.position.step % self._every == 0
+        return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
+
+    def restore(self, run: JobRun) -> Callable[[], None] | None:
+        """What a checkpoint holds for a job that begins: replaces its tensors, and returns what sets the rest."""
+        folder = self._records.folder(run.job)
+        path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
+        if path is None:
+            with contextlib.suppress(IsADirectoryError):  # a line cannot be written then, and that is said
+                (folder / "metrics.jsonl").unlink(missing_ok=True)
+            origin = sorted((folder / "origin").glob("step-*"))
+            return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
+        resume = _checkpoint.restore(run, path)
+        run.saved_step = run.training.position.step
+        run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
+        _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
+        return resume
+
+    def ended(self, run: JobRun, state: JobState) -> None:
+        """When a job is over, and just before others see it."""
+        self._records.end(run.job, state, run.trace)
+        self._ended()
