@@ -142,7 +142,7 @@ def test_a_list_is_as_it_stands_there(written):
         ("job: a:b\nfleet:\n  devices: [{name: cpu, thread: 1}]\n", "fleet.devices[0].thread: there is no such key"),
         ("job: a:b\nfleet:\n  disk: {/nvme: lots}\n", "line 3, fleet.disk./nvme: 'lots' is not a size"),
         ("job: a:b\nfleet:\n  disk: 3\n", "line 3, fleet.disk: input should be a valid dictionary, not 3"),
-        ("job: a:b\nfleet:\n  scheduler: best\n", "line 3, fleet.scheduler: input should be 'sharded-lrtf'"),
+        ("job: a:b\nfleet:\n  scheduler: best\n", "line 3, fleet.scheduler: input should be 'fair'"),
         ("job: a:b\nfleet:\n  checkpoint_every: 0\n", "line 3, fleet.checkpoint_every: input should be greater"),
         ("parameters:\n  lr: [1]\n", "line 1: job is missing"),
         ("job: a:b\nparameters:\n  lr: 1\n", "line 3, parameters.lr: input should be a valid list, not 1"),
@@ -522,7 +522,7 @@ def test_simulate_compares_schedulers(written, tmp_path):
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
 
     report = json.loads(penstock("simulate", path, "--json").stdout)
-    assert set(report["schedulers"]) == {"sharded-lrtf", "fifo", "shortest-first", "random"}
+    assert set(report["schedulers"]) == {"fair", "sharded-lrtf", "fifo", "shortest-first", "random"}
     for one in report["schedulers"].values():
         assert one["makespan_s"] >= report["lower_bound_s"] > 0
         assert 0 < one["busy_share"] <= 1

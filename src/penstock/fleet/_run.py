@@ -99,9 +99,10 @@ class Fleet:
     checkpoints and metrics, if they are to be apart from it. ``resume=True`` goes on with what an earlier process left
     there; otherwise a folder with a fleet in it is refused. ``scheduler``: which job a free device takes; by default
     all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
-    ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"``
-    shows a live table on a terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every
-    fetch from disk and measures the memory of every unit, one at a time.
+    ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per
+    job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"`` shows a live table on a terminal and
+    lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every fetch from disk and measures the
+    memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
