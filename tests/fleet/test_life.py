@@ -137,7 +137,7 @@ def test_tiers_that_are_full_fail_the_job_and_nothing_hangs():
     assert "the tiers below are full" in results["large"].error
 
 
-def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path):
+def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path, monkeypatch):
     """Scheduler, clipping, dropout, order of the data, loss scale: all of it goes on."""
     jobs = [
         job("a", seed=1, clip_norm=0.5),
@@ -151,16 +151,18 @@ def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path):
         job("c", precision="float16", accumulate=2, steps=4),
     ]
 
-    class Interrupt(fleet.Fleet):
-        def _wants_save(self, run):
-            if run.training.position.step == 5 and run.job.name == "b":
-                with self._engine.condition:
-                    self._engine.is_stopping = True
-            return super()._wants_save(run)
-
     devices = [fleet.Device(name="cpu", threads=1)] * 2
     options = {"host_budget": "128MiB", "run_dir": tmp_path, "checkpoint_every": 2, "progress": None}
-    with Interrupt(devices, "2MB", **options) as made:
+    with fleet.Fleet(devices, "2MB", **options) as made:
+        log = made._upkeep.stepped
+
+        def stepped(run):
+            log(run)
+            if run.training.position.step == 4 and run.job.name == "b":
+                with made._engine.condition:
+                    made._engine.is_stopping = True
+
+        monkeypatch.setattr(made._upkeep, "stepped", stepped)
         for one in jobs:
             made.add(one)
         early = made.wait()

@@ -289,7 +289,7 @@ class JobTurn:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, *batch)
         if training.position.micro == 0:
-            if engine.upkeep.wants_save(run):
+            if engine.is_stopping or engine.upkeep.wants_save(run):
                 engine.upkeep.save(run, worker)
             engine.upkeep.stepped(run)
             if training.is_done():

@@ -226,7 +226,7 @@ class Fleet:
             stack.callback(self._records.close)
             stack.enter_context(self._taken)
             with self._engine.condition:
-                self._engine.is_stopping = self._upkeep.is_ending = True
+                self._engine.is_stopping = True
                 self._engine.condition.notify_all()
             if self._is_started:
                 with gate.released():  # a worker may wait to trace
@@ -363,7 +363,7 @@ class Fleet:
                 show.update()
                 if any(worker.error is not None for worker in self._engine.workers):
                     with self._engine.condition:
-                        self._engine.is_stopping = self._upkeep.is_ending = True
+                        self._engine.is_stopping = True
         self._write_state()
         self._records.write_units(self._engine.workers)
         for worker in self._engine.workers:

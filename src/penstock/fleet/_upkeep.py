@@ -36,8 +36,6 @@ class Upkeep:
         resume: bool,
         ended: Callable[[], None],
     ):
-        self.is_ending = False
-        """Whether the fleet ends, so that every job is saved at its next step."""
         self._records, self._stopper = records, stopper
         self._every, self._keep, self._resume = every, max(1, keep), resume
         self._ended = ended
@@ -78,8 +76,6 @@ class Upkeep:
 
     def wants_save(self, run: JobRun) -> bool:
         """Whether a checkpoint is due."""
-        if self.is_ending:
-            return True
         if self._every is not None:
             return run.training.position.step % self._every == 0
         return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
