@@ -27,15 +27,23 @@ class Norms:
         """How the last step asked for them."""
         self._asked: Call | None = None
         self._is_taking = False
+        self._times: dict[str, int] = {}
+        """Times that each gradient was added to in this step, by its label."""
+        self._last_times: dict[str, int] = {}
+        """In the last one."""
 
     def begin_step(self) -> None:
         """A step begins."""
         self._expected, self._asked = self._asked, None
+        self._times, self._last_times = {}, self._times
 
     def take(self, gradient: torch.Tensor) -> None:
         """It is complete, for all that is known."""
         page = self._page_of(gradient)
-        if self._expected is None or page is None:
+        if page is None:
+            return
+        times = self._times[page.label] = self._times.get(page.label, 0) + 1
+        if self._expected is None or times < self._last_times.get(page.label, 1):  # more micro-batches follow
             return
         func, rest, options = self._expected
         self._is_taking = True

@@ -5,14 +5,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.offload._casts import Casts, Twin
 from penstock.offload._deferred import Deferred
-from penstock.offload._page import Page
+from penstock.offload._page import Narrow, Page
 from penstock.offload._pages import Pages
 from penstock.stepping import State, step_part
 
@@ -31,8 +32,8 @@ class HostUpdates:
     of its updates the last that came is the first.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, *, last_first: bool):
-        self._optimizer, self._pages = optimizer, pages
+    def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, casts: Casts, *, last_first: bool):
+        self._optimizer, self._pages, self.casts = optimizer, pages, casts
         self._last_first = last_first
         self._queue: deque[Update] = deque()
         self._condition = threading.Condition()
@@ -53,22 +54,28 @@ class HostUpdates:
         Returns whether it does: all have to fit into host memory. ``due`` itself is called where a copy fails later.
         ``is_stateless``: an update has left no state before, so that an empty one is not that of a first update.
         """
-        pages = due.pages
-        if not (due.state or is_stateless) or not _is_plain(due.state, pages, due.settings):
+        if not (due.state or is_stateless) or not _is_plain(due.state, due.pages, due.settings):
             return False
+        twins = self.casts.of(due.pages[0])
+        self.casts.forget(due.pages[0], but=twins)
+        narrow = due.pages[1].narrow
+        weight, gradient, *states = due.pages
+        parts = [gradient] if narrow is None else [page for _, page in narrow.parts]
+        pages = [weight, *parts, *states, *(one.page for one in twins)]
         if not all(map(self._pages.may_leave, pages)):
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
             return False  # some are on a disk, and nothing is to leave for nothing
-        for page in pages:
+        for page in (*pages, gradient):
             self._pages.let_leave(page)
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
+            self.casts.forget(due.pages[0])  # of which there may have been no room for
             return False
         if self._thread is None:
             self._is_ending = False
             self._thread = threading.Thread(target=self._run, name="penstock host updates", daemon=True)
             self._thread.start()
-        self._waiting.append(Update(self, due))
+        self._waiting.append(Update(self, due, pages, narrow, twins))
         self._pages.on_poll = self.poll
         self.poll()
         return True
@@ -183,22 +190,36 @@ class HostUpdates:
 class Update:
     """Of one parameter."""
 
-    def __init__(self, owner: HostUpdates, due: Deferred):
-        self._owner, self._due, self.pages = owner, due, due.pages
-        self._scaling = due.pages[1].scaling
+    def __init__(
+        self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[Twin]
+    ):
+        """``pages``: weight, gradient or what it is made of, states, casts of the weight."""
+        self._owner, self._due, self.pages, self._narrow = owner, due, pages, narrow
+        self._wide = due.pages[1]
+        self._scaling = self._wide.scaling
         self._factor = None if self._scaling is None else self._scaling.factor_on_host()
-        due.pages[1].scaling = None
-        tensors = [due.parameter, due.gradient, *(one for one in due.state.values() if _is_large(one))]
+        self._wide.scaling = None
+        gradients = [due.gradient] if narrow is None else [tensor for tensor, _ in narrow.parts]
+        tensors = [
+            due.parameter,
+            *gradients,
+            *(one for one in due.state.values() if _is_large(one)),
+            *(one.tensor for one in twins),
+        ]
+        self._num_gradients, self._num_twins = len(gradients), len(twins)
         self._layouts = [
             (page, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
-            for page, tensor in zip(due.pages, tensors, strict=True)
+            for page, tensor in zip(pages, tensors, strict=True)
         ]
         self._numbers: State = {}
         """Entries that are others afterwards."""
         self._done = threading.Event()
         self._error: BaseException | None = None
-        for page in due.pages:
+        for page in self._involved():
             page.pending, page.on_host = self.finish, self
+
+    def _involved(self) -> Iterable[Page]:
+        return dict.fromkeys([*self.pages, self._wide])
 
     @property
     def is_done(self) -> bool:
@@ -222,15 +243,16 @@ class Update:
         if is_there:
             self._done.wait()
             self._owner._pages.stall_s += time.perf_counter() - start_s
-        for page in self.pages:
+        for page in self._involved():
             page.pending = page.on_host = None
         if self._error is not None:
             self._owner.failed = True
             raise self._error
+        if self._narrow is not None or not is_there:  # else it was scaled on the host
+            self._wide.scaling = self._scaling
         if is_there:
             merge(self._due.live, self._due.state, self._numbers)
         else:
-            self.pages[1].scaling = self._scaling
             self._due()
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
@@ -244,7 +266,13 @@ class Update:
             self._done.set()
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        weight, gradient, *values = [_view(*layout) for layout in self._layouts]
+        weight, *values = [_view(*layout) for layout in self._layouts]
+        twins = [values.pop() for _ in range(self._num_twins)]
+        gradient, *rest = (values.pop(0) for _ in range(self._num_gradients))
+        if self._narrow is not None:
+            gradient = gradient.to(weight.dtype)
+            for one in rest:
+                gradient.add_(one)
         if self._factor is not None:
             gradient.mul_(self._factor)
         twin = nn.Parameter(weight, requires_grad=self._due.parameter.requires_grad)
@@ -268,6 +296,8 @@ class Update:
                     f"{type(optimizer).__name__} keeps other tensors of state than before ({field}), which only the "
                     "device updates: training(..., update='device')"
                 )
+        for one in twins:
+            one.copy_(weight)
 
 
 def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -78,23 +78,23 @@ class Order:
         """Bytes of the pages that began from one place on, up to another."""
         return self._begun_until[end] - self._begun_until[start]
 
-    def next_use(self, key: int, at: int) -> float:
+    def next_use(self, key: int, at: int, *, is_new: bool = False) -> float:
         """The first place from ``at`` on where the page of now is asked for; after the end the next step's is counted.
 
-        Where another page begins with its key before, it is never.
+        Where another page begins with its key before, it is never. ``is_new``: the page is the one that begins there.
         """
-        found = self._use_from(key, at)
+        found = self._use_from(key, at, at + is_new)
         if found is None:
-            found = (self.then or self)._use_from(key, 0)
+            found = (self.then or self)._use_from(key, 0, 0)
             return math.inf if found is None else len(self.needs) + found
         return found
 
-    def _use_from(self, key: int, at: int) -> float | None:
+    def _use_from(self, key: int, at: int, births_from: int) -> float | None:
         """``None`` where the page is not asked for and lives on."""
         places, birth = self.uses.get(key, ()), self.begun.get(key, -1)
         index = bisect.bisect_left(places, at)
         place = places[index] if index < len(places) else None
-        if birth >= at and (place is None or place >= birth):
+        if birth >= births_from and (place is None or place >= birth):
             return math.inf
         return place
 

@@ -36,6 +36,27 @@ class OnHost(Protocol):
     def is_done(self) -> bool: ...
 
 
+class Narrow:
+    """Tensors in half precision of which a page is the sum, in their order: gradients that autocast made."""
+
+    __slots__ = ("_dtype", "parts")
+
+    def __init__(self, tensor: torch.Tensor, page: "Page", dtype: torch.dtype):
+        self.parts = [(tensor, page)]
+        self._dtype = dtype
+
+    def is_here(self) -> bool:
+        """Whether all of them are on the device."""
+        return all(page.is_here for _, page in self.parts)
+
+    def put(self, number: int, storage: torch.UntypedStorage) -> None:
+        """Fills it with the first of them, or adds one, as an operator on the device."""
+        tensor = self.parts[number][0]
+        wide = torch.empty(0, dtype=self._dtype, device=storage.device)
+        wide.set_(storage, 0, tensor.size(), tensor.stride())  # type: ignore[call-overload]
+        (wide.add_ if number else wide.copy_)(tensor)
+
+
 class Page:
     """One storage, filled or emptied."""
 
@@ -49,6 +70,7 @@ class Page:
         "key",
         "kind",
         "last_use",
+        "narrow",
         "norm",
         "num_writes",
         "on_host",
@@ -58,6 +80,7 @@ class Page:
         "size_bytes",
         "stale",
         "stays_until",
+        "wide",
     )
 
     def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
@@ -76,6 +99,10 @@ class Page:
         """The same of clipping."""
         self.on_host: OnHost | None = None
         """Who changes its bytes in host memory, which nobody is to copy meanwhile."""
+        self.narrow: Narrow | None = None
+        """What its bytes are made of, if they are: it is emptied without a copy, then."""
+        self.wide: Page | None = None
+        """The page that it is a cast of, or that is made of it."""
         self.norm: tuple[Any, int, torch.Tensor] | None = None  # any: a call
         """Of a gradient: how it was asked for, how often the page had been written to, and the norm."""
         self.stale: list[Handle] = []
@@ -105,6 +132,11 @@ class Page:
     def is_ready(self) -> bool:
         """Whether its bytes are on the device, and nothing is to be done before somebody works on them."""
         return self.is_here and self.pending is None and self.scaling is None
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether its bytes are on the device, or what they are made of."""
+        return self.is_here or (self.narrow is not None and self.narrow.is_here())
 
     @property
     def is_clean(self) -> bool:

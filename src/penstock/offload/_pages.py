@@ -11,9 +11,6 @@ otherwise is right all the same, and slower.
 """
 
 import contextlib
-import heapq
-import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,8 +21,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.devices import Stream, backend_of
 from penstock.errors import TierReadError
-from penstock.offload._order import Follower, Order
+from penstock.offload._order import Follower
 from penstock.offload._page import Keys, Kind, Page
+from penstock.offload._ranks import Ranks
 from penstock.offload._timeline import Timeline
 from penstock.tiers import HandleState, Waterfall
 
@@ -35,9 +33,6 @@ _RAW_NEEDS = 64
 _NUM_MEASURED = 2
 _STUCK_NEEDS = 256
 """For so many operators a page that could not leave stays."""
-_DYING_NEEDS = 16
-"""For so many operators one stays that no operator asks for again: most are gone by then, with nothing to copy."""
-_MAX_OLD_ENTRIES = 4096
 _AHEAD_BYTES = 256 * 2**20
 """What is copied in at most before it has to be; of small budgets an eighth."""
 
@@ -81,10 +76,7 @@ class Pages:
         """On which pages were worked on last."""
         self._keys = Keys()
         self._follower = Follower()
-        self._heap: list[tuple[float, int, Page]] = []
-        """Those here by rank, with entries of old ranks among them."""
-        self._ranked_for: Order | None = None
-        self._entry = itertools.count()
+        self._ranks = Ranks()
         self._unmeasured_bytes = 0
         self._ahead_bytes = min(_AHEAD_BYTES, budget_bytes // 8)
         self._growth = 1.0
@@ -117,9 +109,9 @@ class Pages:
             self.num_changes += 1
             self._last[key] = page
             self._held_bytes += page.size_bytes
-            self._rank(page)
-            if is_made_here and self.is_in_step:
-                self._follower.now.begin(key, page.size_bytes)
+            self._ranks.rank(page, self._follower.known, len(self._follower.now.needs), is_new=True)
+            if self.is_in_step and (is_made_here or kind is Kind.GRADIENT):
+                self._follower.now.begin(key, page.size_bytes if is_made_here else 0)
 
     def find(self, storage_id: int) -> Page | None:
         """The page of a storage, by its identity."""
@@ -202,7 +194,7 @@ class Pages:
             self._follow_stream()
             self._count += 1
             at = self._follow(pages) if is_noted else len(self._follower.now.needs) - 1
-            if len(self._heap) > 4 * len(self._pages) + _MAX_OLD_ENTRIES:
+            if self._ranks.is_full_of_old(len(self._pages)):
                 self._rank_all(at + 1)
             missing = [page for page in pages if not page.is_here]
             for page in pages:
@@ -220,6 +212,9 @@ class Pages:
             self._make_room(wanted_bytes, stays, self._limit(at))
             for page in missing:
                 is_read = not (is_overwritten and page in written)
+                if page.narrow is not None and is_read:
+                    self._make(page, stays, self._limit(at))
+                    continue
                 self._fill(page, is_read=is_read)
                 if not is_read:  # at once: what it has now is nothing
                     self._written(page)
@@ -294,7 +289,9 @@ class Pages:
         with self._moving():
             for page in list(self):
                 self._stay(page)
-                if not page.is_here:
+                if not page.is_here and page.narrow is not None:
+                    self._make(page, (), None)
+                elif not page.is_here:
                     self._fill(page, is_read=True)
             self.drop_all()
 
@@ -325,7 +322,7 @@ class Pages:
         follower = self._follower
         at = follower.follow(tuple(page.key for page in pages), tuple(page.size_bytes for page in pages))
         known = follower.known
-        if known is not self._ranked_for:
+        if known is not self._ranks.order:
             self._ahead = at
             self._rank_all(at)
         if known is not None:
@@ -353,50 +350,23 @@ class Pages:
 
     def _rank(self, page: Page, at: int | None = None) -> None:
         """Gives it its place among those here: who is asked for last leaves first."""
-        order = self._follower.known
-        if order is None:
-            page.rank = page.last_use
-        else:
-            page.rank = -order.next_use(page.key, len(self._follower.now.needs) if at is None else at)
-        heapq.heappush(self._heap, (page.rank, next(self._entry), page))
+        self._ranks.rank(page, self._follower.known, len(self._follower.now.needs) if at is None else at)
 
     def _rank_all(self, at: int = 0) -> None:
-        self._ranked_for = self._follower.known
-        self._heap.clear()
-        for page in self._pages.values():
-            if page.held_bytes():
-                self._rank(page, at)
+        self._ranks.rank_all(self._pages.values(), self._follower.known, at)
 
     def _victim(
         self, stays: Collection[Page], *, later_than: int | None = None, is_urgent: bool = False
     ) -> Page | None:
-        """The page that leaves next, if it is asked for after that place. Dead ones are dropped on the way.
-
-        Unless it is urgent, one that is not asked for again has some time to die.
-        """
-        put_back, found = [], None
-        while self._heap and found is None:
-            entry = heapq.heappop(self._heap)
-            rank, _, page = entry
-            if rank != page.rank or not page.held_bytes() or page in self._leaving:
-                continue
-            if page.is_dead:
-                self._drop(page)
-            elif later_than is not None and -rank <= later_than:
-                put_back.append(entry)
-                break
-            elif page in stays or page in self.pinned or self._is_to_stay(page, is_urgent=is_urgent):
-                put_back.append(entry)
-            else:
-                found = page
-        for entry in put_back:
-            heapq.heappush(self._heap, entry)
-        return found
-
-    def _is_to_stay(self, page: Page, *, is_urgent: bool) -> bool:
-        """For a while: somebody has its address, or it is not asked for again, and will not live long."""
-        is_dying = page.rank == -math.inf and page.last_use + _DYING_NEEDS > self._count
-        return page.stays_until > self._count or (is_dying and not is_urgent)
+        """The page that leaves next, if it is asked for after that place."""
+        return self._ranks.first(
+            lambda page: page in stays or not self.may_leave(page),
+            self._leaving,
+            self._drop,
+            now=self._count,
+            later_than=later_than,
+            is_urgent=is_urgent,
+        )
 
     # How pages come and go
 
@@ -433,7 +403,10 @@ class Pages:
             missing = []
             for key in order.needs[self._ahead]:
                 page = self._by_key.get(key)
-                if page is not None and not page.held_bytes() and not page.is_dead:
+                if page is None or page.is_dead or order.begun.get(key, -1) > at:  # its next one is not there yet
+                    continue
+                parts = [page] if page.narrow is None or page.is_here else [one for _, one in page.narrow.parts[:1]]
+                for page in [one for one in parts if not one.held_bytes()]:
                     if page.on_host is not None and not page.on_host.is_done:
                         return
                     missing.append(page)
@@ -469,6 +442,9 @@ class Pages:
         if not storage.resizable():  # somebody shares it past PyTorch
             if page.pending is None and page.scaling is None:
                 self._drop(page)
+            return
+        if page.narrow is not None:
+            self._empty(page)
             return
         if page.handle is not None and page.handle.state is HandleState.KEPT:
             self._forget_copy(page)  # one that failed, or was taken back
@@ -533,6 +509,7 @@ class Pages:
         """It is no page any more."""
         self.num_changes += 1
         self._gone(page)
+        page.narrow = None
         self._forget_copy(page)
         if self._pages.get(page.identity) is page:
             del self._pages[page.identity]
@@ -545,8 +522,8 @@ class Pages:
         if storage is None:  # the last tensor went while others were filled
             self._drop(page)
             return
-        assert page.handle is not None
-        if is_read or page.is_coming:
+        assert page.handle is not None or page.narrow is not None
+        if page.handle is not None and (is_read or page.is_coming):
             try:
                 page.handle.get(into=storage)
             except BaseException:
@@ -565,6 +542,26 @@ class Pages:
         page.is_here, page.is_coming = True, False
         self.stall_s += time.perf_counter() - start_s
 
+    def _make(self, page: Page, stays: Collection[Page], limit: int | None) -> None:
+        """Fills it from what it is made of, one after the other; ``limit``: of what pages may take, if any."""
+        storage = page.storage()
+        assert page.narrow is not None
+        if storage is None:
+            self._drop(page)
+            return
+        storage.resize_(page.size_bytes)
+        self._held_bytes += page.size_bytes
+        page.is_here = True
+        for number, (_, part) in enumerate(page.narrow.parts):
+            part.last_use = self._count
+            self._stay(part)
+            if not part.is_here:
+                if limit is not None:
+                    self._make_room(part.size_bytes - part.held_bytes(), {*stays, part}, limit)
+                self._fill(part, is_read=True)
+            page.narrow.put(number, storage)
+            self._rank(part)
+
     def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Its copy in was begun for nothing."""
         assert page.handle is not None
@@ -577,6 +574,7 @@ class Pages:
 
     def _written(self, page: Page) -> None:
         page.num_writes += 1
+        page.narrow = None
         if page.handle is not None:
             page.handle.before_write()
             if page.handle.state is HandleState.LEAVING:

@@ -159,8 +159,12 @@ class Training:
             self._move()
             self._taken = Taken(self._pages, self.model, device)
             self._refuse_too_much(account.device_bytes)
+            casts = self._watch.casts
+            casts.name, casts.updates_on_host = self._taken.name, self._wants_host
             on_host = (
-                None if update == "device" else HostUpdates(self.optimizer, self._pages, last_first=update_in_backward)
+                None
+                if update == "device"
+                else HostUpdates(self.optimizer, self._pages, casts, last_first=update_in_backward)
             )
             self._updates = Updates(self.optimizer, self._pages, self._taken, on_host, is_measured=update == "auto")
             self._forget_updates = self._updates.forget
@@ -204,6 +208,7 @@ class Training:
         self._taken.parameters()  # some may be new, or have other storages now
         self._pages.begin_step()
         self._watch.norms.begin_step()
+        self._watch.casts.begin_step()
         if self._pages.wants_measure and can_record(self._device):
             self._measure()
         return self
@@ -255,6 +260,8 @@ class Training:
             yield
             return
         self._refuse_unusable()
+        if module is None:
+            self._watch.casts.forget()
         with self._watch.entered(), self._pinned(module):
             yield
 
@@ -332,8 +339,12 @@ class Training:
     @property
     def fits(self) -> bool:
         """Whether the budget has room for all parameters, gradients and states, which `close` has on the device."""
-        state_bytes = sum(page.size_bytes for page in self._pages)
-        return self._pages.others_bytes + state_bytes <= self._pages.budget_bytes
+        return self._pages.others_bytes + self._state_bytes <= self._pages.budget_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        """Of all pages but those that are casts of others."""
+        return sum(page.size_bytes for page in self._pages if page.wide is None)
 
     def park(self) -> None:
         """All of it leaves the device now, for whoever else needs the memory until the next step."""
@@ -365,7 +376,7 @@ class Training:
         """What it did so far."""
         return TrainingStatistics(
             num_steps=self._num_steps,
-            state_bytes=sum(page.size_bytes for page in self._pages),
+            state_bytes=self._state_bytes,
             num_parameters=sum(one.numel() for one in self.model.parameters()),
             fetched_bytes=sum(self._pages.fetched_bytes.values()),
             parked_bytes=sum(self._pages.parked_bytes.values()),
@@ -397,6 +408,7 @@ class Training:
         else:
             do_pending(list(self._pages))
             self._forget_updates()  # there are none, but for the thread that computed some
+            self._watch.casts.forget()
             self._pages.bring_back()
         self._is_closed = True
         _open.discard(self)

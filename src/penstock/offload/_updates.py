@@ -82,6 +82,7 @@ class Updates:
             is_faster = self._host.is_faster()
             if is_faster is not None:
                 self._is_undecided = False
+                self._host.casts.updates_on_host = is_faster
                 self._host = self._host if is_faster else None
         settings = self._settings()
         is_scaled = (
@@ -122,7 +123,7 @@ class Updates:
         if (
             self._host is not None
             and not self._is_undecided
-            and not all(one.is_here for one in pages)
+            and not all(one.is_at_hand for one in pages)
             and self._host.begin(update, is_stateless=id(parameter) in self._stateless)
         ):
             return True

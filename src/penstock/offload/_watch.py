@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ForkedProcessError
+from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import Norms
 from penstock.offload._operators import Touched, in_parts, is_alias, new_storages, storage_id, touches
 from penstock.offload._page import Kind, Page
@@ -35,6 +36,7 @@ class Watch(TorchDispatchMode):
         self._process = os.getpid()
         self._num_compiled = 0
         self.norms = Norms(pages)
+        self.casts = Casts(pages, device)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -90,10 +92,19 @@ class Watch(TorchDispatchMode):
             return NotImplemented  # a tensor made of others, whose own operators are to be seen
         if is_alias(func):
             return func(*args, **kwargs)
+        if func is CAST:
+            found = self.casts.given(args, kwargs)
+            if found is not None:
+                return found
+        if func is ADD and self.casts.updates_on_host:
+            found = self.casts.added(args, kwargs)
+            if found is not None:
+                return found
         num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
         if touched.is_view and all(page.is_ready for page in touched.pages):
             return func(*args, **kwargs)  # half of all operators
+        was_here = all(page.is_here for page in touched.pages)
         do_pending(touched.pages)
         norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
         if norms is not None:
@@ -102,7 +113,10 @@ class Watch(TorchDispatchMode):
             if func in _SCALING:
                 args = (self._scale_later(pages, *args[:2]), *args[1:])
             return self._parts(pages, func, args, kwargs)
-        return self._run(pages, func, args, kwargs, touched, num_changes)
+        result = self._run(pages, func, args, kwargs, touched, num_changes)
+        if func is CAST:
+            self.casts.done(args, result, was_here=was_here)
+        return result
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """An operator on lists, on some of their entries at a time."""
