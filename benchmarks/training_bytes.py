@@ -1,8 +1,8 @@
 """Bytes that `penstock.offload.training` copies per parameter and step, counted on the simulated device.
 
 A GPT of 4.9 million parameters takes AdamW steps of 32 tokens within budgets that hold a smaller or larger share of its
-parameters, gradients and Adam's state: plainly, with clipping, and with updates in backward or on the host. Host memory
-is below.
+parameters, gradients and Adam's state: plainly, with clipping, with updates in backward or on the host, and under
+autocast in bfloat16, with and without four micro-batches. Host memory is below.
 """
 
 import gc
@@ -23,6 +23,12 @@ _WAYS = {
     "on the host": {"update": "host"},
     "on the host, clipped": {"update": "host"},
     "on the host, in backward": {"update": "host", "update_in_backward": True},
+    "as it is, bfloat16": {},
+    "on the host, bfloat16": {"update": "host"},
+    "on the host, bfloat16, clipped": {"update": "host"},
+    "as it is, 4 micro-batches, clipped": {},
+    "on the host, bfloat16, 4 micro-batches": {"update": "host"},
+    "on the host, bfloat16, 4 micro-batches, clipped": {"update": "host"},
 }
 """Options of the training."""
 
@@ -59,7 +65,10 @@ def counted(budget_bytes: int, way: str) -> tuple[offload.TrainingStatistics, fl
     training = offload.training(model, optimizer, budget, host="400MiB", **_WAYS[way])
     for _ in range(_NUM_STEPS):
         with training:
-            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            for _ in range(4 if "4 micro-batches" in way else 1):
+                with torch.autocast("sim", torch.bfloat16, enabled="bfloat16" in way):
+                    loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss.backward()
             if way.endswith("clipped"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

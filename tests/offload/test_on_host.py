@@ -19,7 +19,7 @@ class Update:
 
 @pytest.mark.parametrize(("last_first", "expected"), [(True, "bdca"), (False, "bacd")])
 def test_what_is_wanted_comes_first_then_what_forward_wants_first(last_first, expected):
-    own, ran = HostUpdates(None, None, last_first=last_first), []
+    own, ran = HostUpdates(None, None, None, last_first=last_first), []
     updates = {name: Update(name, ran) for name in "abcd"}
     for one in updates.values():
         own._put(one, is_first=last_first)

@@ -87,8 +87,9 @@ def training(
         update: which processor computes the optimizer's updates. ``"host"``: that of the host, in a thread beside the
             step, for parameters of an accelerator whose weight, gradient and states are in host memory. States never
             go down the link then, which carries 12 bytes per parameter and step instead of 36 (AdamW, float32, nothing
-            resident). Another processor rounds otherwise, so that results are plain PyTorch's within rounding, not to
-            the bit. ``"auto"``: the host where it is faster, by what both were measured to do in the first steps.
+            resident); under autocast 6, since weights and gradients travel in half precision, for 2 more of host
+            memory. Another processor rounds otherwise, so that results are plain PyTorch's within rounding, not to the
+            bit. ``"auto"``: the host where it is faster, by what both were measured to do in the first steps.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
     ``PermissionError`` for a directory that cannot, and ``BudgetError`` where tiers have no room for parameters,
