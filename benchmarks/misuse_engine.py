@@ -166,6 +166,7 @@ USES |= {
         made_by="offload.wrap", methods={"forward": lambda _: {"*arguments": (batch(),)}},
     ),
     "offload.training": Use(call=offload.training, good=_training, check=_trained),
+    "offload.parameters": Use(call=offload.parameters, good=_training, check=_trained),
     "offload.Training": Use(
         call=offload.training, good=_training, check=_trained, made_by="offload.training",
         methods={

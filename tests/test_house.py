@@ -82,6 +82,7 @@ PRIVATE = {
     "fleet/_program.py": "torch.export prints the graph so far when it gives up",
     "fleet/_random.py": "a dispatch mode draws a job's random numbers from its own state",
     "fleet/_run.py": "PyTorch's tracing leaves something with the first thread that traces",
+    "offload/_casts.py": "how many tensors have a storage, and whose gradient is being computed",
     "offload/_modelled.py": "a dispatch mode counts what each operator does",
     "offload/_operators.py": "a storage's identity, without making an object of it",
     "offload/_run.py": "hooks run outside of Dynamo, and ask autograd what it is doing",

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from test_own_loop import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock import offload, probe, remat
@@ -78,6 +79,75 @@ def test_adapters_over_a_frozen_base(tmp_path):
     assert losses == expected
     assert statistics.step_fetched["parameters"] > statistics.step_parked["parameters"]  # the base is never written
     assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+class Quantised(torch.Tensor):
+    """Eight bits a number and a scale a row, as libraries of quantisation have it: a tensor made of two others."""
+
+    @staticmethod
+    def __new__(cls, numbers, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype, device=numbers.device)
+
+    def __init__(self, numbers, scale):
+        self.numbers, self.scale = numbers, scale
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(*(func(one) for one in (args[0].numbers, args[0].scale)))
+        args = [one.numbers * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*args, **(kwargs or {}))
+
+
+class OverFrozen(nn.Module):
+    """A quantised weight that nobody trains, and two small ones that are trained beside it."""
+
+    def __init__(self, width, *, from_numpy):
+        super().__init__()
+        weight = torch.randn(width, width)
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        numbers = (weight / scale).round().to(torch.int8)
+        if from_numpy:  # whose memory nobody can empty
+            numbers = torch.from_numpy(numbers.numpy().copy())
+        self.weight = nn.Parameter(Quantised(numbers, scale), requires_grad=False)
+        self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
+
+    def forward(self, x):
+        return (x @ self.weight + self.up(self.down(x))).tanh()
+
+
+@pytest.mark.parametrize("from_numpy", [False, True])
+def test_a_quantised_base_moves_and_is_never_written(tmp_path, from_numpy):
+    def train(model, enter):
+        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        context, losses = enter(optimizer), []
+        for _ in range(6):
+            with context:
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses, context
+
+    torch.manual_seed(0)
+    x, width = torch.randn(4, 512), 512
+    model = nn.Sequential(*[OverFrozen(width, from_numpy=from_numpy) for _ in range(6)])
+    before = [one.weight.numbers.clone() for one in model]
+    expected, _ = train(copy.deepcopy(model), lambda _: contextlib.nullcontext())
+    budget = probe.held_bytes("cpu") - 6 * 2**18 + 2**22
+    losses, ours = train(model, lambda optimizer: training(model, optimizer, budget, disk=tmp_path))
+    statistics = ours.statistics()
+    ours.park()
+    assert model[0].weight.numbers.untyped_storage().nbytes() == 0
+    ours.close()
+    assert losses == expected
+    assert statistics.step_fetched["parameters"] > 2**20
+    assert statistics.step_parked["parameters"] < 2**20
+    assert all(torch.equal(one.weight.numbers, numbers) for one, numbers in zip(model, before, strict=True))
 
 
 def test_generation_and_evaluation_by_transformers(tmp_path):

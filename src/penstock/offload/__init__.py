@@ -2,8 +2,9 @@
 
 - `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
 - `training(model, optimizer, budget, disk=..., host=...)` makes a `Training`: parameters, gradients, optimizer state
-  and activations leave the device, in a loop of your own. `TrainingStatistics`: what it did; `Held`: what was there at
-  a time. `load(model, path)` fills a model of `torch.device("meta")` from files, a tensor at a time.
+  and activations leave the device, in a loop of your own; `parameters`: the same without activations.
+  `TrainingStatistics`: what it did; `Held`: what was there at a time. `load(model, path)` fills a model of
+  `torch.device("meta")` from files, a tensor at a time.
 - `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
 - `modelled_cycle`: the problem of a step on a machine that is not here.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
@@ -26,5 +27,6 @@ from penstock.offload._statistics import Held as Held
 from penstock.offload._statistics import OffloadStatistics as OffloadStatistics
 from penstock.offload._statistics import TrainingStatistics as TrainingStatistics
 from penstock.offload._training import Training as Training
+from penstock.offload._training import parameters as parameters
 from penstock.offload._training import training as training
 from penstock.offload._verify import verify as verify

@@ -30,6 +30,7 @@ class Taken:
 
     def parameters(self) -> None:
         for one in self._model.parameters():
+            self._take_over_parts(one, self.name(one))
             page = self._pages.find(storage_id(one))
             if page is None:
                 self._take_over(one)
@@ -40,6 +41,18 @@ class Taken:
                 self._hooks.append(one.register_post_accumulate_grad_hook(self.on_gradient))
                 if one.grad is not None:
                     self.gradient(one)
+
+    def _take_over_parts(self, tensor: torch.Tensor, name: str) -> None:
+        """Of a tensor that is made of others, such as a quantised one: those move."""
+        for field, part in parts_of(tensor).items():
+            label = f"{field} of {name}"
+            if _is_wrapper(part):
+                self._take_over_parts(part, label)
+            elif self._may_move(part) and self._pages.find(storage_id(part)) is None:
+                if not part.untyped_storage().resizable():  # a file's, or NumPy's
+                    part = part.clone()
+                    setattr(tensor, field, part)
+                self._adopt(part, Kind.PARAMETER, label)
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Makes its storage one that can be emptied, shared as it was."""
@@ -97,6 +110,19 @@ class Taken:
 
     def name(self, parameter: torch.Tensor) -> str:
         return self._names.setdefault(id(parameter), f"a parameter {tuple(parameter.shape)}")
+
+
+def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors that it is made of, by name; none for a plain one."""
+    if not _is_wrapper(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names}
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Of the tensor, or of those that it is made of."""
+    return sum(map(nbytes_of, parts_of(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

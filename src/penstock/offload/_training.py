@@ -9,16 +9,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from penstock.arguments import checked, must_be
-from penstock.devices import backend_of, used_device
+from penstock.arguments import checked
 from penstock.errors import BudgetError, ForkedProcessError, PenstockError
 from penstock.offload import _checkpoint
-from penstock.offload._account import account_of
+from penstock.offload._made import CALL, Update, device_of, places
 from penstock.offload._meter import Meter
 from penstock.offload._on_host import HostUpdates
 from penstock.offload._operators import storage_id
@@ -26,7 +25,7 @@ from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_all_pending, do_pending
 from penstock.offload._statistics import Held, TrainingStatistics
-from penstock.offload._taken import Taken
+from penstock.offload._taken import Taken, nbytes_of
 from penstock.offload._updates import Updates
 from penstock.offload._watch import Watch
 from penstock.probe import can_record, held_bytes
@@ -34,13 +33,12 @@ from penstock.stepping import refuse_whole_optimizers, state_share
 from penstock.tiers import Budget, DiskSpec, Event, Size, waterfall_for
 from penstock.units import format_bytes
 
-Update = Literal["device", "host", "auto"]
-_CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB', disk='/nvme')"
+_CALL_PARAMETERS = CALL.replace("offload.training", "offload.parameters")
 _PARTS = 16
 """A file of a checkpoint has at most this part of the budget, unless a single tensor has more."""
 
 
-@checked(_CALL)
+@checked(CALL)
 def training(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
@@ -97,24 +95,37 @@ def training(
     step ``TierReadError`` where bytes cannot be read back: begin again from the last checkpoint. What cannot be
     written stays on the device, is said once (`TierDegradedWarning`), and the step goes on.
     """
-    account = account_of(budget, host, disk, _CALL)
-    if account.device_bytes is None:
-        raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {_CALL}")
-    if isinstance(optimizer, nn.Module) or (
-        isinstance(optimizer, type) and not issubclass(optimizer, torch.optim.Optimizer)
-    ):
-        raise must_be("optimizer", "a torch.optim.Optimizer, or a function that makes one", optimizer, _CALL)
-    if isinstance(model, nn.Module):
-        where = _device_of(model)
-        if device is not None:
-            where = backend_of(device).device
-    else:
-        where = used_device() if device is None else backend_of(device).device
-    if update != "device" and (where.type == "cpu" or not account.host_bytes):
-        raise ValueError(
-            f"update={update!r} is for an accelerator with host memory below it: host='96GiB'. On {where} leave it out"
-        )
+    account, where = places(model, optimizer, budget, host, disk, device, update)
     return Training(model, optimizer, account, where, update_in_backward=update_in_backward, update=update)
+
+
+@checked(_CALL_PARAMETERS)
+def parameters(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    budget: Size | Budget | None = None,
+    *,
+    host: Size | None = None,
+    disk: DiskSpec = None,
+    device: str | torch.device | None = None,
+    update_in_backward: bool = False,
+    update: Update = "device",
+) -> "Training":
+    """`training` without activations: those stay on the device, or are left to checkpointing or `activations`.
+
+    The budget is still that of the whole step: parameters, gradients and optimizer state get what activations leave.
+    Arguments, result and errors are those of `training`.
+    """
+    account, where = places(model, optimizer, budget, host, disk, device, update)
+    return Training(
+        model,
+        optimizer,
+        account,
+        where,
+        update_in_backward=update_in_backward,
+        update=update,
+        moves_activations=False,
+    )
 
 
 class Training:
@@ -134,6 +145,7 @@ class Training:
         *,
         update_in_backward: bool,
         update: Update,
+        moves_activations: bool = True,
     ):
         assert account.device_bytes is not None
         self._device, self._updates_in_backward = device, update_in_backward
@@ -191,6 +203,7 @@ class Training:
         except BaseException:
             self.close(discard=not isinstance(model, nn.Module))
             raise
+        self._watch.adopts_results = moves_activations
         _open.add(self)
 
     def __enter__(self) -> Self:
@@ -418,7 +431,7 @@ class Training:
         self._waterfall.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {_CALL}")
+        raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {CALL}")
 
     @contextlib.contextmanager
     def _room_for_parts(self) -> Iterator[int]:
@@ -447,9 +460,9 @@ class Training:
 
     def _refuse_unusable(self) -> None:
         if self._is_closed:
-            raise ValueError(f"this training is closed; make another: {_CALL}")
+            raise ValueError(f"this training is closed; make another: {CALL}")
         if self._process != os.getpid():
-            raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {_CALL}")
+            raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {CALL}")
 
     # What is made at the beginning
 
@@ -465,21 +478,21 @@ class Training:
             if not isinstance(model, nn.Module):
                 model = model()
                 if not isinstance(model, nn.Module):
-                    raise TypeError(f"`model` returned {type(model).__name__}, not a torch.nn.Module: {_CALL}")
-                if _device_of(model) != self._device:
+                    raise TypeError(f"`model` returned {type(model).__name__}, not a torch.nn.Module: {CALL}")
+                if device_of(model) != self._device:
                     raise ValueError(
-                        f"`model` made a model on {_device_of(model)}, and `device` is {self._device}; make it there: "
+                        f"`model` made a model on {device_of(model)}, and `device` is {self._device}; make it there: "
                         "with torch.device('cuda'): return Model()"
                     )
             if not isinstance(optimizer, torch.optim.Optimizer):
                 optimizer = optimizer(model.parameters())
                 if not isinstance(optimizer, torch.optim.Optimizer):
-                    raise TypeError(f"`optimizer` returned {type(optimizer).__name__}, not a torch optimizer: {_CALL}")
-            refuse_whole_optimizers(optimizer, _CALL)
+                    raise TypeError(f"`optimizer` returned {type(optimizer).__name__}, not a torch optimizer: {CALL}")
+            refuse_whole_optimizers(optimizer, CALL)
             if self._wants_host and any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups):
                 raise ValueError(
                     "fused and capturable optimizers keep numbers on the device, with which the host cannot update: "
-                    f"make it without them, as AdamW(parameters, lr=1e-4), or leave out update=: {_CALL}"
+                    f"make it without them, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
                 )
         finally:
             self._pages.end_step((), is_whole=False)
@@ -511,37 +524,17 @@ class Training:
 
     def _refuse_too_much(self, device_bytes: int) -> None:
         """Raise ``BudgetError`` where parameters, gradients and states find no room in all tiers together."""
-        own = sum(one.nbytes for one in self.model.parameters())
+        own = sum(map(nbytes_of, self.model.parameters()))
         trained = [one for one in self.model.parameters() if one.requires_grad]
-        trained_bytes = sum(one.nbytes for one in trained)
+        trained_bytes = sum(map(nbytes_of, trained))
         states = int(trained_bytes * state_share(self.optimizer, trained, self.optimizer.state))
         below = sum(tier.capacity_bytes - tier.used_bytes for tier in self._waterfall.tiers)
         if own + trained_bytes + states > device_bytes + below:
             raise BudgetError(
                 f"training takes {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
                 f"{format_bytes(states)} of optimizer state, and there are {format_bytes(device_bytes)} on the device "
-                f"and {format_bytes(below)} below it. Give more room: {_CALL}"
+                f"and {format_bytes(below)} below it. Give more room: {CALL}"
             )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    devices = {one.device for one in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
-        raise ValueError(
-            f"the model's parameters have to be on one device, not on {sorted(map(str, devices)) or 'none'}: "
-            "model.to('cuda'), or penstock.offload.load(model, path) for a model of torch.device('meta')"
-        )
-    wrapped = next((name for name, one in model.named_parameters() if _is_sharded(one)), None)
-    if wrapped is not None:
-        raise ValueError(
-            f"{wrapped} is sharded over several processes (a DTensor); give the model as it was before fully_shard"
-        )
-    (device,) = devices
-    return device
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return type(tensor.data).__name__ == "DTensor"
 
 
 _open: "weakref.WeakSet[Training]" = weakref.WeakSet()

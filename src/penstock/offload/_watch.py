@@ -35,6 +35,8 @@ class Watch(TorchDispatchMode):
         self._device = device
         self._process = os.getpid()
         self._num_compiled = 0
+        self.adopts_results = True
+        """Whether what operators make becomes a page."""
         self.norms = Norms(pages)
         self.casts = Casts(pages, device)
 
@@ -200,12 +202,14 @@ class Watch(TorchDispatchMode):
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
-            if pages.is_in_step and not self._num_compiled:  # kernels of a compiled graph read by address
+            if (
+                pages.is_in_step and self.adopts_results and not self._num_compiled
+            ):  # kernels of a compiled graph read by address
                 self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
 
     def _adopt(self, pages: Pages, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        if not pages.is_in_step:
+        if not pages.is_in_step or not self.adopts_results:
             return
         for tensor in tensors:
             if tensor.device == self._device and storage_id(tensor) not in known:
