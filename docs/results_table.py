@@ -190,6 +190,22 @@ ENTRIES = {
             Figure(label="measured peak {} of the budget", metric="measured over budget", of="value", form=".3f"),
         ),
     ),
+    "cpu-training-matrix": Entry(
+        shows="Eight architectures of transformers by six ways to train, 20 steps, also through the Trainer",
+        command="training_matrix",
+        figures=(
+            Figure(label="equal to the bit: {}", metric="equal to plain", of="value", form=""),
+            Figure(label="budgets {} of plain's peak", metric="budget over plain's peak", of="value", form=".2f"),
+        ),
+    ),
+    "modelled-training": Entry(
+        shows="7.6 billion parameters within 22 GiB on machines by data sheets; nothing of it is measured",
+        command="modelled_training",
+        figures=(
+            Figure(label="at 4,096 tokens a step {} of the computation alone", name="casts.* 4096 .*", form=".2f"),
+            Figure(label="at 16,384 {}", name="casts.* 16384 .*", form=".2f"),
+        ),
+    ),
     "cpu-training-faults": Entry(
         shows="Such a loop while writes and reads of its disk fail at random",
         command="training_faults",

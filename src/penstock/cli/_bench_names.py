@@ -7,7 +7,7 @@ from pathlib import Path
 
 STEP = "step"
 _TREE = Path(__file__).parents[3]
-_TAKES_OPTIONS = re.compile(r"^from benchmarks\.common import .*\bparser\b", re.MULTILINE)
+_TAKES_OPTIONS = re.compile(r"^from benchmarks\.common import .*\bparser\b|\bcommon\.parser\(", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
