@@ -216,6 +216,8 @@ RECORDS |= {
         step_parked={},
         written_to_disk_bytes=0,
         stall_s=0.0,
+        wall_s=1.0,
+        num_host_updates=None,
         held_bytes=0,
         measured_peak_bytes=None,
     ),

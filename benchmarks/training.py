@@ -3,13 +3,17 @@
 Each way to train is a process of its own. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on what they may take
 beside the interpreter and its libraries: the state of the model is 2, 4 and 8 times it. Plain training has no cap; it
 is shown to die under the largest. All take the same steps in turn, and have to give the same losses to the bit. A fleet
-of one job has the same budget and its own runs, since it owns its loop.
+of one job has the same budget and its own runs, since it owns its loop. Where DeepSpeed is installed, its ZeRO stage 3
+with parameters and optimizer state on NVMe trains in turn with the others, on its CPU accelerator and without a cap.
 """
 
 import argparse
+import importlib.util
 import json
 import math
+import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +38,7 @@ _BUDGET_SHARE = 0.7
 _STACK_BYTES = 2**18
 """Of a thread: the kernel counts the whole of it."""
 _FACTORS = (2, 4, 8)
+_answers = os.fdopen(os.dup(1), "w")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,6 +69,8 @@ def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
     for factor in _FACTORS:
         ways[f"Penstock, state {factor} x cap"] = ("training", state // factor)
     ways[f"in backward, state {_FACTORS[-1]} x cap"] = ("backward", state // _FACTORS[-1])
+    if importlib.util.find_spec("deepspeed") is not None:
+        ways["DeepSpeed ZeRO-3, NVMe, no cap"] = ("deepspeed", None)
     processes = {name: _Process(given, method, cap, tokens) for name, (method, cap) in ways.items()}
     rows: list[common.Row] = []
     lines: list[list[str]] = []
@@ -99,7 +106,7 @@ def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
         peer, value = ("", None) if ratio is None else (plain, ratio.median)
         rows.append(common.Row(name=title, metric="step", value=step_s, unit="s", peer=peer, ratio=value))
         rows.append(common.Row(name=title, metric="losses equal to plain's", value=float(equal), unit="bool"))
-        for key, unit in (("in", "B"), ("out", "B"), ("stall", "s"), ("peak", "B"), ("data", "B")):
+        for key, unit in (("in", "B"), ("out", "B"), ("stall", "s"), ("peak", "B"), ("data", "B"), ("resident", "B")):
             if key in found:
                 rows.append(common.Row(name=title, metric=key, value=found[key], unit=unit))
     smallest = state // _FACTORS[-1]
@@ -168,10 +175,14 @@ def _child(given: argparse.Namespace) -> None:
         while True:
             yield torch.randint(256, shape, generator=generator)
 
-    threading.stack_size(_STACK_BYTES)
+    if given.child == "deepspeed":  # which writes to both, whoever reads them
+        for number in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    else:
+        threading.stack_size(_STACK_BYTES)
     with tempfile.TemporaryDirectory(dir=given.disk) as directory:
         _warm_up(directory)
-        before = _data_bytes()
+        before, resident = _data_bytes(), _most_resident_bytes()
         if given.cap is not None and given.child != "fleet":
             limit = before + given.cap
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
@@ -182,7 +193,7 @@ def _child(given: argparse.Namespace) -> None:
         step, finish = _trainer(given, directory)
         for batch, line in zip(batches(), sys.stdin, strict=False):
             if line.strip() == "finish":
-                _say({**finish(), "data": _data_bytes() - before})
+                _say({**finish(), "data": _data_bytes() - before, "resident": _most_resident_bytes() - resident})
                 return
             start_s = time.perf_counter()
             loss = step(batch)
@@ -203,6 +214,8 @@ def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch
         model = _model(given)
         optimizer = make_optimizer(model.parameters())
         return lambda batch: one_step(model, optimizer, batch), dict
+    if given.child == "deepspeed":
+        return _deepspeed(given, directory)
     training = offload.training(
         lambda: _model(given),
         make_optimizer,
@@ -225,6 +238,53 @@ def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch
         }  # fmt: skip
 
     return step, finish
+
+
+def _deepspeed(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
+    """As its documentation has it for models beyond memory; what it keeps live is a block or two."""
+    os.environ.update(
+        DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_free_port()),
+    )  # fmt: skip
+    import deepspeed
+
+    model = _model(given)
+    block = sum(one.numel() for one in model.blocks[0].parameters())
+    largest = max(one.numel() for one in model.parameters())
+    nvme = {"device": "nvme", "nvme_path": directory, "pin_memory": False}
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 1e-2}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {**nvme, "buffer_size": 2 * largest, "buffer_count": 8},
+                "offload_optimizer": nvme,
+                "sub_group_size": 2 * largest,
+                "stage3_max_live_parameters": 2 * block,
+                "stage3_prefetch_bucket_size": block,
+                "stage3_param_persistence_threshold": 4096,
+            },
+            "aio": {"block_size": 2**20, "queue_depth": 8, "thread_count": 2, "overlap_events": True},
+        },
+    )
+
+    def step(batch: torch.Tensor) -> float:
+        loss = engine(batch[:, :-1], batch[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return step, dict
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _fleet(given: argparse.Namespace, directory: str, batches: Callable[[], Iterator[torch.Tensor]]) -> dict[str, Any]:
@@ -276,8 +336,13 @@ def _data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
+def _most_resident_bytes() -> int:
+    """Of main memory that the process ever had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), flush=True, file=_answers)
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ def test_training(tmp_path, disk):
     for said in ("On the device in the course of a step.", "and optimizer state", "budget", "in, bytes per parameter"):
         assert said in page.text
     assert format_bytes(last.step_fetched_bytes) in page.text
+    assert last.wall_s > 0
+    assert any(one.endswith(("days", "years", "hours")) for one in page.table("What ran").column("SSD life"))
     assert "On the device in the course of a step." in page_of(tmp_path, tmp_path / "saved").text
 
 

@@ -90,6 +90,8 @@ class TrainingStatistics:
     """Of ``parked_bytes``: what wears an SSD."""
     stall_s: float
     """Seconds that the computation waited for copies."""
+    wall_s: float
+    """Seconds since the first step began, until the last one ended."""
     num_host_updates: int | None
     """Updates of single parameters that the host computed; ``None`` where the device does all."""
     held_bytes: int

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -153,6 +154,10 @@ class Training:
         self._waterfall = waterfall_for(device, account)
         self._pages = Pages(self._waterfall, account.device_bytes, device)
         self._num_steps = 0
+        self._begun_s: float | None = None
+        self._ended_s = 0.0
+        self.disks = tuple(account.disk_bytes)
+        """Directories below the device."""
         self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
         self._before = self._last
         self._measured_peak_bytes: int | None = None
@@ -218,6 +223,7 @@ class Training:
                 "training.load('checkpoints/step-100')"
             )
         self._is_entered = True
+        self._begun_s = time.perf_counter() if self._begun_s is None else self._begun_s
         self._refuse_parallel()
         self._taken.parameters()  # some may be new, or have other storages now
         self._pages.begin_step()
@@ -240,6 +246,7 @@ class Training:
             self._pages.end_step((), is_whole=False)
             return
         self._num_steps += 1
+        self._ended_s = time.perf_counter()
         now = dict(self._pages.fetched_bytes), dict(self._pages.parked_bytes)
         fetched, parked = (
             {kind: size - before.get(kind, 0) for kind, size in one.items()}
@@ -398,6 +405,7 @@ class Training:
             step_parked={kind.value: size for kind, size in self._last[1].items()},
             written_to_disk_bytes=self._waterfall.statistics().written_to_disk_bytes,
             stall_s=self._pages.stall_s,
+            wall_s=0.0 if not self._num_steps or self._begun_s is None else self._ended_s - self._begun_s,
             num_host_updates=self._updates.num_on_host,
             held_bytes=self._pages.held_bytes(),
             measured_peak_bytes=self._measured_peak_bytes,

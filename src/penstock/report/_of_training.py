@@ -1,8 +1,8 @@
 """A training whose parameters leave the device: what was there through a step, what moved, and where it waited."""
 
 from penstock.offload import Held, Training, TrainingStatistics
-from penstock.report._model import Bars, Curves, Headline, Section, Series, Table, hue
-from penstock.report._of_offload import lanes, traffic_of
+from penstock.report._model import Bars, Curves, Headline, Section, Series, Table, Wear, hue
+from penstock.report._of_offload import capacity_bytes, lanes, traffic_of
 from penstock.report._part import Part, table
 from penstock.report._thin import thin
 from penstock.units import format_bytes, format_duration
@@ -16,6 +16,11 @@ def part_of_training(training: Training) -> Part:
     if events:
         charts += [lanes(events, step_s), traffic_of(events)]
     stall_s = last.stall_s / max(1, last.num_steps)
+    wear = Wear(
+        written_bytes=last.written_to_disk_bytes,
+        duration_s=last.wall_s,
+        capacity_bytes=capacity_bytes(training.disks),
+    )
     section = Section(
         kind="training",
         title="A model larger than the device",
@@ -28,6 +33,7 @@ def part_of_training(training: Training) -> Part:
             stall_share=min(1.0, stall_s / step_s) if step_s else None,
             out_bytes=last.step_parked_bytes,
             in_bytes=last.step_fetched_bytes,
+            wear=wear if training.disks and last.num_steps else None,
         ),
         charts=tuple(charts),
         tables=(_moved(last),),
