@@ -44,6 +44,7 @@ jobs = st.builds(
     num_steps=st.integers(1, 3),
     accumulate=st.integers(1, 3),
     clips=st.booleans(),
+    vertical=st.booleans(),
     arrival_s=st.sampled_from([0.0, 0.0, 2.5]),
 )
 devices = st.builds(

@@ -26,14 +26,14 @@ def small(name, **changes):
     return fleet.Job(
         name=name,
         model=lambda: nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]),
-        data=lambda: [torch.ones(4, 64)] * 3,
+        data=lambda: [torch.ones(4, 64)] * 4,
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         **{"steps": STEPS.get(name, 3), **changes},
     )
 
 
-def cost_of(one, records):
+def cost_of(one, records, vertical):
     """What the simulation takes of a job whose units were recorded: as many shards, each unit as long."""
     num_shards = 1 + max(record.shard for record in records if record.job == one.name)
     unit_s = UNIT_S[one.name]
@@ -41,14 +41,22 @@ def cost_of(one, records):
     last = ShardCost(forward_s=0.0, backward_s=unit_s, step_s=first.step_s)
     return JobCost(
         name=one.name, shards=(first,) * (num_shards - 1) + (last,), num_steps=one.steps, accumulate=one.accumulate,
-        clips=one.clip_norm is not None,
+        clips=one.clip_norm is not None, vertical=vertical,
     )  # fmt: skip
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"accumulate": 2, "clip_norm": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "budget"),
+    [
+        ({}, "250KB"),
+        ({"accumulate": 2}, "250KB"),
+        ({"accumulate": 2, "clip_norm": 1.0}, "250KB"),
+        ({"accumulate": 2, "clip_norm": 1.0}, "120KB"),  # shard by shard
+    ],
+)
 @pytest.mark.parametrize("scheduler", [*SCHEDULERS, lambda progress: -progress.num_done])
-def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, changes, monkeypatch):
+def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, changes, budget, monkeypatch):
     """On a clock that units move on, so that no measured second decides."""
     jobs = [small(name, **changes) for name in STEPS]
 
@@ -56,21 +64,23 @@ def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, ch
         return sum(UNIT_S[record.job] for worker in engine.workers for record in worker.records)
 
     def turn_s(run):
-        cost = cost_of(run.job, [SimpleNamespace(job=run.job.name, shard=len(run.measures) - 1)])
-        return cost.work_s / (cost.num_steps * cost.accumulate)
+        cost = cost_of(run.job, [SimpleNamespace(job=run.job.name, shard=len(run.measures) - 1)], run.is_vertical)
+        return cost.work_s / (cost.num_steps * cost.turns_per_step)
 
     monkeypatch.setattr(Engine, "now_s", property(now_s))
     monkeypatch.setattr(JobRun, "turn_s", property(turn_s))
     with fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)], "250KB", host_budget="64MiB", progress=None, scheduler=scheduler
+        [fleet.Device(name="cpu", threads=1)], budget, host_budget="64MiB", progress=None, scheduler=scheduler
     ) as made:
         for one in jobs:
             made.add(one)
         results = made.wait()
-        records = made.records
+        records, vertical = made.records, {run.is_vertical for run in made._engine.runs}
     assert [one.state for one in results.values()] == [JobState.DONE] * 3
     ran = [(record.job, record.kind, record.shard) for record in records]
-    problem = FleetProblem(jobs=tuple(cost_of(one, records) for one in jobs), devices=(DeviceCost(name="cpu"),))
+    assert vertical == {budget == "120KB"}
+    costs = tuple(cost_of(one, records, *vertical) for one in jobs)
+    problem = FleetProblem(jobs=costs, devices=(DeviceCost(name="cpu"),))
     played = fleet.simulate(problem, scheduler)
     assert ran == [(jobs[unit.job].name, unit.kind.value, unit.shard) for unit in played.units]
     assert len({kind for _, kind, _ in ran}) == (4 if "clip_norm" in changes else 3)

@@ -20,9 +20,12 @@ from penstock.fleet._schedulers import Candidate, Progress, choose
 from penstock.fleet._training import Training
 from penstock.fleet._units import Behaviour, MiniBatch
 from penstock.fleet._upkeep import Upkeep
+from penstock.fleet._vertical import VerticalStep
 from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.fleet._worker import Expected, Turn, Worker
+
+Batch = tuple[list[torch.Tensor], Structure]
 
 
 class Engine:
@@ -36,6 +39,7 @@ class Engine:
         budget_bytes: int,
         sharp: bool = True,
         recompute: bool | None = None,
+        vertical: bool = True,
         lane_rate: Callable[[], tuple[float, float]],
     ):
         self.condition = threading.Condition(threading.RLock())
@@ -50,6 +54,7 @@ class Engine:
         self._read_once: list[tuple[object, str]] = []
         """Data of jobs that no other job may read, and who reads it."""
         self.recompute = recompute
+        self.vertical = vertical
         self.lane_rate = lane_rate
         self.is_stopping = False
         self.only_measures = False
@@ -287,7 +292,7 @@ class JobTurn:
             batch = training.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
-        self._train(worker, *batch)
+        self._train(worker, self._batches_of_turn(batch))
         if training.position.micro == 0:
             if engine.is_stopping or engine.upkeep.wants_save(run):
                 engine.upkeep.save(run, worker)
@@ -307,20 +312,48 @@ class JobTurn:
         engine.upkeep.save(run, worker)
         engine.end(run, worker, JobState.DONE)
 
-    def _train(self, worker: Worker, leaves: list[torch.Tensor], structure: Structure) -> None:
+    def _batches_of_turn(self, first: Batch) -> list[Batch]:
+        """``first``, or all of its step. A pass over the data that ends in the middle of a step ends the turn, too."""
+        run, training = self.run_of, self.run_of.training
+        found = [first]
+        while run.is_vertical and not training.position.micro and len(found) < training.job.accumulate:
+            batch = training.next_batch()
+            if batch is None:
+                run.wants_validation = training.validation is not None and training.job.evaluate_every is None
+                break
+            found.append(batch)
+        return found
+
+    def _train(self, worker: Worker, batches: list[Batch]) -> None:
+        """Shard by shard where they are all batches of a step and of one shape, else one after the other."""
+        training = self.run_of.training
+        signatures = {structure.signature for _, structure in batches}
+        if len(batches) == training.job.accumulate > 1 and len(signatures) == 1 and training.knows(batches[0][1]):
+            self._train_on(worker, batches)
+        else:
+            for batch in batches:
+                self._train_on(worker, [batch])
+
+    def _train_on(self, worker: Worker, batches: list[Batch]) -> None:
         run, training = self.run_of, self.run_of.training
         training.make_hollow_on(worker.device)
+        leaves, structure = batches[0]
         measures = self._measures_for(worker, leaves, structure)
         program = training.program(leaves, structure)
-        mini = mini_batch(
-            training,
-            worker.memory,
-            program,
-            leaves,
-            structure,
-            run.saves,
-            draws=[one.draws for one in measures],
-        )
+        minis = [
+            mini_batch(
+                training,
+                worker.memory,
+                program,
+                leaves,
+                structure,
+                run.saves,
+                draws=[one.draws for one in measures],
+                micro=training.position.micro + number,
+            )
+            for number, (leaves, structure) in enumerate(batches)
+        ]
+        mini = minis[0] if len(minis) == 1 else VerticalStep(minis)
         start_s = worker.busy.compute_s
         expected: Expected = _Measured(mini, measures, run.saves)
         if isinstance(mini, WholeBatch):
@@ -328,14 +361,14 @@ class JobTurn:
         worker.run_minibatch(run, mini, expected)
         if isinstance(mini, WholeBatch):
             run.ways.learn(mini, worker.memory.room_bytes)
-        loss = mini.results[0].item()
-        if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss} at step {training.position.step}, batch {training.position.batch}"
-            )
-        stepped = mini.steps
-        training.finish_batch(loss, leaves, stepped=stepped)
-        taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate
+        losses = [one.results[0].item() for one in minis]
+        for number, (loss, one, (leaves, _)) in enumerate(zip(losses, minis, batches, strict=True)):
+            if not math.isfinite(loss):
+                batch = training.position.batch - len(minis) + number + 1
+                raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch}")
+            training.finish_batch(loss, leaves, stepped=one.steps)
+        stepped = minis[-1].steps
+        taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate / len(minis)
         run.seconds_per_step += (taken_s - run.seconds_per_step) * 0.2
         every = training.job.evaluate_every
         if stepped and training.validation is not None and every and training.position.step % every == 0:

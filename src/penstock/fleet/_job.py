@@ -150,6 +150,8 @@ class Ablation:
     """Whether a device takes another job before one is over."""
     recompute: bool | None = None
     """Whether backward runs forward again; ``None``: where it is cheaper."""
+    vertical: bool = True
+    """Whether all mini-batches of a step go through a shard before the next shard comes, where that moves less."""
 
     def __post_init__(self) -> None:
         check_fields(self, "Ablation(double_buffer=False)")

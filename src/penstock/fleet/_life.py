@@ -69,6 +69,8 @@ class JobRun:
     ways: Ways = field(default_factory=Ways)
     """Of its mini-batches, where the model is run whole."""
     saves: list[bool] = field(default_factory=list)
+    is_vertical: bool = False
+    """Whether all mini-batches of a step go through a shard before the next shard comes."""
     is_prepared: bool = False
     last_validation: int = -1
     wants_validation: bool = False
@@ -98,12 +100,18 @@ class JobRun:
             num_steps=self.num_steps,
             accumulate=self.job.accumulate,
             clips=self.job.clip_norm is not None or self.job.precision == "float16",
+            vertical=self.is_vertical,
         )
 
     @property
+    def batches_per_turn(self) -> int:
+        """Mini-batches after which a device may take another job."""
+        return self.job.accumulate if self.is_vertical else 1
+
+    @property
     def turn_s(self) -> float:
-        """Seconds of one mini-batch, on one device."""
-        return self.seconds_per_step / self.job.accumulate
+        """Seconds of one turn, on one device."""
+        return self.seconds_per_step * self.batches_per_turn / self.job.accumulate
 
     def remaining_s(self, *, at_hand: bool = False) -> float:
         """Seconds of its units that are left, on one device; ``at_hand``: but for the mini-batch that it is at.
@@ -113,8 +121,8 @@ class JobRun:
         if not self.is_prepared:
             return math.inf
         at = self.training.position
-        left = (self.num_steps - at.step) * self.job.accumulate - at.micro - at_hand
-        return max(0, left) * self.turn_s
+        left = (self.num_steps - at.step) * self.job.accumulate - at.micro - at_hand * self.batches_per_turn
+        return max(0, left) * self.turn_s / self.batches_per_turn
 
     def ends_with_turn(self) -> bool:
         """Whether the mini-batch that it is at is its last for certain."""
@@ -128,7 +136,7 @@ class JobRun:
             arrival_s=self.arrival_s,
             remaining_s=self.remaining_s(at_hand=at_hand),
             turn_s=self.turn_s,
-            num_done=at.step * self.job.accumulate + at.micro + at_hand,
+            num_done=at.step * self.job.accumulate + at.micro + at_hand * self.batches_per_turn,
             since_s=self.since_s,
             had_s=now_s - self.since_s if at_hand else None,
             fleet_s=fleet_s,

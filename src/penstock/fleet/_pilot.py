@@ -80,6 +80,8 @@ class ShardMeasure:
     """Parameters and buffers."""
     draws: Draws = Draws.ON_HOST
     """What forward may draw."""
+    draws_nothing: bool = False
+    """Whether it left all generators as they were."""
 
     def cost(self, saves: bool) -> ShardCost:
         """As schedulers and simulations take it."""
@@ -217,6 +219,7 @@ class _Pilot:
             for index, task in enumerate(mini.tasks):
                 randomness = self._training.randomness
                 before_draws = randomness.num_draws, randomness.num_host_draws
+                mark = randomness.mark(self._memory.device)
                 needs_bytes = self._bring_in(mini, index)
                 taken_s, peak_bytes = _measured(self._memory.device, lambda at=index: mini.run(at))  # type: ignore[misc]
                 before = self._found[task.shard]
@@ -231,7 +234,11 @@ class _Pilot:
                     found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
                     found = replace(found, handed_bytes=max(found.handed_bytes, mini.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
-                    found = replace(found, draws=randomness.draws_since(*before_draws))
+                    found = replace(
+                        found,
+                        draws=randomness.draws_since(*before_draws),
+                        draws_nothing=randomness.is_at(mark),
+                    )
                 self._found[task.shard] = found
         finally:
             mini.abandon()

@@ -17,6 +17,7 @@ from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_b
 from penstock.fleet._pilot import ShardMeasure, measure, required_bytes
 from penstock.fleet._program import Program
 from penstock.fleet._training import Cuttable
+from penstock.fleet._vertical import is_cheaper, is_possible, parked_bytes
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
 from penstock.units import format_bytes
@@ -111,8 +112,20 @@ class Preparation:
             False if program.whole is not None else self.engine.recompute,
             required=self._required,
         )
+        run.is_vertical = self._goes_vertically(program)
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
         run.seconds_per_step += sum(one.step_s for one in run.measures)
+
+    def _goes_vertically(self, program: Program) -> bool:
+        """Whether a step goes shard by shard: it may, moves less, and has room below for what is there at once."""
+        run, count = self.run_of, self.run_of.job.accumulate
+        if count < 2 or not self.engine.vertical or not is_possible(run.training, program, run.measures):
+            return False
+        if not is_cheaper(run.measures, count, self._room_bytes):
+            return False
+        tiers = self.worker.memory.waterfall.tiers
+        below = sum(tier.capacity_bytes - tier.used_bytes for tier in tiers) / max(1, len(self.engine.workers))
+        return parked_bytes(run.measures, run.saves, count) <= below / 2
 
     def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
         """As estimated, of few enough atoms; and the index of the last one in each."""

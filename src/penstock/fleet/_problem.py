@@ -84,6 +84,8 @@ class Unit:
     """Copied out after."""
     resident_bytes: int
     """On the device while it computes."""
+    own_bytes: int = 0
+    """Copied in even where the same shard ran before: the values of another mini-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,8 @@ class JobCost:
     """Mini-batches of a step."""
     clips: bool = False
     """Whether the optimizer waits for the norm of all gradients, in units of its own."""
+    vertical: bool = False
+    """Whether all mini-batches of a step go through a shard before the next shard comes."""
     arrival_s: float = 0.0
     """When the job may begin."""
 
@@ -124,6 +128,8 @@ class JobCost:
     @cached_property
     def turn_ends(self) -> frozenset[int]:
         """Places in a step of the units that end a mini-batch, after which a device may take another job."""
+        if self.vertical:
+            return frozenset([len(self.step_units) - 1])
         per_batch = 2 * len(self.shards) - 1
         ends = [per_batch * (batch + 1) - 1 for batch in range(self.accumulate)]
         return frozenset([*ends[:-1], len(self.step_units) - 1])
@@ -149,8 +155,20 @@ class JobCost:
         """Unit ``index`` of the job, from 0."""
         return self.step_units[index % len(self.step_units)]
 
+    @property
+    def turns_per_step(self) -> int:
+        """Times in a step that a device may take another job."""
+        return 1 if self.vertical else self.accumulate
+
     def _units(self) -> Iterator[Unit]:
         last = len(self.shards) - 1
+        if self.vertical:
+            for shard in range(last):
+                yield from (self._forward(shard) for _ in range(self.accumulate))
+            for shard in range(last, -1, -1):
+                yield from (self._backward(shard, batch) for batch in range(self.accumulate))
+            yield from (self._step(shard) for shard in range(last + 1) if self.clips)
+            return
         for batch in range(self.accumulate):
             for shard in range(last):
                 yield self._forward(shard)
@@ -169,6 +187,7 @@ class JobCost:
             compute_s=cost.forward_s,
             in_bytes=cost.parameter_bytes + given,
             kept_bytes=given,
+            own_bytes=given if self.vertical else 0,
             out_bytes=cost.boundary_bytes + (0 if cost.recomputes else cost.activation_bytes),
             resident_bytes=cost.parameter_bytes + given + cost.boundary_bytes + cost.activation_bytes,
         )
@@ -190,7 +209,8 @@ class JobCost:
             compute_s=cost.backward_s + (cost.forward_s if runs_forward else 0.0) + (cost.step_s if steps else 0.0),
             in_bytes=taken + kept + inside,
             kept_bytes=kept,
-            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else gradients),
+            own_bytes=kept + inside if self.vertical else 0,
+            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else 0 if self.vertical else gradients),
             resident_bytes=(
                 cost.parameter_bytes + gradients + given + cost.boundary_bytes + cost.activation_bytes
                 + (cost.state_bytes if steps else 0)

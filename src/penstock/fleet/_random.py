@@ -114,9 +114,17 @@ class Randomness:
             return Draws.ON_HOST
         return Draws.ON_DEVICE if self.num_draws > num_draws else Draws.NONE
 
-    def mark(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where units draw from now, for ``replaying``."""
+    def mark(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where units draw from now, for ``replaying``; ``device``: on which they will."""
+        if self.cuda is None and device is not None and device.type != "cpu":
+            self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
         return self.cpu, self.cuda
+
+    def is_at(self, mark: tuple[torch.Tensor, torch.Tensor | None]) -> bool:
+        """Whether nobody has drawn since."""
+        cpu, cuda = mark
+        is_same = cuda is self.cuda or (cuda is not None and self.cuda is not None and torch.equal(cuda, self.cuda))
+        return is_same and torch.equal(cpu, self.cpu)
 
     @contextmanager
     def replaying(self, mark: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:

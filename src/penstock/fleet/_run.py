@@ -160,6 +160,7 @@ class Fleet:
             budget_bytes=min(sizes),
             sharp=self._ablation.sharp,
             recompute=self._ablation.recompute,
+            vertical=self._ablation.vertical,
             lane_rate=self._lane_rate,
         )
         self._engine.workers = self._make_workers(sizes, verify)

@@ -68,14 +68,14 @@ class _Job:
     def progress(self, fleet_s: float, had_s: float | None) -> Progress:
         """Turns of equal length, as the engine counts them."""
         cost = self.cost
-        num_turns = cost.num_steps * cost.accumulate
+        num_turns = cost.num_steps * cost.turns_per_step
         turn_s = cost.work_s / num_turns
         return Progress(
             job=self.index,
             arrival_s=cost.arrival_s,
             remaining_s=(num_turns - self.num_turns) * turn_s,
             turn_s=turn_s,
-            num_done=self.num_turns,
+            num_done=self.num_turns * cost.accumulate // cost.turns_per_step,
             since_s=self.since_s,
             had_s=had_s,
             fleet_s=fleet_s,
@@ -247,7 +247,7 @@ class _Clock:
         size, earliest_s = unit.in_bytes, job.saved_s
         stays = goes_on and unit.shard == job.shard
         if goes_on:
-            size = 0 if stays else unit.in_bytes - unit.kept_bytes
+            size = unit.own_bytes if stays else unit.in_bytes - unit.kept_bytes
             earliest_s = 0.0 if stays else earliest_s
         load_s = max(self.now_s, device.in_free_s, earliest_s, device.out_free_s if size else 0.0)
         if device.current is not None and cost.budget_bytes is not None:

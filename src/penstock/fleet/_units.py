@@ -5,7 +5,7 @@ backward of the others; and, where the optimizer has to wait for the norm of all
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,8 +67,11 @@ class MiniBatch:
         saves: Sequence[bool],
         behaviour: Behaviour | None = None,
         draws: Sequence[Draws] = (),
+        micro: int | None = None,
     ):
+        """``micro``: how many of its step come before it, where that is not what the job has behind it."""
         self.training, self.memory, self.program = training, memory, program
+        self._micro = training.position.micro if micro is None else micro
         self._stepper = Stepper(training, memory)
         self.structure = structure
         self.behaviour = behaviour or Behaviour()
@@ -99,8 +102,8 @@ class MiniBatch:
     @property
     def steps(self) -> bool:
         """Whether the optimizer steps at its end."""
-        at, behaviour = self.training.position, self.behaviour
-        return behaviour.trains and not behaviour.is_pilot and at.micro == self.training.job.accumulate - 1
+        behaviour = self.behaviour
+        return behaviour.trains and not behaviour.is_pilot and self._micro == self.training.job.accumulate - 1
 
     @property
     def waits_for_all(self) -> bool:
@@ -157,6 +160,29 @@ class MiniBatch:
         for name, value in self._gradients.items():
             producer = self._backward_at.get(self._consumer_of_gradient(name), index)
             value.item.next_use = base + max(0, producer - index)
+
+    def group_items(self, at: int) -> list[Item]:
+        """Of the groups that shard ``at`` uses."""
+        return [one.item for one in self._groups[at] if one.item is not None]
+
+    def owned_items(self, at: int) -> list[Item]:
+        """Gradients and optimizer states that shard ``at`` collects, as far as they exist."""
+        places = (self.training.gradients, self.training.states)
+        return [place[one].item for one in self._owned(at) for place in places if one in place]
+
+    def value_uses(self) -> Iterator[tuple[Item, list[int]]]:
+        """Items of this mini-batch alone, with the tasks of it that work on them."""
+        for at, graph in self._graphs.items():
+            if graph.saved is not None and graph.saved.item is not None:
+                yield graph.saved.item, [self._backward_at[at]]
+        for at, packed in self._before.items():
+            yield packed.item, [self._backward_at[at]]
+        for name, value in self._values.items():
+            readers = self._readers.get(name, ())
+            yield value.item, [place[at] for at in readers for place in (self._forward_at, self._backward_at)]
+        for name, value in self._gradients.items():
+            consumer = self._consumer_of_gradient(name)
+            yield value.item, [self._backward_at[consumer]] if consumer in self._backward_at else []
 
     def run_all(self, between: Between) -> None:
         """Runs all tasks in order, and tells ``between`` where one begins and ends."""
