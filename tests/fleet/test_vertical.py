@@ -133,9 +133,9 @@ def test_models(name):
 def test_fewer_bytes_move(clip_norm, budget):
     def bytes_a_step(goes, **changes):
         one = job(
-            model=lambda: GPT(num_layers=6, width=256, num_heads=4, context=32),
+            model=lambda: GPT(num_layers=3, width=256, num_heads=4, context=32),
             data=lambda: batches(8, batch=1),
-            steps=6,
+            steps=3,
             clip_norm=clip_norm,
             **changes,
         )
@@ -146,7 +146,7 @@ def test_fewer_bytes_move(clip_norm, budget):
         return device.fetched_bytes + device.parked_bytes
 
     shard_by_shard, one_after_the_other = bytes_a_step(True), bytes_a_step(False)
-    assert shard_by_shard < 0.65 * one_after_the_other
+    assert shard_by_shard < 0.75 * one_after_the_other
     if clip_norm is not None:  # else one mini-batch a step is cut into fewer shards
         assert shard_by_shard < 1.15 * bytes_a_step(True, accumulate=1)
 
