@@ -9,6 +9,7 @@ from test_device_training import make_batch
 from torch import nn
 
 from penstock import offload, probe
+from penstock.offload._page import Narrow
 from penstock.testing import GPT
 
 NUM_STEPS = 5
@@ -309,3 +310,139 @@ def test_closing_gives_all_back_and_nothing_more(prompt_device, make_training):
     own_bytes = sum(one.nbytes for one in model.parameters())
     assert probe.held_bytes(prompt_device) - start_bytes <= 2.1 * own_bytes  # the optimizer's states
     step(model, own.optimizer, batch)
+
+
+class Products(nn.Module):
+    """Weights alone, each cast and used as its loop says."""
+
+    def __init__(self, count=4, width=128):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(width, width) / width**0.5) for _ in range(count))
+
+
+def transposed_before(model, x):
+    views = [one.t() for one in model.weights]  # made while all are there; the weights leave before they are cast
+    for view in views:
+        x = torch.tanh(x @ view)
+    return x.float().square().mean()
+
+
+def summed_before(model, x):
+    """Both weights of a pair have the same gradient in half precision, which is one tensor."""
+    for one, other in zip(model.weights[::2], model.weights[1::2], strict=True):
+        x = torch.tanh(x @ (one.to(torch.bfloat16) + other.to(torch.bfloat16)))
+    return x.float().square().mean()
+
+
+class IntoBuffer(torch.autograd.Function):
+    """Writes the gradients of a weight into one place, time after time."""
+
+    @staticmethod
+    def forward(ctx, x, weight, buffer):
+        ctx.save_for_backward(x, weight)
+        ctx.buffer = buffer
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        torch.mm(x.t(), gradient, out=ctx.buffer)
+        return gradient @ weight.t(), ctx.buffer, None
+
+
+def into_buffers(model, x):
+    if not hasattr(model, "buffers_of"):
+        model.buffers_of = [torch.empty_like(one, dtype=torch.bfloat16).detach() for one in model.weights]
+    for weight, buffer in zip(model.weights, model.buffers_of, strict=True):
+        x = torch.tanh(IntoBuffer.apply(x.to(torch.bfloat16), weight.to(torch.bfloat16), buffer))
+    return x.float().square().mean()
+
+
+def overwritten_by_a_hook(model, x):
+    model.seen = []
+    for weight in model.weights:
+        half = weight.to(torch.bfloat16)
+        half.register_hook(model.seen.append)
+        x = torch.tanh(x @ half)
+    return x.float().square().mean()
+
+
+def straight(model, x):
+    for weight in model.weights:
+        x = torch.tanh(x @ weight)
+    return x.float().square().mean()
+
+
+LOOPS = {
+    "views that were made before": (transposed_before, {}),
+    "weights whose gradient is one tensor": (summed_before, {"reads": True}),
+    "gradients in a buffer": (into_buffers, {"micro_batches": 3}),
+    "gradients that a hook keeps and somebody overwrites": (overwritten_by_a_hook, {}),
+    "clipped after each micro-batch": (straight, {"micro_batches": 3, "clips": True}),
+    "never zeroed": (straight, {"clips": True, "zeroes": False}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_what_is_made_of_others_is_what_it_was_then(prompt_device, make_training, name):
+    loss_of_loop, options = LOOPS[name]
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).to(prompt_device)
+
+    def train(model, optimizer, enter):
+        losses = []
+        for _ in range(NUM_STEPS):
+            with enter():
+                for number in range(options.get("micro_batches", 1)):
+                    with torch.autocast(prompt_device, torch.bfloat16):
+                        loss = loss_of_loop(model, x * (number + 1))
+                    loss.backward()
+                    for one in getattr(model, "seen", []):
+                        one.zero_()
+                    if options.get("clips"):
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                losses.append(loss.item())
+                optimizer.step()
+                if options.get("reads"):
+                    losses += [one.grad.norm().item() for one in model.parameters()]
+                if options.get("zeroes", True):
+                    optimizer.zero_grad()
+        return losses
+
+    torch.manual_seed(0)
+    model = Products().to(prompt_device)
+    plain = copy.deepcopy(model)
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), torch.enable_grad)
+    del plain
+    gc.collect()
+    own = make_training(model, torch.optim.SGD(model.parameters(), lr=0.1), 2**18)
+    losses = train(model, own.optimizer, lambda: own)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-6)
+    assert own.statistics().num_host_updates > 0
+
+
+def test_a_gradient_whose_making_was_interrupted_is_made_again(prompt_device, make_training, monkeypatch):
+    torch.manual_seed(0)
+    model = Products().to(prompt_device)
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).to(prompt_device)
+    own = make_training(model, torch.optim.SGD(model.parameters(), lr=0.1), 2**18)
+    with own:
+        with torch.autocast(prompt_device, torch.bfloat16):
+            loss = straight(model, x)
+        loss.backward()
+        weight = model.weights[0]
+        put = Narrow.put
+
+        def interrupted(self, *given):
+            monkeypatch.setattr(Narrow, "put", put)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Narrow, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            weight.grad.norm()
+        found = weight.grad.cpu()
+    with own.whole():
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        with torch.autocast(prompt_device, torch.bfloat16):
+            straight(plain, x).backward()
+        assert torch.equal(found, plain.weights[0].grad.cpu())

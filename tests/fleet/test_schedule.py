@@ -87,6 +87,19 @@ def test_units_of_a_step_are_forward_then_fused_then_backward():
     assert [(unit.kind, unit.shard) for unit in clipped[-3:]] == [(UnitKind.STEP, shard) for shard in range(3)]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_shard_by_shard_a_step_copies_as_much_as_one_of_a_single_mini_batch_but_for_values(clips):
+    shard = ShardCost(forward_s=1.0, backward_s=2.0, parameter_bytes=100, state_bytes=200, recomputes=True)
+
+    def copied(**changes):
+        one = JobCost(name="job", shards=(shard,) * 8, num_steps=3, clips=clips, **changes)
+        schedule = fleet.simulate(fleet_of([one], 1, in_bandwidth_bytes_per_s=1e3, out_bandwidth_bytes_per_s=1e3))
+        return schedule.devices[0].in_bytes, schedule.devices[0].out_bytes
+
+    assert copied() == copied(vertical=True) == copied(vertical=True, accumulate=4)
+    assert copied(accumulate=4)[0] > 2 * copied()[0]
+
+
 def test_recomputation_is_charged():
     plain, again = job(), job()
     again = replace(again, shards=tuple(replace(one, recomputes=True) for one in again.shards))

@@ -65,6 +65,28 @@ def test_losses_and_weights_are_plains(name):
     assert is_vertical(records) == (name not in ("a pass that ends in mid-step", "shapes that change in mid-step"))
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_data_that_uses_its_tensors_again():
+    def data():
+        buffers = [torch.empty_like(one) for one in batches(1)[0]]
+        return Refilling(buffers)
+
+    class Refilling:
+        def __init__(self, buffers):
+            self.buffers = buffers
+
+        def __iter__(self):
+            for batch in batches(8):
+                for buffer, one in zip(self.buffers, batch, strict=True):
+                    buffer.copy_(one)
+                yield tuple(self.buffers)
+
+    expected, _ = train_plainly(job(data=data))
+    results, records = run(job(data=data))
+    assert is_vertical(records)
+    assert list(results["job"].losses) == expected
+
+
 class Tied(nn.Module):
     """Its last weight is its first one, which other shards lie between."""
 

@@ -5,7 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,14 @@ from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
 from penstock.fleet._worker import Expected, Turn, Worker
 
-Batch = tuple[list[torch.Tensor], Structure]
+
+class Batch(NamedTuple):
+    """One of a job's data."""
+
+    leaves: list[torch.Tensor]
+    structure: Structure
+    number: int
+    """Of its pass over the data, from 1."""
 
 
 class Engine:
@@ -292,7 +299,7 @@ class JobTurn:
             batch = training.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
-        self._train(worker, self._batches_of_turn(batch))
+        self._train(worker, self._batches_of_turn(Batch(*batch, training.position.batch)))
         if training.position.micro == 0:
             if engine.is_stopping or engine.upkeep.wants_save(run):
                 engine.upkeep.save(run, worker)
@@ -317,27 +324,42 @@ class JobTurn:
         run, training = self.run_of, self.run_of.training
         found = [first]
         while run.is_vertical and not training.position.micro and len(found) < training.job.accumulate:
+            found[-1] = found[-1]._replace(leaves=[one.clone() for one in found[-1].leaves])  # data may use them again
             batch = training.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
                 break
-            found.append(batch)
+            found.append(Batch(*batch, training.position.batch))
         return found
 
     def _train(self, worker: Worker, batches: list[Batch]) -> None:
         """Shard by shard where they are all batches of a step and of one shape, else one after the other."""
         training = self.run_of.training
-        signatures = {structure.signature for _, structure in batches}
-        if len(batches) == training.job.accumulate > 1 and len(signatures) == 1 and training.knows(batches[0][1]):
+        signatures = {one.structure.signature for one in batches}
+        if (
+            len(batches) == training.job.accumulate > 1
+            and len(signatures) == 1
+            and training.knows(batches[0].structure)
+            and self._goes_vertically(worker, batches[0])
+        ):
             self._train_on(worker, batches)
         else:
             for batch in batches:
                 self._train_on(worker, [batch])
 
+    def _goes_vertically(self, worker: Worker, batch: Batch) -> bool:
+        """For batches of that shape."""
+        run, signature = self.run_of, batch.structure.signature
+        if signature not in run.vertical_of:
+            program = run.training.program(batch.leaves, batch.structure)
+            preparation = Preparation(self.engine, run, worker)
+            run.vertical_of[signature] = preparation.goes_vertically(program, run.measures_of[signature])
+        return run.vertical_of[signature]
+
     def _train_on(self, worker: Worker, batches: list[Batch]) -> None:
         run, training = self.run_of, self.run_of.training
         training.make_hollow_on(worker.device)
-        leaves, structure = batches[0]
+        leaves, structure, _ = batches[0]
         measures = self._measures_for(worker, leaves, structure)
         program = training.program(leaves, structure)
         minis = [
@@ -351,7 +373,7 @@ class JobTurn:
                 draws=[one.draws for one in measures],
                 micro=training.position.micro + number,
             )
-            for number, (leaves, structure) in enumerate(batches)
+            for number, (leaves, structure, _) in enumerate(batches)
         ]
         mini = minis[0] if len(minis) == 1 else VerticalStep(minis)
         start_s = worker.busy.compute_s
@@ -362,11 +384,10 @@ class JobTurn:
         if isinstance(mini, WholeBatch):
             run.ways.learn(mini, worker.memory.room_bytes)
         losses = [one.results[0].item() for one in minis]
-        for number, (loss, one, (leaves, _)) in enumerate(zip(losses, minis, batches, strict=True)):
+        for loss, one, batch in zip(losses, minis, batches, strict=True):
             if not math.isfinite(loss):
-                batch = training.position.batch - len(minis) + number + 1
-                raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch}")
-            training.finish_batch(loss, leaves, stepped=one.steps)
+                raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch.number}")
+            training.finish_batch(loss, batch.leaves, stepped=one.steps)
         stepped = minis[-1].steps
         taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate / len(minis)
         run.seconds_per_step += (taken_s - run.seconds_per_step) * 0.2

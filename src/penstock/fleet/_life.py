@@ -71,6 +71,8 @@ class JobRun:
     saves: list[bool] = field(default_factory=list)
     is_vertical: bool = False
     """Whether all mini-batches of a step go through a shard before the next shard comes."""
+    vertical_of: dict[Any, bool] = field(default_factory=dict)
+    """The same by shape of batch."""
     is_prepared: bool = False
     last_validation: int = -1
     wants_validation: bool = False

@@ -112,20 +112,21 @@ class Preparation:
             False if program.whole is not None else self.engine.recompute,
             required=self._required,
         )
-        run.is_vertical = self._goes_vertically(program)
+        run.is_vertical = self.goes_vertically(program, run.measures)
+        run.vertical_of = {structure.signature: run.is_vertical}
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
         run.seconds_per_step += sum(one.step_s for one in run.measures)
 
-    def _goes_vertically(self, program: Program) -> bool:
+    def goes_vertically(self, program: Program, measures: Sequence[ShardMeasure]) -> bool:
         """Whether a step goes shard by shard: it may, moves less, and has room below for what is there at once."""
         run, count = self.run_of, self.run_of.job.accumulate
-        if count < 2 or not self.engine.vertical or not is_possible(run.training, program, run.measures):
+        if count < 2 or not self.engine.vertical or not is_possible(run.training, program, measures):
             return False
-        if not is_cheaper(run.measures, count, self._room_bytes):
+        if not is_cheaper(measures, count, self._room_bytes):
             return False
         tiers = self.worker.memory.waterfall.tiers
         below = sum(tier.capacity_bytes - tier.used_bytes for tier in tiers) / max(1, len(self.engine.workers))
-        return parked_bytes(run.measures, run.saves, count) <= below / 2
+        return parked_bytes(measures, run.saves, count) <= below / 2
 
     def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
         """As estimated, of few enough atoms; and the index of the last one in each."""

@@ -203,14 +203,15 @@ class JobCost:
         else:
             kept, inside = cost.boundary_bytes, given if cost.recomputes else cost.activation_bytes
         runs_forward = is_last or cost.recomputes
+        leaves = not self.vertical or batch == self.accumulate - 1  # gradients, once they are complete
         return Unit(
             kind=UnitKind.FUSED if is_last else UnitKind.BACKWARD,
             shard=shard,
             compute_s=cost.backward_s + (cost.forward_s if runs_forward else 0.0) + (cost.step_s if steps else 0.0),
             in_bytes=taken + kept + inside,
             kept_bytes=kept,
-            own_bytes=kept + inside if self.vertical else 0,
-            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else 0 if self.vertical else gradients),
+            own_bytes=kept + inside + (cost.state_bytes if steps and batch else 0) if self.vertical else 0,
+            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else gradients if leaves else 0),
             resident_bytes=(
                 cost.parameter_bytes + gradients + given + cost.boundary_bytes + cost.activation_bytes
                 + (cost.state_bytes if steps else 0)

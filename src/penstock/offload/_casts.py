@@ -21,7 +21,8 @@ CAST, ADD = torch.ops.aten._to_copy.default, torch.ops.aten.add_.Tensor
 _MOST_PARTS = 4
 """Gradients in half precision that are summed on the host at most: two take as much room there as their sum."""
 _HALF = (torch.bfloat16, torch.float16)
-Key = tuple[int, torch.dtype, torch.Size, tuple[int, ...], int]
+Layout = tuple[torch.Size, tuple[int, ...], int]
+Key = tuple[int, torch.dtype, Layout]
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class Twin:
     """The one that keeps its storage alive."""
     num_writes: int
     """To the weight, when it was cast."""
+    layout: "Layout"
+    """Of what was cast: the weight, or a view of it."""
 
 
 class Casts:
@@ -66,10 +69,11 @@ class Casts:
             return
         if result.nbytes != page.size_bytes or torch.is_inference_mode_enabled() or result.dtype not in _HALF:
             return
-        if _key(args[0], result.dtype) not in self._twins:
+        key = _key(args[0], result.dtype)
+        if key not in self._twins:
             page.call(f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", Kind.PARAMETER)
             page.wide = weight
-            self._twins[_key(args[0], result.dtype)] = Twin(weight, page, result.detach(), weight.num_writes)
+            self._twins[key] = Twin(weight, page, result.detach(), weight.num_writes, _layout(args[0]))
 
     def added(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
         """The result of adding a gradient to another without its being done; ``None`` if it is to be done."""
@@ -80,6 +84,8 @@ class Casts:
             return None
         if len(sum_.narrow.parts) + len(one.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
             return None
+        if any(page.pending is not None or page.scaling is not None for page in (sum_, one)):
+            return None  # that is of what there was before
         with self._pages.lock:
             for _, part in one.narrow.parts:
                 part.wide = sum_
@@ -88,9 +94,10 @@ class Casts:
             self._pages.let_leave(sum_)
         return args[0]  # type: ignore[no-any-return]
 
-    def of(self, weight: Page) -> list[Twin]:
-        """Casts of a weight that are right, and that nobody but this has."""
-        found = [one for one in self._twins.values() if one.weight is weight]
+    def of(self, weight: Page, parameter: torch.Tensor) -> list[Twin]:
+        """Casts of a weight as it is, that are right, and that nobody but this has."""
+        layout = _layout(parameter)
+        found = [one for one in self._twins.values() if one.weight is weight and one.layout == layout]
         return [one for one in found if self._is_right(one) and self._is_alone(one)]
 
     def forget(self, weight: Page | None = None, *, but: Sequence[Twin] = ()) -> None:
@@ -136,6 +143,8 @@ class Casts:
         page = self._pages.find(storage_id(tensor))
         if parameter is None or page is None or not tensor.is_contiguous() or not self._may_add(parameter):
             return None
+        if page.wide is not None and not page.wide.is_dead:
+            return None  # it is another parameter's gradient, too
         with self._pages.lock:
             wide = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=tensor.device)
             name = f"gradient of {self.name(parameter)}"
@@ -175,8 +184,12 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)
 
 
+def _layout(tensor: torch.Tensor) -> Layout:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
 def _key(tensor: torch.Tensor, dtype: torch.dtype) -> Key:
-    return storage_id(tensor), dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+    return storage_id(tensor), dtype, _layout(tensor)
 
 
 def _uses(tensor: torch.Tensor) -> int:

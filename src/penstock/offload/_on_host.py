@@ -56,7 +56,7 @@ class HostUpdates:
         """
         if not (due.state or is_stateless) or not _is_plain(due.state, due.pages, due.settings):
             return False
-        twins = self.casts.of(due.pages[0])
+        twins = self.casts.of(due.pages[0], due.parameter)
         self.casts.forget(due.pages[0], but=twins)
         narrow = due.pages[1].narrow
         weight, gradient, *states = due.pages

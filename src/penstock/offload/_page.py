@@ -147,6 +147,19 @@ class Page:
         """The storage itself; ``None`` once it is dead."""
         return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
 
+    def forget_copy(self) -> None:
+        """The copy below is old, or of no use."""
+        if self.handle is not None:
+            self.handle.release()
+            self.handle = None
+
+    def forget_stale(self) -> None:
+        """Waits for copies out that read what is about to be freed."""
+        while self.stale:
+            handle = self.stale.pop()
+            handle.finish_out()
+            handle.release()
+
     def held_bytes(self) -> int:
         """Of the device."""
         return self.size_bytes if self.is_here or self.is_coming else 0

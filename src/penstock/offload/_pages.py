@@ -189,6 +189,8 @@ class Pages:
         as nobody has measured that. Raises ``TierReadError`` where bytes cannot be read back.
         """
         with self._moving():
+            for page in written:
+                self._keep_what_is_made_of(page)
             if self.before_need is not None:
                 self.before_need()
             self._follow_stream()
@@ -447,7 +449,7 @@ class Pages:
             self._empty(page)
             return
         if page.handle is not None and page.handle.state is HandleState.KEPT:
-            self._forget_copy(page)  # one that failed, or was taken back
+            page.forget_copy()  # one that failed, or was taken back
         if page.handle is None:
             page.handle = self.waterfall.park(storage, page.label)
             self.parked_bytes[page.kind] += page.size_bytes
@@ -480,7 +482,7 @@ class Pages:
             time.sleep(0.1 * attempt)
             self.waterfall.reap()
             self._leave(page)
-        self._forget_copy(page)  # the tiers below are full or failed, which the waterfall has said
+        page.forget_copy()  # the tiers below are full or failed, which the waterfall has said
         self._stay(page)
         page.stays_until = self._stuck_until = self._count + _STUCK_NEEDS
         self._rank(page)
@@ -496,7 +498,7 @@ class Pages:
         if storage is None:
             self._drop(page)
             return
-        self._forget_stale(page)
+        page.forget_stale()
         storage.resize_(0)
         self._gone(page)
 
@@ -510,7 +512,7 @@ class Pages:
         self.num_changes += 1
         self._gone(page)
         page.narrow = None
-        self._forget_copy(page)
+        page.forget_copy()
         if self._pages.get(page.identity) is page:
             del self._pages[page.identity]
         if self._by_key.get(page.key) is page:
@@ -552,15 +554,29 @@ class Pages:
         storage.resize_(page.size_bytes)
         self._held_bytes += page.size_bytes
         page.is_here = True
-        for number, (_, part) in enumerate(page.narrow.parts):
-            part.last_use = self._count
-            self._stay(part)
-            if not part.is_here:
-                if limit is not None:
-                    self._make_room(part.size_bytes - part.held_bytes(), {*stays, part}, limit)
-                self._fill(part, is_read=True)
-            page.narrow.put(number, storage)
-            self._rank(part)
+        try:
+            for number, (_, part) in enumerate(page.narrow.parts):
+                part.last_use = self._count
+                self._stay(part)
+                if not part.is_here:
+                    if limit is not None:
+                        self._make_room(part.size_bytes - part.held_bytes(), {*stays, part}, limit)
+                    self._fill(part, is_read=True)
+                page.narrow.put(number, storage)
+                self._rank(part)
+        except BaseException:  # to be made anew
+            storage.resize_(0)
+            self._gone(page)
+            raise
+
+    def _keep_what_is_made_of(self, part: Page) -> None:
+        """It is about to be written to: what is made of it has its own bytes from now on."""
+        page = part.wide
+        if page is None or page.narrow is None or page.is_dead:
+            return
+        if any(one is part for _, one in page.narrow.parts):
+            self.need([page], [], is_noted=False)
+            page.narrow = None
 
     def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
         """Its copy in was begun for nothing."""
@@ -580,18 +596,5 @@ class Pages:
             if page.handle.state is HandleState.LEAVING:
                 page.stale.append(page.handle)
                 page.handle = None
-            self._forget_copy(page)
+            page.forget_copy()
         self._stay(page)
-
-    def _forget_copy(self, page: Page) -> None:
-        """The copy below is old, or of no use."""
-        if page.handle is not None:
-            page.handle.release()
-            page.handle = None
-
-    def _forget_stale(self, page: Page) -> None:
-        """Waits for copies out that read what is about to be freed."""
-        while page.stale:
-            handle = page.stale.pop()
-            handle.finish_out()
-            handle.release()
