@@ -374,8 +374,11 @@ def straight(model, x):
 
 
 LOOPS = {
-    "views that were made before": (transposed_before, {}),
-    "weights whose gradient is one tensor": (summed_before, {"reads": True}),
+    "views that were made before": (transposed_before, {"budget": 200_000}),
+    "weights whose gradient is one tensor": (
+        summed_before,
+        {"reads": True, "count": 8, "budget": 300_000, "optimizer": lambda own: torch.optim.AdamW(own, lr=1e-3)},
+    ),
     "gradients in a buffer": (into_buffers, {"micro_batches": 3}),
     "gradients that a hook keeps and somebody overwrites": (overwritten_by_a_hook, {}),
     "clipped after each micro-batch": (straight, {"micro_batches": 3, "clips": True}),
@@ -386,6 +389,7 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_what_is_made_of_others_is_what_it_was_then(prompt_device, make_training, name):
     loss_of_loop, options = LOOPS[name]
+    make_optimizer = options.get("optimizer", lambda own: torch.optim.SGD(own, lr=0.1))
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).to(prompt_device)
 
     def train(model, optimizer, enter):
@@ -409,12 +413,14 @@ def test_what_is_made_of_others_is_what_it_was_then(prompt_device, make_training
         return losses
 
     torch.manual_seed(0)
-    model = Products().to(prompt_device)
+    model = Products(options.get("count", 4)).to(prompt_device)
     plain = copy.deepcopy(model)
-    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), torch.enable_grad)
+    own_bytes = sum(one.nbytes for one in model.parameters())
+    expected = train(plain, make_optimizer(plain.parameters()), torch.enable_grad)
     del plain
     gc.collect()
-    own = make_training(model, torch.optim.SGD(model.parameters(), lr=0.1), 2**18)
+    budget = options.get("budget", own_bytes + 2**18) - own_bytes
+    own = make_training(model, make_optimizer(model.parameters()), budget)
     losses = train(model, own.optimizer, lambda: own)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-6)
     assert own.statistics().num_host_updates > 0
