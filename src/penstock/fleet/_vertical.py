@@ -13,7 +13,7 @@ from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._program import Program
 from penstock.fleet._training import Training
-from penstock.fleet._units import Between, MiniBatch
+from penstock.fleet._units import MiniBatch
 
 
 class VerticalStep(MiniBatch):
@@ -41,13 +41,6 @@ class VerticalStep(MiniBatch):
         """Items that task ``index`` works on, as far as they exist."""
         number, own = self._places[index]
         return self.minis[number].needs(own)
-
-    def run_all(self, between: Between) -> None:
-        """Runs all tasks in order, and tells ``between`` where one begins and ends."""
-        for index in range(len(self.tasks)):
-            between.begin(index)
-            between.compute(index)
-            between.end(index)
 
     def run(self, index: int) -> None:
         """Runs task ``index``; what it needs is on the device, or is fetched now."""
