@@ -194,7 +194,7 @@ ENTRIES = {
         shows="Eight architectures of transformers by six ways to train, 20 steps, also through the Trainer",
         command="training_matrix",
         figures=(
-            Figure(label="equal to the bit: {}", metric="equal to plain", of="value", form=""),
+            Figure(label="equal to the bit in {} of the cases", metric="equal to plain", of="value", form=".0%"),
             Figure(label="budgets {} of plain's peak", metric="budget over plain's peak", of="value", form=".2f"),
         ),
     ),
@@ -202,8 +202,8 @@ ENTRIES = {
         shows="7.6 billion parameters within 22 GiB on machines by data sheets; nothing of it is measured",
         command="modelled_training",
         figures=(
-            Figure(label="at 4,096 tokens a step {} of the computation alone", name="casts.* 4096 .*", form=".2f"),
-            Figure(label="at 16,384 {}", name="casts.* 16384 .*", form=".2f"),
+            Figure(label="at 4,096 tokens a step {} of the computation alone", name="casts.* 4096 .*", metric="modelled"),
+            Figure(label="at 16,384 {}", name="casts.* 16384 .*", metric="modelled"),
         ),
     ),
     "cpu-training-faults": Entry(
