@@ -191,7 +191,7 @@ ENTRIES = {
         ),
     ),
     "cpu-training-matrix": Entry(
-        shows="Eight architectures of transformers by six ways to train, 20 steps, also through the Trainer",
+        shows="Architectures of transformers by six ways to train, 20 steps, also through the Trainer",
         command="training_matrix",
         figures=(
             Figure(label="equal to the bit in {} of the cases", metric="equal to plain", of="value", form=".0%"),
@@ -202,7 +202,7 @@ ENTRIES = {
         shows="7.6 billion parameters within 22 GiB on machines by data sheets; nothing of it is measured",
         command="modelled_training",
         figures=(
-            Figure(label="at 4,096 tokens a step {} of the computation alone", name="casts.* 4096 .*", metric="modelled"),
+            Figure(label="{} of the computation alone at 4,096 tokens", name="casts.* 4096 .*", metric="modelled"),
             Figure(label="at 16,384 {}", name="casts.* 16384 .*", metric="modelled"),
         ),
     ),
