@@ -80,7 +80,7 @@ def test_a_step_swaps_to_it(store):
     model, batch = model_and_batch()
     expected = gradients_of(model, lambda: model(batch, batch))
     kept = remat.optimize(model, [batch, batch], None)
-    budget = int(0.75 * kept.plan.peak_bytes)
+    budget = int(0.95 * kept.plan.peak_bytes)
     step = remat.optimize(model, [batch, batch], Budget(device=budget, tiers=[store]), method="swap")
     for _ in range(2):
         assert all(map(torch.equal, gradients_of(model, lambda: step(batch, batch)), expected))
