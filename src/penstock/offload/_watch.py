@@ -202,9 +202,7 @@ class Watch(TorchDispatchMode):
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
-            if (
-                pages.is_in_step and self.adopts_results and not self._num_compiled
-            ):  # kernels of a compiled graph read by address
+            if not self._num_compiled:  # kernels of a compiled graph read by address
                 self._adopt(pages, func, new_storages(func, args, kwargs, result))
             return result
 
