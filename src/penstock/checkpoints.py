@@ -76,6 +76,8 @@ def _keep_others(older: Path, draft: Path) -> None:
 def check_whole(path: Path, hint: str = _BEFORE) -> None:
     """Compare the checksums of all files of a folder. Raises ``CheckpointError``; older ones have none."""
     try:
+        if not path.is_dir():
+            raise FileNotFoundError("there is no such folder any more")
         if not (path / _CHECKSUMS).exists():
             return
         noted = read_json(path / _CHECKSUMS)

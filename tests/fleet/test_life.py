@@ -1,7 +1,9 @@
 """A job's life: faults stay with their job, and whatever ends a process, resuming gives the same losses."""
 
+import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +18,8 @@ from fleet_jobs import batches, train, train_plainly
 from torch import nn
 
 from penstock import fleet
-from penstock.errors import TierDegradedWarning
-from penstock.fleet import JobState
+from penstock.errors import CheckpointError, TierDegradedWarning
+from penstock.fleet import JobState, _checkpoint
 from penstock.testing import GPT
 from penstock.tiers import Budget
 
@@ -349,11 +351,11 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
     compute, hits = _worker.Worker.compute, []
 
     def hit(self, mini, index):
-        if mini.training.position.step == 4 and not hits:
-            hits.append(len(mini.program.shards))
+        if mini.work.training.position.step == 4 and not hits:
+            hits.append(len(mini.work.program.shards))
             raise torch.OutOfMemoryError("CUDA out of memory")
         if hits:
-            hits.append(len(mini.program.shards))
+            hits.append(len(mini.work.program.shards))
         compute(self, mini, index)
 
     monkeypatch.setattr(_worker.Worker, "compute", hit)
@@ -375,13 +377,11 @@ def test_a_fleet_that_cannot_begin_takes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_goes_while_it_is_cloned_is_copied_from_the_next(tmp_path, monkeypatch):
-    account = Budget(device="64MiB", host="64MiB")
-    made = fleet.Fleet([fleet.Device(name="cpu", threads=1)], account, run_dir=tmp_path / "run", progress=None)
     newest = iter([tmp_path / "step-1", tmp_path / "step-2"])
     (tmp_path / "step-2").mkdir()
     (tmp_path / "step-2" / "tensors.safetensors").write_bytes(b"whole")
     monkeypatch.setattr("penstock.fleet._checkpoint.latest", lambda _: next(newest))
-    made._copy_checkpoint(tmp_path, tmp_path / "job" / "origin", "job")
+    _checkpoint.copy_newest(tmp_path, tmp_path / "job" / "origin", "job")
     assert [one.name for one in (tmp_path / "job").iterdir()] == ["origin"]
     assert (tmp_path / "job" / "origin" / "step-2" / "tensors.safetensors").read_bytes() == b"whole"
 
@@ -400,3 +400,15 @@ def test_a_fleet_is_used_while_it_is_entered_and_once():
         running.add(job("late"))
     with pytest.raises(ValueError, match="entered before"), running:
         pass
+
+
+def test_a_result_keeps_a_temporary_folder_and_a_folder_that_is_gone_is_told(tmp_path):
+    one = job(steps=2)
+    result = fleet.run([one], budget="2MB", host_budget="64MiB", progress=None)["job"]
+    gc.collect()  # the fleet and all other results are gone
+    expected = train_plainly(one)[1].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in result.model().state_dict().items())
+    left = fleet.run([one], budget="2MB", host_budget="64MiB", progress=None, run_dir=tmp_path)["job"]
+    shutil.rmtree(tmp_path / "jobs")
+    with pytest.raises(CheckpointError, match="there is no such folder any more"):
+        left.model()

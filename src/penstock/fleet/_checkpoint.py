@@ -20,13 +20,17 @@ from safetensors.torch import save_file
 from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
 from penstock.errors import CheckpointError
 from penstock.files import check_is_file, read_json
+from penstock.fleet._feed import Position
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
-from penstock.fleet._training import Packed, Position, Training
+from penstock.fleet._packed import Packed
+from penstock.fleet._training import Training
 from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
 _STATE = "state.json"
+_COPIES = 5
+"""Times a checkpoint is copied that goes meanwhile."""
 Json = dict[str, Any]  # any: what JSON holds
 
 
@@ -77,8 +81,8 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         state = read_state(path)
         check_whole(path)
         for key, tensor in TensorFiles(sorted(path.glob("tensors-*.safetensors"))).items():
-            if key in training.originals:
-                training.put(key, _like(tensor, training.originals[key], key))
+            if key in training.weights.originals:
+                training.weights.put(key, _like(tensor, training.weights.originals[key], key))
             elif not key.startswith("constant."):
                 raise ValueError(f"it has a tensor {key!r}, and the job's model has none")
         if warm:
@@ -125,6 +129,30 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def copy_newest(folder: Path, origin: Path, name: str) -> None:
+    """Copies the newest checkpoint of ``name``, whole or not at all: it goes when the job's next one is there.
+
+    Raises ``ValueError`` where there is none.
+    """
+    for attempt in range(_COPIES):
+        path = latest(folder)
+        if path is None:
+            raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
+        draft = origin.with_name(f"{origin.name}-draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            shutil.copytree(path, draft / path.name)
+            if not path.is_dir():
+                raise FileNotFoundError(f"{path} went while it was copied")
+        except (OSError, shutil.Error):
+            if path.is_dir() or attempt == _COPIES - 1:
+                raise
+            continue
+        shutil.rmtree(origin, ignore_errors=True)
+        draft.rename(origin)
+        return
+
+
 def forget_after(path: Path, step: int) -> None:
     """Drops a file's metrics of steps after the checkpoint: they will come again."""
     if not path.exists() and not path.is_symlink():
@@ -152,7 +180,7 @@ def state_of(training: Training, *, wants_validation: bool) -> Json:
         "format": FORMAT,
         "position": asdict(training.position),
         "random": training.randomness.state(),
-        "epoch_random": training.epoch_random if training.position.batch else None,
+        "epoch_random": training.feed.epoch_random if training.position.batch else None,
         "losses": training.losses,
         "validations": training.validations,
         "wants_validation": wants_validation,
@@ -200,7 +228,8 @@ def _load_state(training: Training, state: Json) -> None:
         group.update(settings)
     if training.scheduler is not None:
         training.scheduler.load_state_dict(decode(state["scheduler"]))
-    training.skip_to(Position(**state["position"]), state["epoch_random"])
+    training.position = Position(**state["position"])
+    training.feed.skip_to(training.position, state["epoch_random"])
     training.randomness.load(state["random"])
 
 

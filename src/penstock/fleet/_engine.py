@@ -11,6 +11,7 @@ import torch
 
 from penstock.errors import InternalError
 from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
 from penstock.fleet._pilot import ShardMeasure, measure
@@ -18,12 +19,12 @@ from penstock.fleet._prepare import Preparation
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._schedulers import Candidate, Progress, choose
 from penstock.fleet._training import Training
-from penstock.fleet._units import Behaviour, MiniBatch
+from penstock.fleet._units import MiniBatch
 from penstock.fleet._upkeep import Upkeep
-from penstock.fleet._vertical import VerticalStep
 from penstock.fleet._ways import Ways
 from penstock.fleet._whole import WholeBatch, mini_batch
-from penstock.fleet._worker import Expected, Turn, Worker
+from penstock.fleet._work import Behaviour, Work
+from penstock.fleet._worker import Turn, Worker
 
 
 class Batch(NamedTuple):
@@ -119,7 +120,7 @@ class Engine:
     def refuse_shared_data(self, run: JobRun) -> None:
         """Raises ``ValueError`` if the job's data is what another job reads already, and only one can."""
         training = run.training
-        for field, data in (("data", training.data), ("validation", training.validation)):
+        for field, data in (("data", training.feed.data), ("validation", training.validation)):
             if not (isinstance(data, Iterator) or getattr(data, "persistent_workers", False)):
                 continue  # each job's loop over it is its own
             with self.condition:
@@ -145,7 +146,7 @@ class Engine:
             run.state, run.ended_s = state, time.time()
         for item in run.training.items():
             worker.memory.discard(item)
-        run.training.let_go()
+        run.training = run.training.over()
         self.let_frozen_go()
 
     def let_frozen_go(self) -> None:
@@ -296,7 +297,7 @@ class JobTurn:
             if training.is_done():
                 self._finish(worker)
                 return
-            batch = training.next_batch()
+            batch = training.feed.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, self._batches_of_turn(Batch(*batch, training.position.batch)))
@@ -325,7 +326,7 @@ class JobTurn:
         found = [first]
         while run.is_vertical and not training.position.micro and len(found) < training.job.accumulate:
             found[-1] = found[-1]._replace(leaves=[one.clone() for one in found[-1].leaves])  # data may use them again
-            batch = training.next_batch()
+            batch = training.feed.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
                 break
@@ -339,7 +340,7 @@ class JobTurn:
         if (
             len(batches) == training.job.accumulate > 1
             and len(signatures) == 1
-            and training.knows(batches[0].structure)
+            and training.cuts.known(batches[0].structure) is not None
             and self._goes_vertically(worker, batches[0])
         ):
             self._train_on(worker, batches)
@@ -358,46 +359,44 @@ class JobTurn:
 
     def _train_on(self, worker: Worker, batches: list[Batch]) -> None:
         run, training = self.run_of, self.run_of.training
-        training.make_hollow_on(worker.device)
+        training.weights.make_hollow_on(worker.device)
         leaves, structure, _ = batches[0]
         measures = self._measures_for(worker, leaves, structure)
         program = training.program(leaves, structure)
-        minis = [
-            mini_batch(
-                training,
-                worker.memory,
-                program,
-                leaves,
-                structure,
-                run.saves,
-                draws=[one.draws for one in measures],
-                micro=training.position.micro + number,
-            )
-            for number, (leaves, structure, _) in enumerate(batches)
+        works = [
+            Work(training, worker.memory, program, batch.structure, micro=training.position.micro + number)
+            for number, batch in enumerate(batches)
         ]
-        mini = minis[0] if len(minis) == 1 else VerticalStep(minis)
+        draws = [one.draws for one in measures]
         start_s = worker.busy.compute_s
-        expected: Expected = _Measured(mini, measures, run.saves)
-        if isinstance(mini, WholeBatch):
-            expected = run.ways.begin(mini, worker.memory, expected)
-        worker.run_minibatch(run, mini, expected)
-        if isinstance(mini, WholeBatch):
-            run.ways.learn(mini, worker.memory.room_bytes)
-        losses = [one.results[0].item() for one in minis]
-        for loss, one, batch in zip(losses, minis, batches, strict=True):
+        if program.whole is not None:
+            mini: MiniBatch = self._train_whole(worker, WholeBatch(works[0], leaves), measures)
+        else:
+            given = zip(works, batches, strict=True)
+            mini = CutBatches([CutBatch(work, batch.leaves, run.saves, draws) for work, batch in given])
+            worker.run_minibatch(run, mini, _Measured(mini, measures, run.saves))
+        losses = [one[0].item() for one in mini.results]
+        for loss, work, batch in zip(losses, works, batches, strict=True):
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch.number}")
-            training.finish_batch(loss, batch.leaves, stepped=one.steps)
-        stepped = minis[-1].steps
-        taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate / len(minis)
+            training.finish_batch(loss, batch.leaves, stepped=work.steps)
+        stepped = works[-1].steps
+        taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate / len(batches)
         run.seconds_per_step += (taken_s - run.seconds_per_step) * 0.2
         every = training.job.evaluate_every
         if stepped and training.validation is not None and every and training.position.step % every == 0:
             run.wants_validation = True
 
+    def _train_whole(self, worker: Worker, mini: WholeBatch, measures: Sequence[ShardMeasure]) -> WholeBatch:
+        run = self.run_of
+        expected = run.ways.begin(mini, worker.memory, _Measured(mini, measures, run.saves))
+        worker.run_minibatch(run, mini, expected)
+        run.ways.learn(mini, worker.memory.room_bytes)
+        return mini
+
     def _measures_for(self, worker: Worker, leaves: list[torch.Tensor], structure: Structure) -> list[ShardMeasure]:
         run, training = self.run_of, self.run_of.training
-        if training.knows(structure):
+        if training.cuts.known(structure) is not None:
             return run.measures_of[structure.signature]
         program = training.program(leaves, structure)
         Preparation(self.engine, run, worker).place_constants()
@@ -432,16 +431,15 @@ class JobTurn:
     def _evaluate(self, worker: Worker, batch: Any) -> dict[str, float]:  # any: a batch
         run, training = self.run_of, self.run_of.training
         leaves, structure = flatten(batch)
-        if not training.knows(structure, training=False):
+        if training.cuts.known(structure, training=False) is None:
             training.program(leaves, structure, training=False)
             Preparation(self.engine, run, worker).place_constants()
         program = training.program(leaves, structure, training=False)
-        mini = mini_batch(
-            training, worker.memory, program, leaves, structure, run.saves, behaviour=Behaviour(trains=False)
-        )
+        work = Work(training, worker.memory, program, structure, Behaviour(trains=False))
+        mini = mini_batch(work, leaves, run.saves)
         larger = max(1.0, sum(one.nbytes for one in leaves) / max(1, run.leaf_bytes))
         worker.run_minibatch(run, mini, _AtMost(mini, run.measures, larger))
-        result = program.rebuild_result(mini.results)
+        result = program.rebuild_result(mini.results[0])
         named = result if isinstance(result, dict) else {"loss" if training.job.metric is None else "metric": result}
         return {str(name): float(value) for name, value in named.items()}
 
@@ -474,12 +472,12 @@ class _Measured:
         if task.kind is UnitKind.FORWARD:
             return one.saving_bytes if saves else one.dropping_bytes
         most = one.backward_bytes if saves else one.again_bytes
-        steps = self._mini.steps and not self._mini.waits_for_all
+        steps = self._mini.work.steps and not self._mini.work.waits_for_all
         return max(most, self._step_bytes(task.shard) + one.handed_bytes) if steps else most
 
     def _step_bytes(self, at: int) -> int:
         """Of the optimizer's step: what it makes of state is there already, or some of it."""
-        return max(self._measures[at].later_step_bytes, self._measures[at].step_bytes - self._mini.state_bytes(at))
+        return max(self._measures[at].later_step_bytes, self._measures[at].step_bytes - self._mini.work.state_bytes(at))
 
     def remaining_bytes(self, index: int) -> int:
         task = self._mini.tasks[index]

@@ -17,16 +17,19 @@ import torch
 from penstock.devices import backend_of
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._meter import Meter
+from penstock.fleet._packed import Packed
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import BATCH, Program
 from penstock.fleet._random import Draws
-from penstock.fleet._training import Packed, Training
+from penstock.fleet._training import Training
 from penstock.fleet._tree import unchanged
-from penstock.fleet._units import Behaviour, MiniBatch
-from penstock.fleet._whole import WholeBatch, mini_batch
+from penstock.fleet._units import MiniBatch
+from penstock.fleet._whole import WholeBatch
+from penstock.fleet._work import Behaviour, Work
 from penstock.probe import record_memory
 from penstock.tiers import gate
 
@@ -178,14 +181,15 @@ class _Pilot:
         structure: Structure,
     ):
         self._training, self._memory, self._program = training, memory, program
-        self._given = leaves, structure
+        self._leaves = leaves
+        self._work = Work(training, memory, program, structure, Behaviour(is_pilot=True))
         self._found = [ShardMeasure(parameter_bytes=self._size_bytes(at)) for at in range(len(program.shards))]
 
     def run(self) -> list[ShardMeasure]:
         training = self._training
         mark, cuda = training.randomness.mark(), training.randomness.cuda
         mode, scale, norms = training.is_finite, training.scale, dict(training.norms)
-        training.make_hollow_on(self._memory.device)
+        training.weights.make_hollow_on(self._memory.device)
         try:
             if self._program.whole is not None:
                 self._run_whole()
@@ -206,15 +210,8 @@ class _Pilot:
         )
 
     def _pass(self, *, saves: bool) -> None:
-        num_shards = len(self._program.shards)
-        mini = MiniBatch(
-            self._training,
-            self._memory,
-            self._program,
-            *self._given,
-            saves=[saves] * num_shards,
-            behaviour=Behaviour(is_pilot=True),
-        )
+        cut = CutBatch(self._work, self._leaves, [saves] * len(self._program.shards))
+        mini = CutBatches([cut])
         try:
             for index, task in enumerate(mini.tasks):
                 randomness = self._training.randomness
@@ -225,14 +222,14 @@ class _Pilot:
                 before = self._found[task.shard]
                 if task.kind is UnitKind.FORWARD:
                     before = replace(before, forward_needs_bytes=max(before.forward_needs_bytes, needs_bytes))
-                    found = self._after_forward(mini, before, task.shard, taken_s, peak_bytes, saves)
+                    found = _after_forward(cut, before, task.shard, taken_s, peak_bytes, saves)
                 else:
                     if task.kind is UnitKind.FUSED or saves:
                         before = replace(before, backward_needs_bytes=max(before.backward_needs_bytes, needs_bytes))
                     if task.kind is UnitKind.FUSED or not saves:
                         before = replace(before, again_needs_bytes=max(before.again_needs_bytes, needs_bytes))
                     found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
-                    found = replace(found, handed_bytes=max(found.handed_bytes, mini.gradient_bytes()))
+                    found = replace(found, handed_bytes=max(found.handed_bytes, cut.values.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
                     found = replace(
                         found,
@@ -245,15 +242,7 @@ class _Pilot:
 
     def _run_whole(self) -> None:
         """One run of a model that is not cut; its backward finds what forward saved."""
-        mini = mini_batch(
-            self._training,
-            self._memory,
-            self._program,
-            *self._given,
-            saves=[True] * len(self._program.shards),
-            behaviour=Behaviour(is_pilot=True),
-        )
-        assert isinstance(mini, WholeBatch)
+        mini = WholeBatch(self._work, self._leaves)
         mini.meter, units = Meter(self._memory), _Units(self, mini)
         try:
             with (
@@ -295,16 +284,6 @@ class _Pilot:
         memory.flush(keep=needs)
         return sum(item.size_bytes for item in needs)
 
-    def _after_forward(
-        self, mini: MiniBatch, before: ShardMeasure, at: int, taken_s: float, peak_bytes: int, saves: bool
-    ) -> ShardMeasure:
-        before = replace(
-            before, forward_s=min(taken_s, before.forward_s or taken_s), boundary_bytes=mini.value_bytes(at)
-        )
-        if not saves:
-            return replace(before, dropping_bytes=peak_bytes)
-        return replace(before, saving_bytes=peak_bytes, activation_bytes=mini.saved_bytes(at))
-
     def _step(self, at: int) -> None:
         training, memory = self._training, self._memory
         groups = [one for one in training.groups if one.kind == "trained" and one.owner == at]
@@ -317,8 +296,8 @@ class _Pilot:
             del storage
             if memory.held_bytes() + 3 * one.size_bytes > memory.budget_bytes:
                 memory.flush()  # the copies stand for it
-            training.bind(copies)
-            parameters = {name: training.parameters[name] for name in one.layouts}
+            training.weights.bind(copies)
+            parameters = {name: training.weights.parameters[name] for name in one.layouts}
             for parameter in parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
             states: dict[str, Any] = {}
@@ -330,7 +309,7 @@ class _Pilot:
             taken_s, peak_bytes = _measured(memory.device, step)
             gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
             accumulated_bytes = Packed.bytes_of(gradients)
-            training.unbind(one.layouts)
+            training.weights.unbind(one.layouts)
             made = _tensors_of(states)
             made_bytes = sum(value.nbytes for value in made.values())
             kept = {name: value for name, value in made.items() if value.numel() > 1}
@@ -361,6 +340,17 @@ def _tensors_of(states: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
     """The tensors of optimizer states, by parameter and field."""
     fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+
+def _after_forward(
+    cut: CutBatch, before: ShardMeasure, at: int, taken_s: float, peak_bytes: int, saves: bool
+) -> ShardMeasure:
+    found = replace(
+        before, forward_s=min(taken_s, before.forward_s or taken_s), boundary_bytes=cut.values.value_bytes(at)
+    )
+    if not saves:
+        return replace(found, dropping_bytes=peak_bytes)
+    return replace(found, saving_bytes=peak_bytes, activation_bytes=cut.values.saved_bytes(at))
 
 
 def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_bytes: int, saves: bool) -> ShardMeasure:

@@ -9,6 +9,7 @@ import torch
 
 from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
+from penstock.fleet._cuts import Cuttable
 from penstock.fleet._devices import free_bytes
 from penstock.fleet._groups import content_key
 from penstock.fleet._life import JobRun, JobState
@@ -16,7 +17,6 @@ from penstock.fleet._memory import Item
 from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_bytes, merged, partition
 from penstock.fleet._pilot import ShardMeasure, measure, required_bytes
 from penstock.fleet._program import Program
-from penstock.fleet._training import Cuttable
 from penstock.fleet._vertical import is_cheaper, is_possible, parked_bytes
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
@@ -48,15 +48,15 @@ class Preparation:
         training.build()
         engine.refuse_shared_data(run)
         resume = engine.upkeep.restore(run)
-        leaves, structure = training.peek()
+        leaves, structure = training.feed.peek()
         run.leaf_bytes = sum(one.nbytes for one in leaves)
-        captured = training.capture(leaves, structure, training=True)
-        training.learn_constants(captured)
+        captured = training.cuts.capture(leaves, structure, training=True)
+        training.weights.learn(captured.constants)
         self._cut(captured, leaves, structure)
-        training.hollow()
+        training.weights.let_originals_go()
         if resume is not None:
             resume()
-        run.num_steps = training.count_steps()
+        run.num_steps = training.feed.count_steps()
         trim_freed_memory()  # a model was made and traced; a dozen prepared jobs would hold gigabytes of fragments
         with engine.condition:
             run.is_prepared = True
@@ -64,17 +64,17 @@ class Preparation:
     def place_constants(self) -> None:
         """Constants that a new graph brought get a group of their own."""
         training = self.run_of.training
-        fresh = {name: tensor for name, tensor in training.originals.items() if name not in training.group_of}
+        fresh = {name: tensor for name, tensor in training.weights.originals.items() if name not in training.group_of}
         if fresh:
             training.add_group(fresh)
             self._place()
-            training.hollow()
+            training.weights.let_originals_go()
 
     def _cut(self, captured: Cuttable, leaves: list[torch.Tensor], structure: Structure) -> None:
         run, training, memory = self.run_of, self.run_of.training, self.worker.memory
         costs, ends = self._costs(captured)
         with gate.computing():
-            share = training.optimizer.state_share(training.parameters)
+            share = training.optimizer.state_share(training.weights.parameters)
         factor = 1.0
         finest = tuple(range(len(costs)))
         chosen: tuple[int, ...] = ()
@@ -130,7 +130,7 @@ class Preparation:
 
     def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
         """As estimated, of few enough atoms; and the index of the last one in each."""
-        sizes = {name: tensor.nbytes for name, tensor in self.run_of.training.originals.items()}
+        sizes = {name: tensor.nbytes for name, tensor in self.run_of.training.weights.originals.items()}
         costs = [
             AtomCost(
                 tensors={name: sizes[name] for name in atom.tensors},
@@ -149,7 +149,7 @@ class Preparation:
 
     def _required(self, one: ShardMeasure, saves: bool) -> int:
         job = self.run_of.job
-        waits = job.clip_norm is not None or job.precision == "float16" or self.run_of.training.tree is not None
+        waits = job.clip_norm is not None or job.precision == "float16" or self.run_of.training.cuts.tree is not None
         return required_bytes(one, saves=saves, accumulates=job.accumulate > 1, waits=waits)
 
     def _check(self, measures: Sequence[ShardMeasure], program: Program, *, is_last: bool) -> None:
@@ -187,7 +187,7 @@ class Preparation:
                 continue
             key = ""
             if group.kind == "frozen":
-                key = content_key({name: training.originals[name] for name in group.layouts}, group.layouts)
+                key = content_key({name: training.weights.originals[name] for name in group.layouts}, group.layouts)
                 with self.engine.condition:
                     places = self.engine.frozen.get(key)
                     if places and (found := self._shared(places)) is not None:

@@ -1,7 +1,7 @@
 """What came of a fleet."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -71,6 +71,8 @@ class JobResult:
     """Of its units, on one device."""
     checkpoint: Path | None
     """Folder of the last checkpoint; ``None`` if there is none."""
+    keeps: object = field(default=None, repr=False, compare=False)
+    """Lives as long as the result, so that a temporary folder does, too."""
 
     @property
     def name(self) -> str:
@@ -100,7 +102,7 @@ class Results(Mapping[str, JobResult]):
         """Per device."""
         self.run_dir = run_dir
         """Where checkpoints, metrics and the fleet's state are."""
-        self._results = {one.name: one for one in results}
+        self._results = {one.name: replace(one, keeps=keeps) for one in results}
         self._keeps = keeps  # a temporary folder, if nobody named one
 
     def __getitem__(self, name: str) -> JobResult:

@@ -7,7 +7,8 @@ from torch import nn
 
 from penstock.fleet._groups import Group
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._training import Packed, Training
+from penstock.fleet._packed import Packed
+from penstock.fleet._training import Training
 
 _OF = "//"
 """Between the name of a parameter and the field of its state."""
@@ -38,14 +39,16 @@ class Stepper:
         training = self._training
         assert training.job.clip_norm is not None
         device = self._memory.device
-        norms = [training.norms[name].to(device) for name in training.parameters if name in training.norms]
+        norms = [training.norms[name].to(device) for name in training.weights.parameters if name in training.norms]
         total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
-        nn.utils.clip_grads_with_norm_([training.tensors[name] for name in gradients], training.job.clip_norm, total)
+        nn.utils.clip_grads_with_norm_(
+            [training.weights.tensors[name] for name in gradients], training.job.clip_norm, total
+        )
 
     def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
         """The optimizer's step; parameters have these gradients, and all is on the device."""
         training, memory = self._training, self._memory
-        parameters = {name: training.parameters[name] for name in gradients}
+        parameters = {name: training.weights.parameters[name] for name in gradients}
         before = training.states.get(one)
         moved = {} if before is None else before.views(memory.get(before.item))
         states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
@@ -96,6 +99,6 @@ class Stepper:
         assert one.item is not None
         (storage,) = self._memory.get(one.item)
         for name, view in one.views(storage).items():
-            tensor = self._training.tensors[name].data
+            tensor = self._training.weights.tensors[name].data
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

@@ -35,8 +35,8 @@ class Ways:
 
     def begin(self, mini: WholeBatch, memory: DeviceMemory, known: Expected) -> Expected:
         """Measures it where it may show something new. Returns what its units are expected to take."""
-        if mini.structure.signature not in self._shapes:
-            self._shapes.add(mini.structure.signature)
+        if mini.work.structure.signature not in self._shapes:
+            self._shapes.add(mini.work.structure.signature)
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
             mini.meter = Meter(memory)
@@ -56,8 +56,9 @@ class Ways:
         most_bytes = max(mini.meter.totals.values(), default=0)
         if most_bytes > max(budget_bytes + budget_bytes // TOLERANCE, self._said_bytes):
             self._said_bytes = 2 * most_bytes
+            training = mini.work.training
             warnings.warn(
-                f"job {mini.training.job.name!r}: a mini-batch of step {mini.training.position.step + 1} took "
+                f"job {training.job.name!r}: a mini-batch of step {training.position.step + 1} took "
                 f"{most_bytes} bytes, above the budget of {budget_bytes} bytes: it is larger than the first one, or it "
                 "goes other ways through the model, as where layers are dropped at random or experts are chosen. "
                 "Training goes on above the budget. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
@@ -100,4 +101,4 @@ class _Wider:
 
 def _key(mini: WholeBatch, index: int) -> tuple[Any, UnitKind, int]:
     task = mini.tasks[index]
-    return mini.structure.signature, task.kind, task.shard
+    return mini.work.structure.signature, task.kind, task.shard

@@ -180,10 +180,10 @@ class Worker:
         self.measured_peak_bytes = max(self.measured_peak_bytes, most)
         if most > self.memory.budget_bytes + self.memory.budget_bytes // TOLERANCE and not self._has_said_above:
             self._has_said_above = True
-            task = mini.tasks[index]
+            task, work = mini.tasks[index], mini.work
             warnings.warn(
-                f"job {mini.training.job.name!r}: {task.kind.value} of the shard "
-                f"{mini.program.shards[task.shard].label} took {most} bytes with what else is on the device, above the "
+                f"job {work.training.job.name!r}: {task.kind.value} of the shard "
+                f"{work.program.shards[task.shard].label} took {most} bytes with what else is on the device, above the "
                 f"budget of {self.memory.budget_bytes} bytes: the pilot run measured less. Training goes on above the "
                 "budget, and this is said once. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
                 BudgetNotKeptWarning,
@@ -198,7 +198,9 @@ class Worker:
             if item.held_bytes():  # what is on its way out comes back
                 memory.prefetch(item)
         missing = sum(item.size_bytes - item.held_bytes() for item in needs)
-        label = f"job {mini.training.job.name!r}: {mini.tasks[index].kind.value} of shard {mini.tasks[index].shard}"
+        label = (
+            f"job {mini.work.training.job.name!r}: {mini.tasks[index].kind.value} of shard {mini.tasks[index].shard}"
+        )
         memory.make_room(missing + transient_bytes, needs, label)
         for item in needs:
             memory.prefetch(item)
@@ -265,8 +267,8 @@ class Worker:
         busy.num_units += 1
         self.records.append(
             UnitRecord(
-                job=mini.training.job.name,
-                kind=task.kind.value if mini.behaviour.trains else "validation",
+                job=mini.work.training.job.name,
+                kind=task.kind.value if mini.work.behaviour.trains else "validation",
                 shard=task.shard,
                 device=self.index,
                 start_s=start_s,

@@ -1,0 +1,93 @@
+"""Gradients of a model that is run whole, as backward brings them, and when a group's are complete."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from penstock.fleet._groups import Group
+from penstock.fleet._memory import Item
+from penstock.fleet._work import Work
+
+
+class Arrivals:
+    """Those of one mini-batch. ``on_device(item)`` gives an item's storages."""
+
+    def __init__(self, work: Work, on_device: Callable[[Item], list[torch.UntypedStorage]]):
+        self._work, self._on_device = work, on_device
+        self._open: dict[Group, set[str]] = {}
+        """Groups whose gradients arrive, and of which parameters they have."""
+        self._collected: set[Group] = set()
+
+    @property
+    def open_groups(self) -> set[Group]:
+        """Groups of which gradients have arrived, and others have not."""
+        return set(self._open)
+
+    def items(self) -> list[Item]:
+        """Gradients of the batches before that autograd is adding to."""
+        gradients = {} if self._work.behaviour.is_pilot else self._work.training.gradients
+        return [gradients[one].item for one in self._open if one in gradients]
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """While backward runs. In the end no parameter has a gradient."""
+        training = self._work.training
+        with ExitStack() as stack:
+            for name, parameter in training.weights.parameters.items():
+                if name in training.optimizer.trained:
+                    stack.callback(parameter.register_hook(self._lays_out(name)).remove)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(self._notes(name)).remove)
+                elif parameter.requires_grad:  # nobody steps it
+                    stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+            stack.callback(self._drop)
+            yield
+
+    def collect_complete(self) -> None:
+        """Of the groups that have all of theirs."""
+        tensors = self._work.training.weights.tensors
+        for one, names in list(self._open.items()):
+            if names >= {name for name in one.layouts if tensors[name].requires_grad}:
+                self._collect(one)
+
+    def collect_all(self) -> None:
+        """Backward has ended: no more will come."""
+        for one in list(self._open):
+            self._collect(one)
+        for one, packed in self._work.training.gradients.items() if self._work.steps else ():
+            if one not in self._collected:
+                self._work.measure(packed, self._on_device(packed.item))
+
+    def _lays_out(self, name: str) -> Callable[[torch.Tensor], None]:
+        def lay_out(_: torch.Tensor) -> None:
+            one = self._work.training.group_of[name]
+            packed = self._work.training.gradients.get(one)
+            if packed is not None and one not in self._open and not self._work.behaviour.is_pilot:
+                self._work.lay_out(one, self._on_device(packed.item))
+            self._open.setdefault(one, set())
+
+        return lay_out
+
+    def _notes(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(_: torch.Tensor) -> None:
+            self._open[self._work.training.group_of[name]].add(name)
+
+        return note
+
+    def _collect(self, one: Group) -> None:
+        """The group's gradients become an item, or go back into theirs."""
+        del self._open[one]
+        self._collected.add(one)
+        self._work.collect(one)
+        for name in one.layouts:
+            self._work.training.weights.tensors[name].grad = None
+
+    def _drop(self) -> None:
+        """Those that were not collected: a pilot's, or of a backward that did not end."""
+        self._open = {}
+        for parameter in self._work.training.weights.parameters.values():
+            parameter.grad = None
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

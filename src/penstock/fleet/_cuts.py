@@ -1,0 +1,165 @@
+"""How a job's model is cut into shards, for every shape of batch at the same places."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import CaptureError
+from penstock.fleet._batch import Structure
+from penstock.fleet._job import AUTOCAST_DTYPES, Job
+from penstock.fleet._problem import Task
+from penstock.fleet._program import Captured, Program, first_line
+from penstock.fleet._random import Randomness
+from penstock.fleet._stages import Staged
+from penstock.fleet._tree import Tree, unchanged
+from penstock.fleet._weights import Weights
+from penstock.tiers import gate
+
+Cuttable = Captured | Staged | Tree
+"""A step that can be cut into shards."""
+
+
+class Cuts:
+    """Programs of one job's model, by the structure of the batch."""
+
+    def __init__(self, job: Job, model: nn.Module, weights: Weights, randomness: Randomness):
+        self.tree: Tree | None = None
+        """How the model is cut if it could not be traced; then it is run whole."""
+        self.ways: dict[tuple[Any, ...], list[Task]] = {}
+        """Units of the last mini-batch of each kind, where the model is run whole."""
+        self._job, self._model, self._weights, self._randomness = job, model, weights, randomness
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._ends: tuple[int, ...] = ()
+        """Where the model is cut: atoms that end a shard."""
+        self._owners: dict[str, int] = {}
+        """Per tensor, the first shard that uses it."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model is in evaluation, for stages cut by hand, which run its modules; graphs were traced in it."""
+        self._model.eval()
+        try:
+            yield
+        finally:
+            self._set_modes()
+
+    def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Cuttable:
+        """The graph of a step on batches like this one. Raises ``CaptureError`` where there is none."""
+        job = self._job
+        function = self._loss if training else job.metric or self._loss
+        if not training:
+            self._model.eval()
+        try:
+            with self._randomness.undisturbed(), gate.tracing():
+                if job.stages is not None:
+                    return Staged(job.stages(self._model), function, leaves, structure, self._weights.names)
+                if self.tree is not None:
+                    return self.tree.running(function)
+                dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step
+                with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+                    return self._trace(function, leaves, structure, trains=training)
+        finally:
+            self._set_modes()
+
+    def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
+        """Cuts the model behind these atoms, for good or until it is cut again."""
+        self._ends, self._owners = ends, _owners(captured, ends)
+        program = self._programs[structure.signature, True] = captured.cut(ends)
+        return program
+
+    def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> Program:
+        """Cuts another graph of the model at the same places.
+
+        Raises ``CaptureError`` where its shards would use other tensors.
+        """
+        program = self._programs[structure.signature, training] = captured.cut(self._ends_for(captured))
+        return program
+
+    def known(self, structure: Structure, *, training: bool = True) -> Program | None:
+        """The shards for such batches, if one came before."""
+        return self._programs.get((structure.signature, training))
+
+    def own(self, name: str, shard: int) -> None:
+        """A tensor that no graph before used belongs to ``shard``."""
+        self._owners.setdefault(name, shard)
+
+    def _trace(
+        self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure, *, trains: bool
+    ) -> Captured | Tree:
+        """A graph, or, where the model's code depends on numbers, the model run whole."""
+        model, names = self._model, self._weights.names
+        try:
+            with unchanged(model, numbers=False):  # a trace computes none
+                return Captured(model, function, leaves, structure, names, len(self._programs), trains=trains)
+        except CaptureError as refused:
+            if self._programs:
+                raise
+            try:
+                self.tree = Tree(model, function, leaves, structure, names)
+            except Exception as error:  # whatever a user's forward raises
+                raise CaptureError(
+                    f"job {self._job.name!r}: its loss raises {first_line(error)} on the first batch, as it would "
+                    f"without a fleet (and {refused})"
+                ) from error
+            return self.tree
+
+    def _loss(self, model: Any, batch: Any) -> torch.Tensor:  # any: a module or its stand-in, and what data yields
+        loss = self._job.loss(model, batch)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"job {self._job.name!r}: loss(model, batch) must return a tensor, got {type(loss).__name__}; for "
+                "instance loss=lambda model, batch: model(**batch).loss"
+            )
+        return loss
+
+    def _set_modes(self) -> None:
+        """Training or evaluation per module, as the factory left it."""
+        for module, mode in self._modes:
+            module.training = mode
+
+    def _ends_for(self, captured: Cuttable) -> tuple[int, ...]:
+        """The same cut in another graph of the model: shard by shard, behind the atoms that use the same tensors."""
+        ends = list(self._ends[:-1])
+        ends.append(len(captured.atoms) - 1)
+        own = _owners(captured, ends)
+        if _ascends(ends) and own == {name: owner for name, owner in self._owners.items() if name in own}:
+            return tuple(ends)
+        found: list[int] = []
+        owners: dict[str, int] = {}
+        shard, busy_until = 0, 0
+        for at, atom in enumerate(captured.atoms):
+            first_uses = [name for name in atom.tensors if name in self._owners and name not in owners]
+            wanted = max((self._owners[name] for name in first_uses), default=shard)
+            if wanted > shard:  # shards that this graph leaves nothing to do end early
+                found += [busy_until + one for one in range(wanted - shard - 1)] + [at - 1]
+                shard = wanted
+            if any(self._owners.get(name) == shard for name in atom.tensors):
+                busy_until = at
+            owners |= dict.fromkeys(atom.tensors, shard)
+        found += [busy_until + one for one in range(len(self._ends) - 1 - shard)] + [len(captured.atoms) - 1]
+        own = _owners(captured, found) if _ascends(found) else {}
+        if not own or any(self._owners.get(name, owner) != owner for name, owner in own.items()):
+            raise CaptureError(
+                f"job {self._job.name!r}: a batch of another shape cannot be cut where the first was; "
+                "let all batches have one shape (drop_last=True, padding)"
+            )
+        return tuple(found)
+
+
+def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
+    """Per tensor, the first shard that uses it."""
+    owners: dict[str, int] = {}
+    for shard, (first, last) in enumerate(zip([0, *(end + 1 for end in ends)], ends, strict=False)):
+        for atom in captured.atoms[first : last + 1]:
+            for name in atom.tensors:
+                owners.setdefault(name, shard)
+    return owners
+
+
+def _ascends(ends: Sequence[int]) -> bool:
+    return ends[0] >= 0 and all(one < other for one, other in itertools.pairwise(ends))

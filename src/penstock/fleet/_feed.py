@@ -1,0 +1,102 @@
+"""A job's batches in the order of a training script, and how far it is in them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.fleet._batch import Structure, flatten
+from penstock.fleet._job import Job
+from penstock.fleet._random import Randomness
+
+_END = object()
+
+
+@dataclass(slots=True)
+class Position:
+    """How far a job is."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    epoch: int = 0
+    """Of the batch that comes next."""
+    batch: int = 0
+    """Batches of that epoch taken."""
+    micro: int = 0
+    """Batches accumulated since the last step."""
+    num_samples: int = 0
+    """Samples trained on, as the first dimension of batches says."""
+
+    def is_end_of(self, job: Job) -> bool:
+        """Whether the last step is behind it."""
+        return self.step >= job.steps if job.steps is not None else self.epoch >= (job.epochs or 0)
+
+
+class Feed:
+    """The batches of ``data`` from ``position`` on, which it moves."""
+
+    def __init__(self, job: Job, data: Iterable[Any], randomness: Randomness, position: Position):
+        self.data = data
+        self.epoch_random: dict[str, Any] | None = None
+        """The job's random state when the pass at hand began."""
+        self._job, self._randomness, self._position = job, randomness, position
+        self._batches: Iterator[Any] | None = None
+        self._peeked: tuple[list[torch.Tensor], Structure] | None = None
+
+    def peek(self) -> tuple[list[torch.Tensor], Structure]:
+        """The batch that `next_batch` will return."""
+        while self._peeked is None:
+            self._peeked = self.next_batch()
+        return self._peeked
+
+    def next_batch(self) -> tuple[list[torch.Tensor], Structure] | None:
+        """The next training batch; ``None`` at the end of a pass over the data, after which the next one begins.
+
+        Raises what the data raises, and ``ValueError`` for data without batches.
+        """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
+        at = self._position
+        if self._batches is None:
+            self.epoch_random = self._randomness.state()
+        with self._randomness.swapped_in():
+            if self._batches is None:
+                self._batches = iter(self.data)
+            batch = next(self._batches, _END)
+        if batch is not _END:
+            at.batch += 1
+            return flatten(batch)
+        if not at.batch:
+            raise ValueError(
+                f"job {self._job.name!r}: its data yields no batch in epoch {at.epoch}; data() "
+                "returns what can be iterated again, a list or a DataLoader, not a generator"
+            )
+        self._batches = None
+        at.epoch, at.batch = at.epoch + 1, 0
+        return None
+
+    def count_steps(self) -> int:
+        """Optimizer steps of the whole job; an estimate where the data does not tell its length."""
+        if self._job.steps is not None:
+            return self._job.steps
+        try:
+            num_batches = len(self.data)  # type: ignore[arg-type]  # where it has one
+        except TypeError:
+            return max(self._position.step + 1, 100)
+        return max(1, (self._job.epochs or 1) * num_batches // self._job.accumulate)
+
+    def skip_to(self, position: Position, epoch_random: dict[str, Any] | None) -> None:
+        """Goes on at ``position``, where a checkpoint was: takes the batches of its epoch that came before it."""
+        self._position, self._batches, self.epoch_random = position, None, epoch_random
+        if not position.batch:
+            return
+        assert epoch_random is not None
+        now = self._randomness.state()
+        self._randomness.load(epoch_random)
+        with self._randomness.swapped_in():
+            self._batches = iter(self.data)
+            for _ in range(position.batch):
+                next(self._batches)
+        self._randomness.load(now)

@@ -1,0 +1,190 @@
+"""The jobs of a fleet by name: those of this process, those that an earlier one brought to their end."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from penstock.fleet import _checkpoint
+from penstock.fleet._engine import Engine
+from penstock.fleet._job import Job, JobSource
+from penstock.fleet._life import JobRun, JobState
+from penstock.fleet._records import Records
+from penstock.fleet._results import JobResult, stored_result
+from penstock.fleet._state import Command, FleetState, JobRow
+from penstock.fleet._training import Training
+
+_WAITS_S = 1.0
+"""A job that is between two turns for so long is shown as one that waits."""
+
+
+class Roster:
+    """Jobs that come, are wanted in another state, and go. ``resume`` takes up what `known` says of them."""
+
+    def __init__(self, engine: Engine, records: Records, *, resume: bool):
+        self.known: dict[str, JobRow] = {}
+        """Jobs of an earlier process, by name."""
+        self._engine, self._records, self._resume = engine, records, resume
+        self._sources: dict[str, JobSource] = {}
+        self._over: dict[str, JobResult] = {}
+        self._num_places = 0
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._over or any(run.job.name == name for run in self._engine.runs)
+
+    def add(self, job: Job, source: JobSource | None = None) -> None:
+        """Another job. Raises ``ValueError`` if one has its name already."""
+        folder = self._records.folder(job)
+        with self._engine.condition:
+            if job.name in self:
+                raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
+            place, self._num_places = self._num_places, self._num_places + 1
+            if source is not None:
+                self._sources[job.name] = source
+            known = self.known.get(job.name)
+            if not self._resume and _checkpoint.latest(folder) is not None:
+                raise ValueError(
+                    f"{folder} holds checkpoints of such a job already; go on with them, "
+                    "fleet.run(..., resume=True), or give another run_dir"
+                )
+            if known is not None and JobState(known.state).is_over:
+                state = JobState(known.state)
+                self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
+                return
+            run = JobRun(job=job, place=place, training=Training(job))
+            if known is not None and known.state == JobState.PAUSED.value:
+                run.state = JobState.PAUSED
+            self._engine.add(run)
+
+    def want(self, name: str, state: JobState) -> None:
+        """The job is to be in that state when its turn has ended. Raises ``ValueError`` for one that is over."""
+        run = self._find(name)
+        with self._engine.condition:
+            if run.state.is_over:
+                raise ValueError(f"job {name!r} is {run.state.value} already")
+            run.wanted = state
+            self._engine.condition.notify_all()
+
+    def forget(self, name: str) -> None:
+        """A job that is over leaves. Raises ``ValueError`` for another."""
+        run = self._find(name)
+        with self._engine.condition:
+            if not run.state.is_over:
+                raise ValueError(f"job {name!r} is {run.state.value}; stop it first")
+            self._engine.runs.remove(run)
+
+    def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
+        """A new job like ``name``, as `Fleet.clone` has it."""
+        over = self._over.get(name)
+        original = self._find(name).job if over is None else over.job
+        if new_name in self:
+            raise ValueError(f"a job is called {new_name!r} already; a clone needs a name of its own")
+        source = self._sources.get(name)
+        if source is not None:
+            parameters = {**source.parameters, **changes}
+            job = source.make(**parameters).with_changes(name=new_name)
+            source = replace(source, parameters=parameters)
+        else:
+            job = original.with_changes(name=new_name, **changes)
+        if warm:
+            _checkpoint.copy_newest(self._records.folder(original), self._records.folder(job) / "origin", name)
+        self.add(job, source)
+
+    def can_be_made_again(self, name: str) -> bool:
+        """Whether the job was given by import path, so that another process can make one like it."""
+        return name in self._sources
+
+    def rows(self) -> list[JobRow]:
+        """What is known of the jobs of this process now, in the order in which they came."""
+        with self._engine.condition:
+            found = [self._row_of(run) for run in self._engine.runs]
+        return sorted([*found, *(self.known[name] for name in self._over)], key=lambda row: row.place)
+
+    def results(self) -> list[JobResult]:
+        """What came of them so far, in the same order."""
+        found = [self._result_of(run) for run in self._engine.runs] + list(self._over.values())
+        order = {row.name: row.place for row in self.rows()}
+        return sorted(found, key=lambda one: order.get(one.name, len(order)))
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of parameters, gradients and optimizer state of those that have begun."""
+        with self._engine.condition:
+            return {run.job.name: run.size_bytes for run in self._engine.runs if run.size_bytes}
+
+    def _find(self, name: str) -> JobRun:
+        with self._engine.condition:
+            for run in self._engine.runs:
+                if run.job.name == name:
+                    return run
+            raise ValueError(
+                f"no job is called {name!r}; there are {', '.join(run.job.name for run in self._engine.runs)}"
+            )
+
+    def _row_of(self, run: JobRun) -> JobRow:
+        training, source, known = run.training, self._sources.get(run.job.name), self.known.get(run.job.name)
+        is_fresh = run.is_prepared or known is None
+        return JobRow(
+            name=run.job.name,
+            place=run.place,
+            state=self._shown_state(run).value,
+            step=training.position.step if is_fresh or known is None else known.step,
+            num_steps=run.num_steps or (known.num_steps if known else run.job.steps or 0),
+            epoch=training.position.epoch,
+            loss=training.losses[-1] if training.losses else (known.loss if known and not is_fresh else None),
+            validation=dict(training.validations[-1]) if training.validations else {},
+            device="" if run.home is None else f"{run.home.device} #{run.home.index}",
+            seconds_per_step=run.seconds_per_step,
+            error=run.error,
+            tags=dict(run.job.tags),
+            source=None if source is None else {"path": source.path, "parameters": dict(source.parameters)},
+            updated_s=time.time(),
+        )
+
+    def _shown_state(self, run: JobRun) -> JobState:
+        waits = run.state is JobState.RUNNING and not run.is_taken
+        return JobState.WAITING if waits and self._engine.now_s - run.since_s >= _WAITS_S else run.state
+
+    def _result_of(self, run: JobRun) -> JobResult:
+        return JobResult(
+            job=run.job,
+            state=run.state,
+            losses=tuple(run.training.losses),
+            validations=tuple(run.training.validations),
+            error=run.error,
+            seconds_per_step=run.seconds_per_step,
+            checkpoint=_checkpoint.latest(self._records.folder(run.job)),
+        )
+
+
+class Commands:
+    """What other processes asked of a fleet, carried out by the thread that waits for it."""
+
+    def __init__(self, state: FleetState, roster: Roster):
+        self._state, self._roster = state, roster
+
+    def obey(self) -> None:
+        """Carries out what has come, and answers it."""
+        for command in self._state.commands():
+            try:
+                self._carry_out(command)
+            except Exception as error:  # whatever a user's function raises: the fleet goes on
+                self._state.answer(command.id, str(error) or type(error).__name__)
+            else:
+                self._state.answer(command.id, "")
+
+    def _carry_out(self, command: Command) -> None:
+        if command.verb == "clone":
+            arguments = dict(command.arguments)
+            if not self._roster.can_be_made_again(command.job):
+                raise ValueError(
+                    f"job {command.job!r} was not given by import path, so another process cannot make one like it; "
+                    "use fleet.clone(...) where it was made"
+                )
+            changes = arguments.get("changes", {})
+            self._roster.clone(command.job, arguments["name"], warm=arguments.get("warm", False), **changes)
+            return
+        if command.verb not in _WANTED:
+            raise ValueError(f"{command.verb!r} is none of pause, resume, stop, clone")
+        self._roster.want(command.job, _WANTED[command.verb])
+
+
+_WANTED = {"pause": JobState.PAUSED, "resume": JobState.RUNNING, "stop": JobState.STOPPED}

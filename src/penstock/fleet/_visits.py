@@ -1,0 +1,160 @@
+"""Stretches of a model that is run whole, each in one shard, and what forward saved in them for backward."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.fleet._autograd import Place, Saved, is_large
+from penstock.fleet._memory import Item
+from penstock.fleet._problem import Task, UnitKind
+from penstock.fleet._work import Work
+
+
+class Visit:
+    """A unit of forward or backward, and what forward saved in it."""
+
+    def __init__(self, task: Task, device: torch.device):
+        self.task = task
+        self.saved = Saved({}, device)
+        self.versions: dict[int, int] = {}
+        """Of saved storages, when they were saved."""
+        self.num_waiting = 0
+        """Saved tensors of its own that backward has not read yet."""
+
+
+class _Ticket:
+    """What autograd holds instead of a saved tensor."""
+
+    __slots__ = ("_owner", "_packed", "_visit", "_visits")
+
+    def __init__(self, visits: "Visits", visit: Visit, owner: Visit | None, packed: Any):  # any: as Saved has it
+        self._visits, self._visit, self._owner, self._packed = visits, visit, owner, packed
+        if owner is not None:
+            owner.num_waiting += 1
+
+    def tensor(self) -> torch.Tensor:
+        """The saved tensor."""
+        return self._visits.unpack(self._visit, self._packed)
+
+    def __del__(self) -> None:
+        if self._owner is not None:
+            self._owner.num_waiting -= 1
+            self._visits.let_go(self._owner)
+
+
+def _unpack(packed: Any) -> torch.Tensor:  # any: a tensor, or a ticket
+    return packed.tensor() if isinstance(packed, _Ticket) else packed
+
+
+class Visits:
+    """Those of one mini-batch.
+
+    ``enter(shard, visit)`` ends the unit at hand and begins backward of ``visit``; ``on_device(item)`` gives an item's
+    storages; ``filled(tensor)`` is the tensor with its bytes, which may begin another unit.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        enter: Callable[[int, Visit], None],
+        on_device: Callable[[Item], list[torch.UntypedStorage]],
+        filled: Callable[[torch.Tensor], torch.Tensor],
+    ):
+        self.kind = UnitKind.FORWARD
+        """Of the units that come."""
+        self.current: Visit | None = None
+        self.saved_by_shard: Counter[int] = Counter()
+        """Bytes that forward saved for backward and nobody else holds."""
+        self._work, self._enter, self._on_device, self._filled = work, enter, on_device, filled
+        self._all: list[Visit] = []
+        self._known: dict[int, tuple[StorageWeakRef, int, Visit, Place]] = {}
+        """What units that have ended saved, by storage: its version, the unit, and where its bytes are."""
+        self._has_ended = False
+
+    def begin(self, task: Task, visit: Visit | None) -> None:
+        """The unit of ``task`` begins: of a visit that was before, or of a new one."""
+        if visit is None:
+            visit = Visit(task, self._work.memory.device)
+            self._all.append(visit)
+        visit.task = task
+        self.current = visit
+
+    def likely(self, task: Task) -> Visit | None:
+        """The unit whose backward such a task will be: of those of its shard that wait still, the last."""
+        waiting = [visit for visit in self._all if visit.task.shard == task.shard and visit.saved.item is not None]
+        return waiting[-1] if waiting else None
+
+    def saved_items(self) -> list[tuple[int, Item]]:
+        """What waits for backward, each with its shard."""
+        return [(one.task.shard, one.saved.item) for one in self._all if one.saved.item is not None]
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """While forward runs."""
+        return saved_tensors_hooks(self._pack, _unpack)
+
+    def keep_saved(self, visit: Visit) -> None:
+        """Forward's unit has ended: what it saved becomes an item, unless autograd has let go of it."""
+        weak = {key: StorageWeakRef(storage) for key, storage in visit.saved.storages.items() if is_large(storage)}
+        visit.saved.finish(f"{self._work.training.job.name}: activations of shard {visit.task.shard}", {})
+        if not visit.num_waiting:
+            visit.saved.item = None
+        if visit.saved.item is not None:
+            self._work.memory.add(visit.saved.item)
+            self.saved_by_shard[visit.task.shard] += visit.saved.item.size_bytes
+            for key, storage in weak.items():  # of small ones each unit has its own copy, so that none keeps another's
+                place = visit.saved.place(key)
+                assert place is not None
+                self._known[key] = (storage, visit.versions[key], visit, place)
+
+    def unpack(self, visit: Visit, packed: Any) -> torch.Tensor:  # any: as Saved has it
+        """A saved tensor, for autograd: backward is in the unit that saved it."""
+        if self._has_ended:
+            raise RuntimeError(
+                f"job {self._work.training.job.name!r}: something kept a part of the graph of a mini-batch that is "
+                "over, and runs its backward; detach what forward keeps: self.last = x.detach()"
+            )
+        if self.kind is UnitKind.BACKWARD and not (self.current is visit and visit.task.kind is self.kind):
+            self._enter(visit.task.shard, visit)
+        visit.saved.fetched = self._on_device
+        return visit.saved.unpack(packed)
+
+    def let_go(self, visit: Visit) -> None:
+        """Backward has read one more of what the unit saved; the item goes when it was the last."""
+        if not visit.num_waiting and visit.saved.item is not None and visit is not self.current:
+            self._forget(visit)
+
+    def discard(self) -> None:
+        """The mini-batch is over: nothing that was saved is read any more."""
+        self._has_ended = True
+        for visit in self._all:
+            if visit.saved.item is not None:
+                self._forget(visit)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or a ticket
+        tensor = self._filled(tensor)
+        visit = self.current
+        assert visit is not None
+        key = tensor.untyped_storage()._cdata
+        owner: Visit | None = visit
+        known = self._known.get(key) if is_large(tensor.untyped_storage()) else None
+        if known is not None and not known[0].expired() and known[1] == tensor._version:
+            owner = known[2]
+            visit.saved.add_place(key, known[3])
+        packed = visit.saved.pack(tensor)
+        if isinstance(packed, torch.Tensor):
+            return packed  # autograd keeps it itself
+        visit.versions[key] = tensor._version
+        if owner is visit and visit.saved.place(key) is not None:
+            owner = None  # a parameter's
+        return _Ticket(self, visit, owner, packed)
+
+    def _forget(self, visit: Visit) -> None:
+        item, visit.saved.item = visit.saved.item, None
+        assert item is not None
+        self._work.memory.discard(item)
+        self._known = {key: known for key, known in self._known.items() if known[2] is not visit}
