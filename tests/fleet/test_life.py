@@ -386,6 +386,20 @@ def test_a_checkpoint_that_goes_while_it_is_cloned_is_copied_from_the_next(tmp_p
     assert (tmp_path / "job" / "origin" / "step-2" / "tensors.safetensors").read_bytes() == b"whole"
 
 
+def test_metrics_of_a_step_are_there_before_its_checkpoint(tmp_path, monkeypatch):
+    """A process that is killed between the two loses no line: those of later steps go when it resumes."""
+    save, seen = _checkpoint.save, []
+
+    def saved(run, memory, folder, *, keep):
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        seen.append((run.training.position.step, json.loads(lines[-1])["step"]))
+        return save(run, memory, folder, keep=keep)
+
+    monkeypatch.setattr(_checkpoint, "save", saved)
+    train([job()], num_devices=1, run_dir=tmp_path, checkpoint_every=2)
+    assert seen == [(2, 2), (4, 4), (6, 6), (8, 8)]
+
+
 def test_a_fleet_is_used_while_it_is_entered_and_once():
     running = fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None)
     for misuse in (lambda: running.add(job("early")), running.wait):

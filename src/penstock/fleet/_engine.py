@@ -302,9 +302,9 @@ class JobTurn:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, self._batches_of_turn(Batch(*batch, training.position.batch)))
         if training.position.micro == 0:
+            engine.upkeep.stepped(run)  # before the checkpoint: a process that ends between them loses no line
             if engine.is_stopping or engine.upkeep.wants_save(run):
                 engine.upkeep.save(run, worker)
-            engine.upkeep.stepped(run)
             if training.is_done():
                 self._finish(worker)
 
