@@ -110,9 +110,9 @@ def told_after(block, told):
 
 
 SHOWN = {
-    "README.md": (0, "with_less.statistics()"),
-    "docs/start.md": (2, "with_less.statistics()"),
-    "docs/rooms/offload.md": (0, "with_less.statistics()"),
+    "README.md": (0, "offloader.statistics()"),
+    "docs/start.md": (2, "offloader.statistics()"),
+    "docs/rooms/offload.md": (0, "offloader.statistics()"),
     "docs/rooms/report.md": (0, "offloader.statistics()"),
     "docs/integrations/hugging-face.md": (0, "less.summary()"),
     "docs/integrations/lightning.md": (0, "less.summary()"),
