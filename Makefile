@@ -12,14 +12,21 @@ RUN := $(BIN)/python
 
 .PHONY: demo test check bench docs pictures gpu soak soak-rooms soak-files soak-tiers soak-fleets soak-misuse
 
-$(VENV)/ready: pyproject.toml
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
+
+# What the demo needs, and then what tests, checks, benchmarks and the documentation need.
+$(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "torch==$(TORCH)"
+	$(INSTALL) "torch==$(TORCH)"
 	printf '%s\n' "torch==$(TORCH)" $(NUMPY) > $(VENV)/constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e ".[dev]"
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[report]"
+	touch $(VENV)/installed
+
+$(VENV)/ready: $(VENV)/installed
+	$(INSTALL) -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $(VENV)/ready
 
-demo: $(VENV)/ready
+demo: $(VENV)/installed
 	$(BIN)/penstock demo
 
 # What hangs is ended; the longest tests take over a minute on a quiet core, and several times that on a busy one.
