@@ -66,8 +66,9 @@ class AcceleratorAllocator(Allocator):
         return int(torch.accelerator.memory_reserved(self._device))
 
     def _peaks(self) -> Peaks:
-        """Return the peaks like `torch.accelerator.memory_stats`, which is slower because it names and sorts all its
-        numbers.
+        """Return the peaks.
+
+        `torch.accelerator.memory_stats` has them too, but is slower: it names and sorts all numbers.
         """
         if not torch._C._accelerator_isAllocatorInitialized():  # type: ignore[attr-defined]
             return Peaks(0, 0, 0)

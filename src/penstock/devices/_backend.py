@@ -168,9 +168,7 @@ class Backend(ABC):
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node of host memory near the device; ``None`` if the system does not say or has only one kind of
-        memory.
-        """
+        """The NUMA node near the device; ``None`` if the system does not say or has only one kind of memory."""
         return None
 
     @abstractmethod
@@ -182,9 +180,7 @@ class Backend(ABC):
         """Let the calling thread compute on the device; on a CPU, with ``num_threads`` threads for each operator."""
 
     def warm_up(self) -> int:
-        """Let its libraries allocate the memory that they keep for the calling thread; return the bytes that
-        are new.
-        """
+        """Let libraries allocate the memory that they keep for the calling thread; return its new bytes."""
         return 0
 
     @abstractmethod

@@ -16,9 +16,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def node_of_pci(address: str) -> int | None:
-    """Return the node of the device at a PCI address such as ``"0000:3b:00.0"``; ``None`` if the system does
-    not say.
-    """
+    """Return the node of the device at a PCI address, ``"0000:3b:00.0"`` say; ``None`` if unknown."""
     try:
         node = int((_PCI / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):

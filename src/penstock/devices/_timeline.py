@@ -9,9 +9,7 @@ _ANCHOR_S = 30.0
 
 
 class DeviceTimeline:
-    """Timed events of one device on the clock of ``time.time()``, so that they can be compared with the host's
-    events.
-    """
+    """Timed events of one device on the clock of ``time.time()``, to compare them with those of the host."""
 
     def __init__(self, streams: Streams):
         self._streams = streams

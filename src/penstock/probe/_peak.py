@@ -111,9 +111,7 @@ def record_memory(
 
 @checked("penstock.probe.can_record('cpu')")
 def can_record(device: torch.device | str) -> bool:
-    """Return whether ``record_memory`` works on ``device`` now: on the CPU it does not while a PyTorch
-    profiler runs.
-    """
+    """Return whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
     if torch.device(device).type != "cpu":
         return True
     if any(thread != threading.get_ident() for thread, _ in _passive):
@@ -292,8 +290,7 @@ def _blocks(results: Any) -> list[tuple[int, int, int]]:  # any: a binding of ki
 
 
 def _changes(blocks: list[tuple[int, int, int]], addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:
-    """Return ``(unix time in ns, change in bytes)`` of the allocator, and the reported frees of bytes held at the
-    start.
+    """Return ``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start reported as freed.
 
     The allocator's table of sizes by address outlives a profiler's session and is not updated between sessions. So a
     free of a block that was not allocated in this session may carry the size of an earlier block; the size known at the

@@ -32,9 +32,7 @@ Directory = str | os.PathLike[str]
 DiskSpec = (
     Directory | list[Directory] | tuple[Directory, ...] | Mapping[str, Size | None] | Mapping[Path, int | None] | None
 )
-"""One directory, several, or a mapping from directories to the bytes that each may take (``None``: all that
-is free).
-"""
+"""One directory, several, or a dict of the bytes that each may take (``None``: all that is free)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,7 @@ from penstock.units import parse_bytes
 MAX_IN_FLIGHT_BYTES = 128 * 2**20
 """Default bound on the bytes being copied out at once: enough to keep an SSD busy for 25 to 100 ms."""
 IN_FLIGHT_S = 0.1
-"""Seconds of copying over an accelerator's link that may be under way at once, if that exceeds
-`MAX_IN_FLIGHT_BYTES`.
-"""
+"""Seconds' worth of an accelerator's link that may be under way at once, if more than `MAX_IN_FLIGHT_BYTES`."""
 _STAGING_SHARE = 1 / 8
 """Largest share for staging of the host memory that the budget allows, or of half of what is free."""
 
@@ -39,14 +37,13 @@ def waterfall_for(
     verify: bool = False,
     events: EventLog | None = None,
 ) -> Waterfall:
-    """Build a waterfall below ``device``: host memory first (on accelerators, if the budget names some), then the
-    disks.
+    """Build a waterfall below ``device``: host memory first, then the disks, then the budget's own tiers.
 
-    The budget's own tiers come last. ``max_in_flight`` bounds the bytes that are being copied out and are still on the
-    device; the default is 128 MiB, or on an accelerator what its link carries in a tenth of a second, if that is more.
-    ``verify`` checks the CRC-32 of every request that is read back from disk. Where GPUDirect Storage works, a device
-    and its disks exchange bytes without host memory between them. On a CPU, malloc is told to give large freed blocks
-    back to the system (``_malloc.py``).
+    Host memory is used on accelerators, if the budget names some. ``max_in_flight`` bounds the bytes that are being
+    copied out and are still on the device; the default is 128 MiB, or on an accelerator what its link carries in a
+    tenth of a second, if that is more. ``verify`` checks the CRC-32 of every request that is read back from disk. Where
+    GPUDirect Storage works, a device and its disks exchange bytes without host memory between them. On a CPU, malloc is
+    told to give large freed blocks back to the system (``_malloc.py``).
 
     Raises ``ValueError`` for a device that this machine does not have, for a budget that names nothing below the
     device, and for directories in main memory if the device is the CPU, and what ``DiskTier`` raises for directories

@@ -40,9 +40,7 @@ class ExtentAllocator:
         return best[0]
 
     def reserve_scattered(self, size_bytes: int) -> list[tuple[int, int]] | None:
-        """Return ranges ``(offset, size)`` that together hold the rounded size, or ``None`` if too few bytes
-        are free.
-        """
+        """Return ranges ``(offset, size)`` that together hold the rounded size; ``None`` if too few bytes are free."""
         size_bytes = self.rounded(size_bytes)
         if size_bytes > self.free_bytes:
             return None

@@ -23,9 +23,7 @@ class HandleState(enum.Enum):
     ARRIVING = "arriving"
     """In the tier; a copy to the device has begun or finished, and nobody has asked for it yet."""
     KEPT = "kept"
-    """On the device to stay: no tier had space, a copy failed, or the bytes were asked for before the copy
-    out ended.
-    """
+    """On the device to stay: no space in a tier, a failed copy, or asked for before the copy out ended."""
     RELEASED = "released"
     """The handle was released; it has no bytes."""
 

@@ -98,9 +98,7 @@ class Handles:
             return storage
 
     def call(self, handle: Handle, storage: torch.UntypedStorage) -> Room | None:
-        """Note that a copy into ``storage`` is about to begin; return where its bytes are, or ``None`` after
-        ``release``.
-        """
+        """Note that a copy into ``storage`` begins; return where its bytes are, or ``None`` after ``release``."""
         with self.lock:
             if not self._happens(handle, Happening.CALLED):
                 return None

@@ -30,8 +30,7 @@ SLAB_BYTES = 512 * 2**20
 
 
 class HostTier(Tier):
-    """A tier of at most ``capacity`` bytes in host memory; with ``pinned``, accelerators can copy from it
-    asynchronously.
+    """A tier of at most ``capacity`` bytes in host memory; ``pinned`` if an accelerator copies from it.
 
     Every extent is one piece, so ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs. Pinned slabs
     lie on the NUMA node ``node``.
@@ -114,9 +113,7 @@ class HostTier(Tier):
 
     @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
-        """Return the extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until the extent is
-        released.
-        """
+        """Return the extent's memory as ``uint8`` ``[size_bytes]``, valid until the extent is released."""
         (piece,) = extent.pieces
         return self._slabs[piece.file].tensor(piece.offset, piece.size_bytes)
 

@@ -19,9 +19,7 @@ from penstock.devices import stay_on_node
 from penstock.errors import ForkedProcessError
 
 _IDLE_S = 10.0
-"""Seconds after which an idle thread ends, so that a lane nobody closes leaves no threads; new ones start when
-needed.
-"""
+"""Seconds after which an idle thread ends, so that an unclosed lane leaves none; new ones start when needed."""
 
 
 class LaneJob:

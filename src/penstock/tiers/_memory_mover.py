@@ -240,9 +240,9 @@ def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
 
 
 def _want_huge_pages(address: int, size_bytes: int) -> None:
-    """Ask for huge pages.
+    """Ask for huge pages, since direct reads into new memory fault page by page.
 
-    Direct reads into new memory fault page by page; huge pages made them 2 to 3 times as fast.
+    Huge pages made reading 2 to 3 times faster when measured.
     """
     if size_bytes >= _HUGE_PAGE_BYTES + _ADDRESS_BYTES:
         page = -(-address // _ADDRESS_BYTES) * _ADDRESS_BYTES

@@ -34,9 +34,7 @@ class Room:
         return len(self.edges[0]) + len(self.edges[1])
 
     def pieces(self, start: int = 0) -> Sequence[tuple[int, int, Piece]]:
-        """Return, for each piece, its number, the position where its bytes begin (the first at ``start``), and
-        the piece.
-        """
+        """Return number, position of the bytes and piece, for each piece; the first position is ``start``."""
         found, at = [], start
         for number, piece in enumerate(self.extent.pieces):
             found.append((number, at, piece))

@@ -124,9 +124,7 @@ class StagedHop:
             self._read(handle, box, room, transit)
 
     def forget(self, room: StagedRoom) -> None:
-        """Free the staging memory of space that is being given back, even if it has the only copy after a
-        failed write.
-        """
+        """Free the staging memory of a room that is being given back, even if a failed write left its bytes there."""
         with self.condition:
             room.is_written, room.num_users = True, 1  # this call itself, which is dropped below
         self._drop(room)

@@ -87,9 +87,7 @@ class StreamHop:
         return bool(self._arriving or self._passing)
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, transit: Transit, target: torch.Tensor) -> None:
-        """Queue the copy out, into host memory of at least the storage's size, after the work that produced
-        the bytes.
-        """
+        """Queue the copy out, into host memory of at least the storage's size, after the work that made the bytes."""
         self._streams.wait(self._out, transit.produced)
         started = self._streams.record(self._out)
         self._streams.copy(self._out, target[: handle.size_bytes], as_bytes(storage))
@@ -139,9 +137,7 @@ class StreamHop:
         self._finish_leaving()
 
     def let_go(self, transit: Transit) -> None:
-        """Drop the hop's reference to the storage of a copy in, after the computation was told to wait for
-        that copy.
-        """
+        """Drop the reference to the storage of a copy in, once the computation was told to wait for that copy."""
         with self._lock:
             for copy in self._arriving:
                 if copy.transit is transit:

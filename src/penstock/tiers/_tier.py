@@ -108,10 +108,10 @@ class Tier(abc.ABC):
 
     @final
     def rates_bytes_per_s(self) -> tuple[float, float]:
-        """Return the write and read rates in bytes per second, for plans; measured at the first call, with at most 32
-        MiB.
+        """Return the write and read rates in bytes per second, for plans.
 
-        Raises ``TierFullError`` if there is no space for that, ``TierWriteError`` and ``TierReadError``.
+        The first call measures them with at most 32 MiB. Raises ``TierFullError`` if there is no space for that,
+        ``TierWriteError`` and ``TierReadError``.
         """
         if self._rates is None:
             self._rates = self._measured()

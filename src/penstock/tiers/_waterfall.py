@@ -103,8 +103,9 @@ class Mover(Protocol):
         """Return a way for ``handle`` to reach ``room``, the space of ``original``, which another mover has filled."""
 
     def device_stall_s(self) -> float:
-        """Return the seconds that the device's own queue waited, in addition to what ``make_room`` and ``finish_in``
-        report.
+        """Return the seconds that the device's own queue waited.
+
+        They do not include what ``make_room`` and ``finish_in`` report.
         """
 
     def drain(self) -> None:
@@ -136,8 +137,8 @@ class Waterfall:
         self._handles = handles
         self._abandoned: deque[Handle] = deque()
         self.device_changes: list[tuple[float, int]] | None = None
-        """A list that collects ``(seconds of time.time(), change in bytes)`` of what handles hold on the device, if you
-        set one.
+        """A list, if you set one, that collects ``(time.time(), change in bytes)`` of what handles hold on the
+        device.
         """
         self._has_warned = False
         self._is_forked_copy = self._is_closed = self._is_gone = False
@@ -245,9 +246,7 @@ class Waterfall:
             self._mover.bound_in_flight(size_bytes)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
-        """Return the bandwidth out of and into the device while copies were under way; ``None`` before there
-        were any.
-        """
+        """Return the bandwidth out of and into the device while copies were under way; ``None`` before the first."""
         return self._mover.rates_bytes_per_s()
 
     def close(self) -> None:

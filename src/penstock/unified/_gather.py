@@ -39,11 +39,10 @@ def gather_rows(
     sort: bool | None = None,
     verify: bool = False,
 ) -> torch.Tensor:
-    """Gather rows ``index``, of any shape, of a table in host memory: ``[*index.shape, *row]`` on ``device`` (``None``:
-    CPU).
+    """Gather rows of a table in host memory: ``[*index.shape, *row]`` on ``device`` (``None``: CPU).
 
-    ``memory`` is the table's if it is registered. Raises ``IndexError`` for rows that do not exist; on a device, the
-    next gather raises it, or this one if ``verify`` is set.
+    ``index`` has any shape. ``memory`` is the table's if it is registered. Raises ``IndexError`` for rows that do not
+    exist; on a device, the next gather raises it, or this one if ``verify`` is set.
     """
     if not len(table) and index.numel():
         raise out_of_range(int(index.reshape(-1)[0]), 0, 0, wraps=wraps)
@@ -203,9 +202,7 @@ def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[to
 
 
 def _begins_lines(width: int, stride: int, first: int, line: int) -> bool:
-    """Return whether no row straddles more lines than necessary: rows start at lines, or several rows fit exactly
-    into one.
-    """
+    """Return whether rows start at lines, or several fill one exactly, so that none straddles more than it must."""
     return first == 0 and (stride % line == 0 or (line % stride == 0 and width <= stride))
 
 

@@ -16,12 +16,12 @@ _MOST_CHANCE = 1 - 1e-12
 
 
 class Graph:
-    """A graph with its edges by target: the sources of the edges into node ``v`` are ``sources[starts[v]:starts[v +
-    1]]``.
+    """A graph with its edges by target.
 
-    It is made from ``edge_index`` (``int64 [2, edges]``: sources, then targets, as in PyG) by counting sort; edges keep
-    their order. Sources and targets are the same nodes, unless ``num_sources`` gives the number of sources of another
-    type. ``Graph.from_csc`` uses the two arrays as they are.
+    The sources of the edges that enter node ``v`` are ``sources[starts[v]:starts[v + 1]]``. It is made from
+    ``edge_index`` (``int64 [2, edges]``: sources, then targets, as in PyG) by counting sort; edges keep their order.
+    Sources and targets are the same nodes, unless ``num_sources`` gives the number of sources of another type.
+    ``Graph.from_csc`` uses the two arrays as they are.
 
     Raises ``ValueError`` for edges whose ends are not nodes.
     """

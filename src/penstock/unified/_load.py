@@ -32,13 +32,12 @@ def from_file(
     prefer: Preference = "device",
     budget: Budget | None = None,
 ) -> UnifiedTensor:
-    """Load the table of a .npy, .safetensors (``key``) or raw file (``dtype``, ``shape``, ``offset``) as a unified
-    tensor.
+    """Load the table of a file as a unified tensor.
 
-    ``offset`` is in bytes. By default the table is read into memory of exactly its size, which ``budget`` is charged
-    for. With ``shared`` the file is mapped instead: all processes of the machine that do so share one copy, writes go
-    to the file, and the tensor is pickled as the path. For CUDA keep such a file in ``/dev/shm``; not every system can
-    register other files.
+    The file is .npy, .safetensors (``key``) or raw numbers (``dtype``, ``shape``, ``offset`` in bytes). By default the
+    table is read into memory of exactly its size, which ``budget`` is charged for. With ``shared`` the file is mapped
+    instead: all processes of the machine that do so share one copy, writes go to the file, and the tensor is pickled as
+    the path. For CUDA keep such a file in ``/dev/shm``; not every system can register other files.
 
     Raises what ``find_table`` raises, and ``BudgetError``.
     """

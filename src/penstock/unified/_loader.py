@@ -62,9 +62,7 @@ class LoaderStatistics:
     stall_s: float = 0.0
     """Seconds that the step waited for a mini-batch; the time that overlapping did not hide."""
     peak_in_flight_bytes: int = 0
-    """The most bytes of tiered rows that were read in advance and not yet taken; a mini-batch that the step has taken
-    does not count.
-    """
+    """The most bytes of tiered rows that were read in advance. Mini-batches that the step has taken do not count."""
     wall_s: float = 0.0
     """Seconds from the first request of an epoch to its end."""
 

@@ -20,8 +20,9 @@ class TierProblem:
     host_bytes: int | None
     """Space in host memory; ``None`` if all rows fit."""
     scores: torch.Tensor | None = None
-    """Expected accesses to every row in a mini-batch, or anything proportional to them, ``float [num_rows]``; ``None``
-    if all are alike.
+    """Expected accesses to every row in a mini-batch, or anything proportional, ``float [num_rows]``.
+
+    ``None`` if all rows are alike.
     """
 
     def __post_init__(self) -> None:

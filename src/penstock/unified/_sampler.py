@@ -40,9 +40,7 @@ class Sample:
         return torch.stack([self.rows, self.cols])
 
     def block(self, layer: int) -> "Block":
-        """Return the edges for layer ``layer`` of a model, 0 being the first; only the first layer uses the
-        last hop.
-        """
+        """Return the edges for layer ``layer`` of a model, from 0; only the first layer uses the last hop."""
         hops = len(self.num_sampled_edges) - layer
         if not 0 < hops <= len(self.num_sampled_edges):
             raise IndexError(f"layer {layer}: {len(self.num_sampled_edges)} hops were sampled, for as many layers")

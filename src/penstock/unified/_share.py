@@ -39,10 +39,10 @@ def share_host(
     in_flight: int | None,
     buffer_bytes: int,
 ) -> HostShare:
-    """Divide ``host_bytes`` (``None``: no bound); ``in_flight`` is as asked, ``buffer_bytes`` counts if a disk is
-    needed.
+    """Divide ``host_bytes`` (``None``: no bound) between rows and the rest.
 
-    Raises ``BudgetError``, which names the smallest budget that works, if it is less than what must be held.
+    ``in_flight`` is as asked; ``buffer_bytes`` counts only if a disk is needed. Raises ``BudgetError``, which names the
+    smallest budget that works, if it is less than what must be held.
     """
     total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows
     if host_bytes is None or total <= host_bytes:

@@ -108,9 +108,7 @@ class UnifiedTensor(torch.Tensor):
 
     @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
-        """Return the same memory as an array, after pending writes; ``force`` allows it for tensors with
-        gradients too.
-        """
+        """Return the same memory as an array, after pending writes; ``force`` permits tensors with gradients."""
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
         self._memory.order.before_host(writes=True)
@@ -130,7 +128,7 @@ class UnifiedTensor(torch.Tensor):
         return self._memory.is_registered
 
     def share_memory_(self) -> torch.Tensor:
-        """Return the tensor if its memory is already shared; other memory would not be registered with the device."""
+        """Return the tensor if its memory is shared, else raise: other memory would not be registered."""
         if self._host.is_shared():
             return self
         raise ValueError("a unified tensor keeps its memory; share it first: wrap(tensor.share_memory_())")
@@ -319,15 +317,14 @@ def gather(
     sort: bool | None = None,
     verify: bool = False,
 ) -> torch.Tensor:
-    """Gather rows ``index`` (``int64``, any shape) of a table in host memory: ``[*index.shape, *row]``, without
-    gradients.
+    """Gather rows of a table in host memory: ``[*index.shape, *row]``, without gradients.
 
-    For a unified table, the rules of placement decide where the result is: with the index on a CUDA device it is there,
-    and the rows are read over the link in place. For a plain table it is on the CPU. ``dtype=torch.float32`` widens
-    rows that are stored as float16, bfloat16 or int8 while they are read; int8 needs ``scale``, one number or one for
-    each column. ``sort`` reads rows in ascending order, which saves address translations in large tables; by default a
-    device does so for many short rows. ``verify`` waits for the device and raises at once for rows that do not exist;
-    without it they become zeros, and the next gather raises.
+    ``index`` is ``int64`` of any shape. For a unified table, the rules of placement decide where the result is: with
+    the index on a CUDA device it is there, and the rows are read over the link in place. For a plain table it is on the
+    CPU. ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8
+    needs ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which saves address
+    translations in large tables; by default a device does so for many short rows. ``verify`` waits for the device and
+    raises at once for rows that do not exist; without it they become zeros, and the next gather raises.
 
     Raises ``IndexError`` for rows that do not exist, ``ValueError`` for unsupported conversions.
     """

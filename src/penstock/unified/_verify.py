@@ -10,9 +10,7 @@ from penstock.unified._problem import TierProblem
 
 @checked("penstock.unified.verify(problem, plan)")
 def verify(problem: TierProblem, plan: TierPlan) -> None:
-    """Raise ``InternalError`` if rows are missing or doubled, budgets are exceeded, or a row with a higher score
-    is lower.
-    """
+    """Raise ``InternalError`` if rows are missing or doubled, budgets exceeded, or a better row is in a lower tier."""
     seen = torch.zeros(problem.num_rows, dtype=torch.int64, device="cpu")
     for rows in (plan.device_rows, plan.host_rows):
         seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int64, device="cpu"))
