@@ -8,8 +8,7 @@ They extend Hector (ASPLOS 2024). Ready-made layers take PyG's arguments, or a g
 >>> RGCNConv(4, 8, num_relations=2)(torch.randn(3, 4), graph).shape
 torch.Size([3, 8])
 
-- `RGCNConv`, `RGATConv`, `HGTConv`: like PyG's, with the same numerical results; `CompGCNConv`, `SimpleHGNConv`,
-  `RGraphSAGEConv`.
+- `RGCNConv`, `RGATConv`, `HGTConv`: like PyG's, also numerically; `CompGCNConv`, `SimpleHGNConv`, `RGraphSAGEConv`.
 - `RelationalGraph`: edges with types, from tensors, PyG or DGL; `read_ntriples` (returns `Triples`) and `read_id_file`.
 - `layer`: compiles a layer of your own, a Python function over an edge and a node; `Layer` is the result, `Options` are
   its settings.

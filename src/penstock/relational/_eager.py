@@ -216,7 +216,10 @@ class Machine:
 def dropout_mask(
     num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
 ) -> torch.Tensor:
-    """Return 0 or ``1 / (1 - probability)`` by a hash, float64 ``[num_rows, *shape]``."""
+    """Return 0 or ``1 / (1 - probability)`` for each element, float64 ``[num_rows, *shape]``.
+
+    A hash of row, column, stream and seed decides.
+    """
     size = math.prod(shape)
     row = torch.arange(num_rows, device=device).unsqueeze(1)
     column = torch.arange(size, device=device).unsqueeze(0)

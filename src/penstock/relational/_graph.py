@@ -139,7 +139,7 @@ class RelationalGraph:
 
     @classmethod
     def from_dgl(cls, graph: Any) -> "RelationalGraph":  # any: dgl.DGLGraph
-        """Make a graph from a DGL graph: from its edge types, or ``edata["etype"]`` if it has one.
+        """Make a graph from a DGL graph, by its edge types or, if it has only one, by ``edata["etype"]``.
 
         Blocks stay blocks.
         """
@@ -293,8 +293,8 @@ class RelationalGraph:
     def order(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Return the rows of ``over`` sorted by the row of ``by`` that they belong to.
 
-        The first result is ``int32 [rows of over]``, or ``None`` if they are in order already. The second is ``int64
-        [rows of by + 1]``, where the rows for each row of ``by`` begin.
+        The first result is ``int32 [rows of over]``, or ``None`` if they are in order already. The second is
+        ``int64 [rows of by + 1]``, where the rows for each row of ``by`` begin.
         """
         return self._once(self._orders, (over, by), lambda: self._ordered(over, by))
 

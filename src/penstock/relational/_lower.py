@@ -96,7 +96,10 @@ class BlockedSum:
     rows: Traversal | None
     """The traversal that computes the rows of a block; ``None`` if they are stored."""
     onto: int | None = None
-    """Place of a value, read by nothing else, whose memory it adds into and takes over; ``None`` for none."""
+    """Place of a value, read by nothing else, whose memory it adds into and takes over.
+
+    ``None``: it starts from zeros.
+    """
 
 
 Step = Product | Outer | Whole | Traversal | BlockedSum

@@ -140,8 +140,8 @@ class RGATConv(nn.Module):
 
         ``x``: ``[num_nodes, in_channels]``. ``graph``: a `RelationalGraph`, or PyG's ``edge_index``, which needs
         ``edge_type`` as well. ``edge_attr``: ``[num_edges, edge_dim]``, or a row per relation. With
-        ``return_attention_weights`` the result also has ``(edge_index, shares)``, with shares ``[num_edges, heads *
-        dim]``.
+        ``return_attention_weights`` the result also has ``(edge_index, shares)``, with shares
+        ``[num_edges, heads * dim]``.
         """
         check_features(x, self.in_channels)
         if isinstance(graph, RelationalGraph):

@@ -27,10 +27,11 @@ def _messages(g: Graph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bo
 class RGCNConv(nn.Module):
     """A layer that sums, over relations, the mean (or sum) of transformed neighbors.
 
-    It computes ``x_v W_root + sum over relations of the mean (or sum) of x_u W_r over the edges u -> v of relation r +
-    bias``. Arguments and parameters are those of ``torch_geometric.nn.RGCNConv``, so ``load_state_dict`` takes its
-    weights; ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two
-    decompositions.
+    The result for node v is ``x_v W_root + bias``, plus for each relation r the mean (or sum) of ``x_u W_r`` over the
+    edges ``u -> v`` of that relation.
+
+    Arguments and parameters are those of ``torch_geometric.nn.RGCNConv``, so ``load_state_dict`` takes its weights;
+    ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two decompositions.
     """
 
     @checked("RGCNConv(64, 64, num_relations=10)", out_channels=1, num_relations=1, num_bases=1, num_blocks=1)

@@ -127,9 +127,9 @@ class Layer:
         return found[0] if num_outputs == 0 else tuple(found[:num_outputs])
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
-        """Return the compilation as text, without running it.
+        """Return the compiled layer as text.
 
-        It has the program after every pass, then those of forward and backward, and their steps for the graph.
+        The text has the program after every pass, then those of forward and backward, and their steps for the graph.
         """
         traced, given, is_unified = self._asked(graph, args, kwargs)
         program, parts = traced.program, [f"traced\n{traced.program}"]

@@ -368,7 +368,7 @@ def _is_timed(device: torch.device) -> bool:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Return the seconds of one run out of ten on the device, after one that compiles.
+    """Return the mean time of ten runs on the device, after one that compiles.
 
     The device waits until all are queued, because Python takes longer to launch small kernels than they run.
     """

@@ -186,7 +186,10 @@ class Budget:
 
     @checked("budget.step_room_bytes(Footprint())")
     def step_room_bytes(self, own: Footprint) -> int | None:
-        """Return the highest peak in bytes that a step with this footprint may have; ``None`` if there is no limit."""
+        """Return the highest peak in bytes that a step with this footprint may have next to what others hold.
+
+        ``None`` if there is no limit.
+        """
         if self.device_bytes is None:
             return None
         with self._books:
