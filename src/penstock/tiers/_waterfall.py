@@ -137,9 +137,7 @@ class Waterfall:
         self._handles = handles
         self._abandoned: deque[Handle] = deque()
         self.device_changes: list[tuple[float, int]] | None = None
-        """A list, if you set one, that collects ``(time.time(), change in bytes)`` of what handles hold on the
-        device.
-        """
+        """``(time.time(), change in bytes)`` of what handles hold on the device; set it to a list to collect them."""
         self._has_warned = False
         self._is_forked_copy = self._is_closed = self._is_gone = False
         self._stall_s = 0.0

@@ -20,8 +20,8 @@ _NAMES = {
 def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
     """Advise CUDA about the memory of a unified tensor (``cudaMemAdvise``); return whether CUDA accepted it.
 
-    Only machines whose devices read pageable memory (Grace, or Linux with HMM) accept advice about host memory. On
-    other machines nothing happens, nor without the package ``cuda-bindings``, which comes with PyTorch for CUDA.
+    Only machines whose devices read pageable memory (Grace, or Linux with HMM) accept advice about host memory.
+    Elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
 
     Raises ``ValueError`` for unknown advice.
     """
@@ -49,7 +49,7 @@ def _runtime() -> Any:
 
 
 def _location(runtime: Any, device: int) -> Any:
-    """Return the runtime's name of a device; -1 means the host, which is an own type of location since CUDA 13."""
+    """Return the runtime's name of a device; -1 means the host, which has its own location type since CUDA 13."""
     if int(runtime.CUDART_VERSION) < 13000:
         return device
     location = runtime.cudaMemLocation()
