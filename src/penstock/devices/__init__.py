@@ -1,18 +1,19 @@
-"""What differs between kinds of devices, said once.
+"""The one place for differences between kinds of devices.
 
-- `backend_of`: the backend of a device; `has_backend`: whether it has one;
-  `is_accelerator`: and is not main memory.
-- `Backend`: time, memory, random states and threads of one device, under one name for every kind.
-- `Streams`, `Allocator`: its queues, and the counters of its memory, so that a fake can stand in for either;
-  `PeakWatch`, `Peaks`: how high they went, from a beginning of one's own.
-- `DeviceTimeline`: when a device passed its marks, on the host's clock.
+- `backend_of`: the backend of a device. `has_backend`: whether it has one. `is_accelerator`: whether it has one and is
+  not main memory.
+- `Backend`: time, memory, random states and threads of one device, under the same names for every kind.
+- `Streams`, `Allocator`: a device's queues and memory counters, separate so that a fake can replace either.
+  `PeakWatch`, `Peaks`: the highest values of the counters, from a starting point of your own.
+- `DeviceTimeline`: when a device passed its events, on the host's clock.
 - `pinned_memory`, `unpin_memory`: host memory from which the accelerator copies without the host's help.
 - `pin`, `unpin`: the same for memory that exists already, at its exact size (CUDA and ROCm).
-- `map_memory`: host memory of exact size; `on_node`, `stay_on_node`: memory and threads near to a device.
-- `accelerator_type`, `accelerators`, `kinds`: what this machine has; `used_device`: what this process computes on.
-- `random_forked`: draws that leave no trace.
+- `map_memory`: host memory of exact size. `on_node`, `stay_on_node`: memory and threads near a device.
+- `accelerator_type`, `accelerators`, `kinds`: the devices of this machine. `used_device`: the one that this process
+  computes on.
+- `random_forked`: random draws that leave the generators unchanged.
 
-Main memory has a backend of its own; all accelerators share one, which CUDA's extends.
+Main memory has a backend of its own. All accelerators share one, which CUDA's extends.
 """
 
 from penstock.devices._backend import Allocator as Allocator

@@ -1,7 +1,7 @@
-"""Any accelerator, by the names that PyTorch has for all of them.
+"""The backend of any accelerator, through the names that PyTorch has for all of them.
 
-`torch.Stream`, `torch.Event` and `torch.accelerator`, and for random states the module of the kind
-(`torch.get_device_module`). What a simulated device tests here is what runs on CUDA.
+It uses `torch.Stream`, `torch.Event` and `torch.accelerator`, and for random states the module of the device type
+(`torch.get_device_module`). So tests with a simulated device run the same code as CUDA.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class AcceleratorStreams(Streams):
         return torch.Stream(self._device)
 
     def record(self, stream: Stream, *, is_timed: bool = True) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=is_timed, blocking=True)  # who waits for it leaves his core
+        event = torch.Event(self._device, enable_timing=is_timed, blocking=True)  # a waiting thread frees its core
         event.record(stream)
         return event
 
@@ -66,7 +66,10 @@ class AcceleratorAllocator(Allocator):
         return int(torch.accelerator.memory_reserved(self._device))
 
     def _peaks(self) -> Peaks:
-        """As `torch.accelerator.memory_stats` has them, which is slower: it names and sorts all its numbers."""
+        """Return the peaks.
+
+        `torch.accelerator.memory_stats` has them too, but is slower: it names and sorts all numbers.
+        """
         if not torch._C._accelerator_isAllocatorInitialized():  # type: ignore[attr-defined]
             return Peaks(0, 0, 0)
         index = torch.accelerator.current_device_index() if self._device.index is None else self._device.index
@@ -98,7 +101,7 @@ class Accelerator(Backend):
 
     def is_on_default_stream(self) -> bool:
         current, default = self.streams.current(), self._module.default_stream(self.device)
-        return bool(current.stream_id == default.stream_id)  # as streams they differ by their Python type
+        return bool(current.stream_id == default.stream_id)  # stream objects may differ in their Python type
 
     def seconds(self, run: Callable[[], Any]) -> float:
         start = self.streams.record(self.streams.current())
@@ -119,7 +122,10 @@ class Accelerator(Backend):
         torch.accelerator.set_device_index(self.device)
 
     def warm_up(self) -> int:
-        """Workspaces of matrix products: 32 MiB for each thread and stream on an H100 (`CUBLAS_WORKSPACE_CONFIG`)."""
+        """Allocate the workspaces of matrix products now, and return their bytes.
+
+        They take 32 MiB for each thread and stream on an H100 (`CUBLAS_WORKSPACE_CONFIG`).
+        """
         before_bytes = self.allocator.allocated_bytes()
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             one = torch.ones(16, 16, device=self.device, dtype=dtype)
@@ -136,11 +142,11 @@ class Accelerator(Backend):
         self._module.set_rng_state(state, self.device)
 
     def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:
-        """PyTorch's own, which may be larger than what was asked for."""
+        """Return pinned memory of PyTorch, which may be larger than ``size_bytes``; ``None`` if there is none."""
         try:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return None
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """It goes back to PyTorch's cache when its last tensor dies."""
+        """Do nothing: the memory goes back to PyTorch's cache when its last tensor is freed."""

@@ -1,4 +1,4 @@
-"""What Penstock asks of a device, under one name for every kind."""
+"""The interface of a device, the same for every kind."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,86 +11,86 @@ import torch
 
 from penstock.errors import InternalError
 
-Stream = Any  # torch.Stream, or a fake's
-StreamEvent = Any  # torch.Event, or a fake's
+Stream = Any  # torch.Stream, or that of a fake
+StreamEvent = Any  # torch.Event, or that of a fake
 
 
 class Streams(Protocol):
-    """Queues of one device. Work on a stream runs in order, and beside the work of other streams."""
+    """The queues of one device. Work on a stream runs in order, and concurrently with other streams."""
 
     def current(self) -> Stream:
-        """The stream on which the computation runs now; read live, since autograd and users switch it."""
+        """Return the stream on which the computation runs now. Ask each time, since autograd and users switch it."""
 
     def create(self) -> Stream:
-        """A stream of its own, for a lane."""
+        """Create a stream, for a lane."""
 
     def record(self, stream: Stream, *, is_timed: bool = True) -> StreamEvent:
-        """A mark after all that is on ``stream`` so far; one that is not timed costs the device less."""
+        """Record an event after all work on ``stream`` so far; an event that is not timed costs the device less."""
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Lets later work on ``stream`` wait for ``event``."""
+        """Make later work on ``stream`` wait for ``event``."""
 
     def is_done(self, event: StreamEvent) -> bool:
-        """Whether the device has passed ``event``."""
+        """Return whether the device has passed ``event``."""
 
     def synchronize(self, event: StreamEvent) -> None:
-        """Blocks the calling thread until the device has passed ``event``."""
+        """Block the calling thread until the device has passed ``event``."""
 
     def elapsed_s(self, start: StreamEvent, end: StreamEvent) -> float:
-        """Seconds on the device's own clock between two marks that it has passed."""
+        """Return the seconds on the device's own clock between two events that it has passed."""
 
     def copy(self, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies bytes on ``stream``; both are ``uint8`` of one shape, one of them in host memory."""
+        """Copy bytes on ``stream``. Both tensors are ``uint8`` of the same shape, and one of them is in host memory."""
 
     def allocate(self, size_bytes: int) -> torch.UntypedStorage:
-        """Device memory that belongs to the current stream."""
+        """Allocate device memory that belongs to the current stream."""
 
     def share(self, storage: torch.UntypedStorage, stream: Stream) -> None:
-        """Tells the allocator that ``stream``, too, uses a storage that was allocated on another."""
+        """Tell the allocator that ``stream`` also uses a storage that was allocated on another stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The most that an allocator counted at once, each by itself."""
+    """The highest values of an allocator's counters, each at its own time."""
 
     allocated_bytes: int
-    """Of tensors, as it rounds their sizes."""
+    """Bytes of tensors, as the allocator rounds their sizes."""
     requested_bytes: int
-    """Of tensors, as they were asked for."""
+    """Bytes of tensors, as they were requested."""
     reserved_bytes: int
-    """Taken from the device, for tensors that are and for such as come."""
+    """Bytes taken from the device, including memory cached for later tensors."""
 
 
 class Allocator(ABC):
-    """An allocator that counts.
+    """An allocator that counts the bytes it hands out.
 
-    Its own peaks have one beginning for the whole process, so whoever set it would take it from all others. `watching`
-    gives everybody a beginning of his own.
+    Its own peaks have one starting point for the whole process, so resetting it would affect everybody else. `watching`
+    gives every caller a starting point of its own.
     """
 
     def __init__(self) -> None:
         self._watches: list[PeakWatch] = []
-        self._lock = threading.RLock()  # a finaliser may end a watch
+        self._lock = threading.RLock()  # a finalizer may end a watch
 
     @abstractmethod
     def allocated_bytes(self) -> int:
-        """What tensors have now, as it rounds their sizes."""
+        """Return the bytes that tensors have now, as the allocator rounds their sizes."""
 
     @abstractmethod
     def reserved_bytes(self) -> int:
-        """What it has taken from the device."""
+        """Return the bytes that it has taken from the device."""
 
     @abstractmethod
     def _peaks(self) -> Peaks:
-        """Since `_reset_peaks`."""
+        """Return the peaks since `_reset_peaks`."""
 
     @abstractmethod
     def _reset_peaks(self) -> None:
-        """Lets peaks begin with what is there now."""
+        """Let peaks start from the current values."""
 
     @contextmanager
     def watching(self) -> Iterator["PeakWatch"]:
-        """Peaks from here on, whoever else watches."""
+        """Record the peaks from here on, independent of other watches."""
         watch = PeakWatch(self)
         with self._lock:
             self._begin_anew()
@@ -102,30 +102,30 @@ class Allocator(ABC):
                 self._watches.remove(watch)
 
     def _begin_anew(self) -> None:
-        """All who watch keep what they have seen. Holds the lock."""
+        """Reset the peaks after all watches have noted theirs. The caller holds the lock."""
         for watch in tuple(self._watches):
             watch.note()
         self._reset_peaks()
 
 
 class PeakWatch:
-    """The peaks of an allocator since somebody began to watch. Made by ``Allocator.watching``."""
+    """The peaks of an allocator since a starting point. Made by ``Allocator.watching``."""
 
     def __init__(self, allocator: Allocator):
         self._allocator = allocator
         self._before = Peaks(0, 0, 0)
 
     def peaks(self) -> Peaks:
-        """Since the beginning, or since ``restart``."""
+        """Return the peaks since the start, or since ``restart``."""
         now, before = self._allocator._peaks(), self._before
         return Peaks(*(max(getattr(now, name), getattr(before, name)) for name in Peaks.__slots__))
 
     def note(self) -> None:
-        """The allocator's own peaks are about to begin anew."""
+        """Keep the peaks so far, before the allocator's own peaks are reset."""
         self._before = self.peaks()
 
     def restart(self) -> None:
-        """Begins again with what is there now."""
+        """Start again from the current values."""
         with self._allocator._lock:
             self._allocator._begin_anew()
             self._before = Peaks(0, 0, 0)
@@ -135,9 +135,9 @@ class Backend(ABC):
     """One device."""
 
     streams: Streams | None = None
-    """Its queues; ``None`` where operators run when they are called."""
+    """Its queues; ``None`` if operators run synchronously."""
     allocator: Allocator | None = None
-    """What counts its memory, which is apart from the host's; ``None`` where nothing does."""
+    """The counters of its memory, if that is separate from the host's; ``None`` if nothing counts it."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -147,52 +147,52 @@ class Backend(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Blocks until it has done all that it was given."""
+        """Block until the device has done all its work."""
 
     @abstractmethod
     def finish_current(self) -> None:
-        """Blocks until it has done what is on the current stream."""
+        """Block until the work on the current stream is done."""
 
     @abstractmethod
     def is_on_default_stream(self) -> bool:
-        """Whether the calling thread computes where everybody does who chose no stream."""
+        """Return whether the calling thread computes on the default stream."""
 
     @abstractmethod
     def seconds(self, run: Callable[[], Any]) -> float:
-        """How long ``run()`` takes by the device's own clock."""
+        """Return how long ``run()`` takes by the device's own clock."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What its maker calls it."""
+        """The manufacturer's name of the device."""
 
     @property
     def numa_node(self) -> int | None:
-        """The node of host memory that it is near to; ``None`` where the system does not say, or has but one kind."""
+        """The NUMA node near the device; ``None`` if the system does not say or has only one kind of memory."""
         return None
 
     @abstractmethod
     def memory_bytes(self) -> tuple[int, int]:
-        """Bytes of its memory that no process has, and of all of it."""
+        """Return the free and the total bytes of its memory."""
 
     @abstractmethod
     def use(self, *, num_threads: int) -> None:
-        """Lets the calling thread compute on it; on a CPU, with that many threads to each operator."""
+        """Let the calling thread compute on the device; on a CPU, with ``num_threads`` threads for each operator."""
 
     def warm_up(self) -> int:
-        """Lets its libraries take what memory they keep for the calling thread; bytes of it that are new."""
+        """Let libraries allocate the memory that they keep for the calling thread; return its new bytes."""
         return 0
 
     @abstractmethod
     def random_state(self) -> torch.Tensor:
-        """The state from which the next random operator draws: ``uint8``, in main memory."""
+        """Return the state from which the next random operator draws: ``uint8``, in main memory."""
 
     @abstractmethod
     def set_random_state(self, state: torch.Tensor) -> None:
-        """Lets the next random operator draw from ``state``."""
+        """Make the next random operator draw from ``state``."""
 
     def pinned_memory(self, size_bytes: int) -> torch.Tensor | None:  # noqa: ARG002
-        """Host memory from which it copies by itself, ``uint8``; ``None`` where it has none, or is refused it."""
+        """Return ``uint8`` host memory from which the device copies by itself; ``None`` if it has or gets none."""
         return None
 
     def unpin(self, memory: torch.Tensor) -> None:
@@ -200,7 +200,7 @@ class Backend(ABC):
         raise InternalError(f"{self!r} has pinned nothing, so not {memory.data_ptr():#x}")
 
     def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002
-        """Let it use host memory where that is, at its exact size; return whether it could be."""
+        """Let the device use host memory in place, at its exact size; return whether that worked."""
         return False
 
     def unregister(self, address: int) -> None:

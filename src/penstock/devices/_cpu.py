@@ -1,4 +1,4 @@
-"""Main memory as the device: operators run when they are called, and nothing counts their bytes."""
+"""Main memory as the device: operators run synchronously, and nothing counts their bytes."""
 
 import platform
 import time
@@ -15,10 +15,10 @@ class Cpu(Backend):
     """The processor and main memory."""
 
     def finish(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: operators have ended when they return."""
 
     def finish_current(self) -> None:
-        """Nothing is ever under way."""
+        """Do nothing: operators have ended when they return."""
 
     def is_on_default_stream(self) -> bool:
         return True

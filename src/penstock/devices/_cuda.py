@@ -1,13 +1,13 @@
-"""NVIDIA's devices, and AMD's, which PyTorch names alike: what `torch.accelerator` lacks and they have.
+"""The backend of NVIDIA's devices, and of AMD's, which PyTorch names alike: what `torch.accelerator` lacks.
 
-Overrides, and why each:
+Overrides, and the reason for each:
 
-- `pinned_memory`, `unpin`: PyTorch's pinned memory is rounded up to a power of two; mapped and registered it has its
+- `pinned_memory`, `unpin`: PyTorch rounds pinned memory up to a power of two. Mapped and registered memory has its
   exact size, and goes back to the system.
-- `numa_node`: PyTorch tells a device's place on the bus under names of CUDA's own.
-- `register`, `unregister`: memory that exists already is registered where it is, so that kernels read it in place.
+- `numa_node`: PyTorch has the device's position on the bus only under CUDA's own names.
+- `register`, `unregister`: memory that exists already is registered in place, so that kernels can read it there.
 
-`tests/devices/test_cuda.py` holds the order of the calls, with a runtime that takes notes.
+`tests/devices/test_cuda.py` checks the order of the calls, with a runtime that records them.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from penstock.devices._host_memory import map_memory
 from penstock.devices._numa import node_of_pci
 
 _PORTABLE_AND_MAPPED = 1 | 2
-"""For every device of the process, and into their address space."""
+"""Flags that register memory for every device of the process and map it into their address space."""
 
 
 class Cuda(Accelerator):
@@ -29,7 +29,7 @@ class Cuda(Accelerator):
     def numa_node(self) -> int | None:
         found = torch.cuda.get_device_properties(self.device)
         parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-        if None in parts:  # older versions do not tell
+        if None in parts:  # older versions do not have them
             return None
         domain, bus, slot = parts
         return node_of_pci(f"{domain:04x}:{bus:02x}:{slot:02x}.0")
@@ -44,7 +44,7 @@ class Cuda(Accelerator):
     def register(self, memory: torch.Tensor) -> bool:
         try:
             status = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE_AND_MAPPED))
-        except RuntimeError:  # of the first call, which makes the device's context
+        except RuntimeError:  # raised by the first call, which makes the device's context
             return False
         if status:
             self._forget_error()
@@ -54,12 +54,15 @@ class Cuda(Accelerator):
         _runtime().cudaHostUnregister(address)
 
     def _forget_error(self) -> None:
-        """CUDA reports a refusal once more at the next launch, whoever makes it; so this makes one."""
+        """Clear the error.
+
+        CUDA reports a refusal again at the next kernel launch of any caller, so this launches a kernel.
+        """
         try:
             torch.zeros(1, device=self.device)
         except (RuntimeError, AssertionError):  # PyTorch without CUDA asserts
             pass
 
 
-def _runtime() -> Any:  # any: a module of PyTorch's without types
+def _runtime() -> Any:  # any: a module of PyTorch without types
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Memory of the host, mapped at its exact size."""
+"""Host memory that is mapped at its exact size."""
 
 import mmap
 
@@ -11,7 +11,7 @@ from penstock.arguments import checked
 def map_memory(size_bytes: int) -> torch.Tensor:
     """Return ``size_bytes`` of zeros as ``uint8``, from the start of a page, and not inherited by forked children.
 
-    It is given back to the system when the last tensor over it dies. Raises ``OSError`` where there is none left.
+    The memory goes back to the system when the last tensor over it is freed. Raises ``OSError`` if there is none left.
     """
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)

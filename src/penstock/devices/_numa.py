@@ -1,7 +1,7 @@
-"""Which memory of a machine with several nodes is near to a device, as Linux says it.
+"""NUMA nodes, as Linux reports them: which host memory is near a device.
 
-Pages lie on the node of the processor that touches them first. So whoever maps memory for a device does it on a
-processor of the device's node, and the threads that copy for it stay there.
+Pages lie on the node of the processor that touches them first. So memory for a device is mapped on a processor of the
+device's node, and the threads that copy for the device stay there.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def node_of_pci(address: str) -> int | None:
-    """The node that a device at a PCI address such as ``"0000:3b:00.0"`` is on; ``None`` where nobody says so."""
+    """Return the node of the device at a PCI address, ``"0000:3b:00.0"`` say; ``None`` if unknown."""
     try:
         node = int((_PCI / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -25,7 +25,7 @@ def node_of_pci(address: str) -> int | None:
 
 
 def processors_of(node: int) -> set[int]:
-    """The processors of a node that this thread may run on; empty where nobody says so."""
+    """Return the processors of a node that this thread may run on; empty if the system does not say."""
     try:
         text = (_NODES / f"node{node}" / "cpulist").read_text()
         found: set[int] = set()
@@ -33,13 +33,13 @@ def processors_of(node: int) -> set[int]:
             first, _, last = part.partition("-")
             found |= set(range(int(first), int(last or first) + 1))
         return found & os.sched_getaffinity(0)
-    except (OSError, ValueError, AttributeError):  # no Linux, or a list that is none
+    except (OSError, ValueError, AttributeError):  # not Linux, or the list cannot be parsed
         return set()
 
 
 @checked("penstock.devices.stay_on_node(0)")
 def stay_on_node(node: int | None) -> None:
-    """Lets the calling thread run on that node's processors alone, if there are some."""
+    """Restrict the calling thread to that node's processors, if it may use any of them."""
     processors = set() if node is None else processors_of(node)
     if processors:
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def stay_on_node(node: int | None) -> None:
 @contextlib.contextmanager
 @checked("with penstock.devices.on_node(0)")
 def on_node(node: int | None) -> Iterator[None]:
-    """Inside, the calling thread runs on that node's processors, so that memory it touches first lies there."""
+    """Run the calling thread on that node's processors inside the block, so that memory it touches first lies there."""
     if node is None or not processors_of(node):
         yield
         return

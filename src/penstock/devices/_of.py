@@ -1,4 +1,4 @@
-"""Which devices there are, and the backend of each."""
+"""The devices of this machine, and the backend of each."""
 
 import functools
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from penstock.devices._cpu import Cpu
 from penstock.devices._cuda import Cuda
 
 _KINDS: dict[str, type[Backend]] = {"cpu": Cpu, "cuda": Cuda}
-"""Every other kind is an `Accelerator`."""
+"""Backends by kind; every other kind is an `Accelerator`."""
 _WITHOUT_STREAMS = ("mps",)
-"""Kinds of accelerators that copy nothing beside their computation, so that Penstock gains nothing on them."""
+"""Kinds of accelerators that cannot copy while they compute, so that Penstock gains nothing on them."""
 
 
 def backend_of(device: torch.device | str) -> Backend:
-    """The backend of ``device``; without an index, of the kind's current device.
+    """Return the backend of ``device``; without an index, that of the kind's current device.
 
     Raises ``ValueError`` for a kind that is neither the CPU nor this machine's accelerator.
     """
@@ -37,19 +37,19 @@ def _backend_of(device: torch.device) -> Backend:
 
 
 def has_backend(device: torch.device | str) -> bool:
-    """Whether it is the CPU or one of this machine's accelerators; fake and meta tensors are elsewhere."""
+    """Return whether ``device`` is the CPU or one of this machine's accelerators, unlike the meta device."""
     kind = torch.device(device).type
     return kind == "cpu" or kind == accelerator_type()
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is one of this machine's accelerators."""
+    """Return whether ``device`` is one of this machine's accelerators."""
     return device.type != "cpu" and has_backend(device)
 
 
 def accelerator_type() -> str | None:
-    """The kind of accelerator that PyTorch finds here, "cuda" say; ``None`` without one that has streams."""
-    found = torch.accelerator.current_accelerator()  # that this build of PyTorch knows: costs nothing to ask
+    """Return the kind of accelerator that PyTorch finds here, such as "cuda"; ``None`` if none has streams."""
+    found = torch.accelerator.current_accelerator()  # the one this build of PyTorch supports; cheap to ask
     if found is None or found.type in _WITHOUT_STREAMS or not _is_here(found.type):
         return None
     return found.type
@@ -61,19 +61,19 @@ def _is_here(kind: str) -> bool:
 
 
 def kinds() -> tuple[str, ...]:
-    """The kinds of devices here: ``("cpu",)``, or ``("cpu", "cuda")``."""
+    """Return the kinds of devices here: ``("cpu",)``, or for example ``("cpu", "cuda")``."""
     found = accelerator_type()
     return ("cpu",) if found is None else ("cpu", found)
 
 
 def accelerators() -> list[torch.device]:
-    """All accelerators of this machine."""
+    """Return all accelerators of this machine."""
     kind = accelerator_type()
     return [] if kind is None else [torch.device(kind, at) for at in range(torch.accelerator.device_count())]
 
 
 def used_device() -> torch.device:
-    """The current accelerator, if tensors were made on one in this process, else the CPU."""
+    """Return the current accelerator if this process has made tensors on one, else the CPU."""
     kind = accelerator_type()
     if kind is None or not torch.accelerator.memory_stats():  # empty until then
         return torch.device("cpu")
@@ -82,7 +82,7 @@ def used_device() -> torch.device:
 
 @checked("with penstock.devices.random_forked([model_device])")
 def random_forked(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Inside, the generators of the CPU and of ``devices`` may be drawn from; afterwards they are as before."""
+    """Restore the generators of the CPU and of ``devices`` after the block, which may draw from them."""
     others = [device for device in devices if is_accelerator(device)]
     kind = others[0].type if others else "cuda"
     return torch.random.fork_rng(sorted({device.index or 0 for device in others}), device_type=kind)

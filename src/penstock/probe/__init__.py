@@ -1,14 +1,15 @@
-"""What a step costs and what this machine can do.
+"""Measuring the memory and time of a step, and the capabilities of this machine.
 
-- `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA;
+- `peak_bytes`, `record_memory`, `PeakReport`, `MemoryRecording`: the true peak of a call or a block, on CPU and CUDA.
   `can_record` says whether it can be measured now; `giving_way` is for recordings that end when others begin;
-  `held_bytes` what tensors have now.
-- `bandwidths`, `LaneBandwidth`: what each link carries in each direction, measured and remembered for a week;
-  `link_rate_bytes_per_s` for an accelerator's, in a moment.
-- `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not;
-  `gpu_direct_storage` for one directory.
-- `in_rounds`, `paired_ratio`, `Ratio`: ways to do the same thing, timed in turn; `provenance`: with what, and where.
-- `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by those who hold them.
+  `held_bytes` is what tensors take now.
+- `bandwidths`, `LaneBandwidth`: the bandwidth of each link in each direction, measured and cached for a week.
+  `link_rate_bytes_per_s` measures an accelerator's link in a moment.
+- `machine`, `MachineReport`, `Place`, `Feature`: devices, tiers, bandwidths, and what works here or why not.
+  `gpu_direct_storage` checks one directory.
+- `in_rounds`, `paired_ratio`, `Ratio`: alternatives timed alternately. `provenance`: the hardware and versions of a
+  measurement.
+- `ledger`, `Ledger`: bytes that PyTorch's profiler cannot see, charged by the code that holds them.
 """
 
 from penstock.probe._bandwidth import LaneBandwidth as LaneBandwidth

@@ -1,4 +1,4 @@
-"""Bandwidth of each link in each direction, by real transfers, remembered per machine for a week."""
+"""The bandwidth of each link in each direction, measured by real transfers and cached per machine for a week."""
 
 import contextlib
 import functools
@@ -31,25 +31,25 @@ _LINK_SAMPLE_BYTES = 16 * 2**20
 _ROUNDS = 3
 _NUM_THREADS = 4
 _MOST = 1e15
-"""Seconds since 1970 and bytes a second beyond it are damage."""
+"""A bound on times since 1970 in seconds and on bytes per second; larger cached values are damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneBandwidth:
-    """What one link carries in one direction."""
+    """The bandwidth of one link in one direction."""
 
     lane: str
-    """Such as ``"device->disk"``, as in events."""
+    """Name of the link, such as ``"device->disk"``, as in events."""
     bandwidth_bytes_per_s: float
-    """Median over a few transfers of 256 MiB in requests of 8 MiB."""
+    """Bytes per second: the median over a few transfers of 256 MiB in requests of 8 MiB."""
     is_direct: bool
-    """Whether the bytes go without a copy by the processor (``O_DIRECT``, pinned memory)."""
+    """Whether the bytes move without a copy by the processor (``O_DIRECT``, pinned memory)."""
     measured_s: float
-    """When, in seconds of ``time.time()``."""
+    """When it was measured, in seconds of ``time.time()``."""
 
     @property
     def link(self) -> Link:
-        """From where to where."""
+        """The link, with its source and target."""
         return Link.named(self.lane)
 
 
@@ -57,13 +57,15 @@ class LaneBandwidth:
 def bandwidths(
     directory: str | os.PathLike[str], *, refresh: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> tuple[LaneBandwidth, ...]:
-    """Bandwidths between the device, host memory and a disk, in bytes per second.
+    """Return the bandwidths between the device, host memory and a disk, in bytes per second.
 
-    ``directory`` is where the disk tier would spill; 256 MiB of free space are needed there for a moment. Results are
-    kept per machine, device and file system for a week; ``refresh`` measures anew. On a CPU-only machine the lanes are
-    ``device->disk`` and ``disk->device``; with an accelerator ``host->disk``, ``disk->host``, ``device->host`` and
-    ``host->device``, and the two between device and disk where GPUDirect Storage works. ``progress`` is told after each
-    transfer how many are done, and of how many.
+    ``directory`` is where the disk tier would keep its files; 256 MiB of free space are needed there for a moment.
+    Results are cached per machine, device and file system for a week; ``refresh`` ignores the cache and measures again.
+    On a CPU-only machine the lanes are ``device->disk`` and ``disk->device``. With an accelerator they are
+    ``host->disk``, ``disk->host``, ``device->host`` and ``host->device``, and the two between device and disk where
+    GPUDirect Storage works. After each transfer, ``progress`` is called with the number of transfers done and their
+    total.
+
     Raises what opening a file in ``directory`` raises.
     """
     key = _key(Path(directory))
@@ -94,10 +96,10 @@ def bandwidths(
 @functools.cache
 @checked("penstock.probe.link_rate_bytes_per_s(torch.device('cuda', 0))")
 def link_rate_bytes_per_s(device: torch.device) -> float | None:
-    """What the link between an accelerator and pinned host memory carries, in its slower direction.
+    """Return the bandwidth of the link between an accelerator and pinned host memory, in its slower direction.
 
-    By the device's clock, with 16 MiB, when first asked in this process. ``None`` for a CPU, and where there is no
-    memory for it.
+    Measured by the device's clock with 16 MiB, at the first call in this process. ``None`` for a CPU, and if there is
+    no memory for it.
     """
     backend = backend_of(device)
     if backend.streams is None:
@@ -124,7 +126,7 @@ def _disk_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -> 
         spill.grow(_SAMPLE_BYTES)
         memory = mmap.mmap(-1, _SAMPLE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         view = memoryview(memory)
-        view[:] = os.urandom(2**20) * (_SAMPLE_BYTES // 2**20)  # a disk that compresses gains nothing
+        view[:] = os.urandom(2**20) * (_SAMPLE_BYTES // 2**20)  # compression gains nothing on it
         write_s = _timed(lambda: _in_requests(spill.write, view), tick)
         read_s = _timed(lambda: _in_requests(spill.read, view), tick)
     finally:
@@ -167,7 +169,7 @@ def _direct_lanes(directory: str | os.PathLike[str], tick: Callable[[], None]) -
 
 
 def _in_requests(transfer: Callable[[Any, int], object], memory: memoryview | torch.UntypedStorage) -> None:
-    """Calls ``transfer`` with each slice of ``memory`` and its offset, from a few threads."""
+    """Call ``transfer`` with each slice of ``memory`` and its offset, from a few threads."""
     offsets = iter(range(0, len(memory), _REQUEST_BYTES))
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -231,7 +233,7 @@ def _load_cache() -> dict[str, list[dict[str, Any]]]:  # any: JSON that somebody
                     for one in (bandwidth.measured_s, bandwidth.bandwidth_bytes_per_s)
                 ):
                     return {}
-                Link.named(bandwidth.lane)  # raises where it is none
+                Link.named(bandwidth.lane)  # raises if there is no such link
     except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return {}
     return cache  # type: ignore[no-any-return]
@@ -245,4 +247,4 @@ def _store_cache(cache: dict[str, list[dict[str, Any]]]) -> None:
         draft.write_text(json.dumps(cache))
         draft.replace(file)
     except OSError:
-        pass  # a cache that cannot be kept costs two seconds the next time
+        pass  # without a cache, the next call measures again, which takes two seconds

@@ -1,7 +1,8 @@
-"""Whether a CUDA device and a disk move bytes without main memory between them, found out by doing it.
+"""A test whether a CUDA device and a disk can exchange bytes without main memory between them.
 
-cuFile, under ``torch.cuda.gds``, also "works" where the kernel cannot do it: it then copies through main memory by
-itself, more slowly than our own staging. So the kernel module is asked for first, and a round trip is compared.
+cuFile, under ``torch.cuda.gds``, also "works" where the kernel does not support it: it then copies through main memory
+by itself, more slowly than our own staging. So this module first looks for the kernel module, and then compares the
+bytes of a round trip.
 """
 
 import functools
@@ -20,19 +21,22 @@ _TRIAL_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """Something that a machine may support."""
+    """A feature that a machine may support."""
 
     name: str
-    """What it is."""
+    """Name of the feature."""
     is_supported: bool
     """Whether it works here."""
     reason: str
-    """Why not, or how it was found out."""
+    """Why it does not work, or how it was tested."""
 
 
 @checked("penstock.probe.gpu_direct_storage('/nvme')")
 def gpu_direct_storage(directory: str | os.PathLike[str]) -> Feature:
-    """Whether GPUDirect Storage works between the current CUDA device and ``directory``. Tried once a process."""
+    """Return whether GPUDirect Storage works between the current CUDA device and ``directory``.
+
+    Tried once per process.
+    """
     return _tried(Path(directory).resolve())
 
 
@@ -44,7 +48,7 @@ def _tried(directory: Path) -> Feature:
 
 
 def _trouble(directory: Path) -> str:
-    """Why it does not work; empty if it does."""
+    """Return why it does not work; empty if it does."""
     if not torch.cuda.is_available():
         return "needs a CUDA device"
     if not _MODULE.exists():

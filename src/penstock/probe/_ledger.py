@@ -1,8 +1,8 @@
-"""The ledger: bytes of main memory that PyTorch's allocator events on the computing thread do not show.
+"""A ledger of main memory that PyTorch's allocator events on the computing thread do not show.
 
-The profiler sees what the thread that computes allocates and frees. Slabs of the host tier, edges of parked storages
-and buffers of lane threads are invisible to it; whoever holds such bytes charges them here, and the peak meter adds
-the ledger's running sum to its own. Charging costs a lock and an addition.
+The profiler sees what the computing thread allocates and frees. It cannot see slabs of the host tier, edges of parked
+storages and buffers of lane threads. The code that holds such bytes charges them here, and the peak meter adds the
+ledger's running sum to its own. A charge costs a lock and an addition.
 """
 
 import threading
@@ -17,7 +17,7 @@ class Ledger:
     """A running sum of bytes, with its history while somebody records it. Safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may charge while this thread charges
+        self._lock = threading.RLock()  # a finalizer may charge while this thread charges
         self._held_bytes = 0
         self._recordings: list[list[tuple[int, int]]] = []
 
@@ -28,7 +28,7 @@ class Ledger:
 
     @checked("penstock.probe.ledger.charge(2**20)")
     def charge(self, size_bytes: int) -> None:
-        """Adds ``size_bytes``; a negative number gives bytes back."""
+        """Add ``size_bytes``; a negative number gives bytes back."""
         with self._lock:
             self._held_bytes += size_bytes
             for recording in self._recordings:
@@ -36,7 +36,7 @@ class Ledger:
 
     @contextmanager
     def record(self) -> Iterator[list[tuple[int, int]]]:
-        """Yields a list that collects ``(unix time in ns, change in bytes)`` until the block ends."""
+        """Yield a list that collects ``(unix time in ns, change in bytes)`` until the block ends."""
         recording: list[tuple[int, int]] = []
         with self._lock:
             self._recordings.append(recording)

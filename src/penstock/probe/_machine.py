@@ -1,4 +1,4 @@
-"""What this machine has: devices, tiers, bandwidths, and which features work or why not."""
+"""A report of this machine: devices, tiers, bandwidths, and which features work or why not."""
 
 import importlib.util
 import os
@@ -22,23 +22,23 @@ class Place:
     name: str
     """``"device"``, ``"host"`` or ``"disk"``."""
     description: str
-    """What it is on this machine."""
+    """Description of the device or tier on this machine."""
     capacity_bytes: int
-    """All of it."""
+    """Total bytes."""
     free_bytes: int
-    """What is free now."""
+    """Bytes free now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineReport:
-    """What ``machine`` found."""
+    """The result of ``machine``."""
 
     places: tuple[Place, ...]
     """Devices first, then tiers."""
     lanes: tuple[LaneBandwidth, ...]
-    """Bandwidths, per link and direction."""
+    """Bandwidths per link and direction."""
     features: tuple[Feature, ...]
-    """What works, and why the rest does not."""
+    """Features that work, and those that do not with the reason."""
 
 
 @checked("penstock.probe.machine('/nvme')")
@@ -48,10 +48,13 @@ def machine(
     refresh: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MachineReport:
-    """Looks at this machine, with ``directory`` as the place to spill. See ``bandwidths`` for cost and errors."""
+    """Examine this machine, with ``directory`` as the place for the disk tier.
+
+    See ``bandwidths`` for cost and errors.
+    """
     lanes = bandwidths(
         directory, refresh=refresh, progress=progress
-    )  # first, since it says best what is wrong with a directory
+    )  # first, since its error best says what is wrong with a directory
     return MachineReport(places=_devices() + _tiers(Path(directory)), lanes=lanes, features=_features(directory))
 
 

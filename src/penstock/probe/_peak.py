@@ -1,14 +1,14 @@
-"""The true peak of a step in bytes, on an accelerator and on a CPU.
+"""Measurement of the true peak memory of a step in bytes, on an accelerator and on a CPU.
 
-On an accelerator the allocator counts. On CPU PyTorch has no counter; the peak is the bytes of tensors alive at the
+On an accelerator the allocator counts. On the CPU PyTorch has no counter; the peak is the bytes of tensors alive at the
 start, plus the running sum of what the computing thread allocates and frees as the profiler reports it, plus the ledger
-of memory that the profiler cannot see (`_ledger.py`). Both parts have time stamps of one clock and are merged in their
-order.
+of memory that the profiler cannot see (`_ledger.py`). The time stamps of both come from the same clock, and their
+changes are merged in that order.
 
-Known gaps. The profiler does not report the freeing of memory that was allocated before it started: such bytes count
-as held to the end, and ``released_bytes`` says how many they are (zero gradients in place, rather than dropping them,
-inside what is measured). Memory that a library takes past PyTorch's allocator (oneDNN scratch space, numpy) is seen in
-``rss_bytes`` alone. Two profilers break each other, so measuring inside a profiled region is refused.
+Known limits. The profiler does not report the freeing of memory that was allocated before it started. Such bytes count
+as held to the end, and ``released_bytes`` says how many they are (inside the measured code, zero gradients in place
+instead of dropping them). Memory that a library takes without PyTorch's allocator (oneDNN scratch space, numpy) shows
+only in ``rss_bytes``. Two profilers break each other, so measuring inside a profiled region raises an error.
 """
 
 import ctypes
@@ -30,49 +30,49 @@ from penstock.devices import Allocator, Backend, backend_of, used_device
 from penstock.probe._ledger import ledger
 
 _SILENT = "6"
-"""A level of Kineto's above all of its messages."""
+"""A log level of Kineto that is above all of its messages."""
 _ERRORS = 2
-"""A level of PyTorch's."""
+"""PyTorch's log level for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakReport:
-    """What a call took. All sizes are bytes on the device that was measured."""
+    """The memory that a call took. All sizes are bytes on the measured device."""
 
     peak_bytes: int
     """The most that was held at once: parameters, gradients, optimizer state, activations, workspaces."""
     start_bytes: int
-    """Held before the call."""
+    """Bytes held before the call."""
     activation_bytes: int
     """``peak_bytes - start_bytes``: the activation peak, if gradients were already allocated at the start."""
     released_bytes: int
     """Part of ``start_bytes`` that the call released; on CPU the peak still counts it as held. 0 on an accelerator."""
     rss_bytes: int
-    """The most main memory the process had resident during the call, libraries and interpreter included."""
+    """The most main memory that the process had resident during the call, including libraries and the interpreter."""
     requested_bytes: int
-    """Accelerator: the most that was asked for; ``peak_bytes`` has it rounded. CPU: equal to ``peak_bytes``."""
+    """Accelerator: the most that was requested, which ``peak_bytes`` rounds up. CPU: equal to ``peak_bytes``."""
     reserved_bytes: int
-    """Accelerator: the most the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
+    """Accelerator: the most that the caching allocator had taken from the device. CPU: equal to ``peak_bytes``."""
     timeline: tuple[tuple[float, int], ...]
     """``(seconds of time.time(), bytes held)`` after each change. Empty on an accelerator."""
-    result: Any  # whatever the function returned
-    """What the call returned."""
+    result: Any  # any type the function returns
+    """The value that the call returned."""
 
 
 class MemoryRecording:
-    """Filled by ``record_memory`` when its block ends."""
+    """The result of ``record_memory``, filled when its block ends."""
 
     report: PeakReport
     blocks: list[tuple[int, int, int]]
-    """CPU: ``(unix time in ns, address, bytes)`` of whatever the allocator gave, or with negative bytes took back."""
+    """CPU: ``(unix time in ns, address, bytes)`` of every allocation, and of every free with negative bytes."""
 
 
 @checked("penstock.probe.peak_bytes(lambda: step(batch))")
 def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None = None) -> PeakReport:
-    """Calls ``function()`` once and reports the peak of memory on ``device``.
+    """Call ``function()`` once and report the peak of memory on ``device``.
 
-    ``device`` is ``"cpu"`` or an accelerator; by default the current accelerator if this process has used one, else
-    the CPU. Raises ``RuntimeError`` on CPU while a profiler is running, and whatever the function raises.
+    ``device`` is ``"cpu"`` or an accelerator; by default the current accelerator if this process has used one, else the
+    CPU. Raises ``RuntimeError`` on CPU while a profiler is running, and whatever the function raises.
 
     >>> import torch
     >>> from penstock import probe
@@ -92,11 +92,11 @@ def peak_bytes(function: Callable[[], Any], *, device: torch.device | str | None
 def record_memory(
     device: torch.device | str | None = None, *, this_thread_only: bool = False
 ) -> Iterator[MemoryRecording]:
-    """Measures the block; ``recording.report`` exists once it has ended. See ``peak_bytes``.
+    """Measure the memory of a block; ``recording.report`` exists once the block has ended. See ``peak_bytes``.
 
-    ``this_thread_only`` is for a CPU on which other Python threads run: neither what is alive at the start (other
-    threads must not run while all objects are looked through) nor the ledger counts, and what the block frees of that
-    start counts as held.
+    ``this_thread_only`` is for a CPU on which other Python threads run. Then neither the tensors alive at the start
+    count (other threads must not run while all objects are searched) nor the ledger, and what the block frees of those
+    tensors counts as held.
     """
     if device is None:
         device = used_device()
@@ -111,18 +111,18 @@ def record_memory(
 
 @checked("penstock.probe.can_record('cpu')")
 def can_record(device: torch.device | str) -> bool:
-    """Whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
+    """Return whether ``record_memory`` works on ``device`` now: on the CPU not while a PyTorch profiler runs."""
     if torch.device(device).type != "cpu":
         return True
     if any(thread != threading.get_ident() for thread, _ in _passive):
-        return False  # profilers of several threads break each other, and only the one that began it can end it
+        return False  # profilers of several threads break each other, and only the thread that began one can end it
     return bool(_passive) or not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
-    """Weak references to the storages of all tensors that Python can reach, gradients included, by identity."""
+    """Return weak references to the storages of all tensors that Python can reach, including gradients, by identity."""
     found: dict[int, StorageWeakRef] = {}
-    kinds = _tensor_types()  # a process has half a million objects: a look into a set costs a tenth of issubclass
+    kinds = _tensor_types()  # a process has half a million objects, and a set lookup costs a tenth of issubclass
     for thing in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         tensors = [thing]
         if thing.is_leaf and thing.grad is not None:
@@ -136,9 +136,10 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
 
 @checked("penstock.probe.held_bytes('cuda:0')")
 def held_bytes(device: str | torch.device = "cpu") -> int:
-    """Bytes that tensors have on ``device`` now: as the allocator counts, or, on CPU, of all that Python can reach.
+    """Return the bytes that tensors have on ``device`` now.
 
-    Raises as `torch.device` does for one that does not exist.
+    On an accelerator the allocator counts them. On the CPU they are the bytes of all tensors that Python can reach,
+    plus the ledger's. Raises what `torch.device` raises for a device that does not exist.
     """
     allocator = backend_of(torch.device(device)).allocator
     if allocator is not None:
@@ -147,7 +148,7 @@ def held_bytes(device: str | torch.device = "cpu") -> int:
 
 
 def _tensor_types() -> set[type[torch.Tensor]]:
-    """All classes of tensors that there are now."""
+    """Return all classes of tensors that exist now."""
     kinds: set[type[torch.Tensor]] = set()
     waiting: list[type[torch.Tensor]] = [torch.Tensor]
     while waiting:
@@ -159,13 +160,13 @@ def _tensor_types() -> set[type[torch.Tensor]]:
 
 
 _passive: list[tuple[int, Callable[[], None]]] = []
-"""Recordings of ours that give way: the thread of each, and what ends it."""
+"""Our own recordings that give way to others: the thread of each, and the function that ends it."""
 
 
 @contextmanager
 @checked("with penstock.probe.giving_way(stop)")
 def giving_way(stop: Callable[[], None]) -> Iterator[None]:
-    """Inside, a recording that this thread starts calls ``stop`` first, which is to end the one that runs."""
+    """Let recordings that this thread starts inside the block call ``stop`` first, which must end the current one."""
     entry = (threading.get_ident(), stop)
     _passive.append(entry)
     try:
@@ -238,11 +239,11 @@ def _record_cpu(recording: MemoryRecording, this_thread_only: bool) -> Iterator[
 
 @contextmanager
 def _quiet_profiler() -> Iterator[torch.autograd.profiler.profile]:
-    """A profiler of memory that writes nothing to standard error.
+    """Run a memory profiler that writes nothing to standard error.
 
-    Kineto, which writes lines with ``USDT``, reads its log level from the environment when the first profiler of the
-    process starts; a level that the user has set stays. The allocator, which writes one for every thousand blocks that
-    are freed and were there before, looks at PyTorch's own level.
+    Kineto writes lines with ``USDT``. It reads its log level from the environment when the first profiler of the
+    process starts; a level that the user has set is kept. The allocator writes one line for every thousand freed blocks
+    that were allocated before. It uses PyTorch's own log level.
     """
     name, profiler = "KINETO_LOG_LEVEL", torch.autograd.profiler.profile(profile_memory=True)
     before = os.environ.setdefault(name, _SILENT)
@@ -263,7 +264,7 @@ def _quiet_profiler() -> Iterator[torch.autograd.profiler.profile]:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Inside, PyTorch's C++ logs errors alone, where its library lets one set that."""
+    """Make PyTorch's C++ code log only errors inside the block, if its library lets us set that."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -278,7 +279,7 @@ def _errors_only() -> Iterator[None]:
 
 
 def _blocks(results: Any) -> list[tuple[int, int, int]]:  # any: a binding of kineto
-    """``(unix time in ns, address, bytes)`` of the allocator's events, in their order."""
+    """Return ``(unix time in ns, address, bytes)`` of the allocator's events, in order."""
     blocks, nodes = [], list(results.experimental_event_tree())
     while nodes:
         node = nodes.pop()
@@ -289,10 +290,11 @@ def _blocks(results: Any) -> list[tuple[int, int, int]]:  # any: a binding of ki
 
 
 def _changes(blocks: list[tuple[int, int, int]], addresses: dict[int, int]) -> tuple[list[tuple[int, int]], int]:
-    """``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start that it said were freed.
+    """Return ``(unix time in ns, change in bytes)`` of the allocator, and the bytes of the start reported as freed.
 
-    The allocator's table of sizes by address outlives a profiler's session and is blind between sessions: a free of
-    what was not allocated in this one may carry the size of an earlier block, so the size known at the start counts.
+    The allocator's table of sizes by address outlives a profiler's session and is not updated between sessions. So a
+    free of a block that was not allocated in this session may carry the size of an earlier block; the size known at the
+    start is used instead.
     """
     changes, freed_bytes = [], 0
     fresh: dict[int, int] = {}
@@ -317,9 +319,9 @@ def _weak_address(weak: StorageWeakRef) -> int:
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The storages with memory of their own under ``tensor``, whatever wraps them.
+    """Return the storages with memory of their own under ``tensor``, whatever wraps them.
 
-    Fake and functional tensors, which tracing may leave alive, have none; a batched one is asked for what it wraps.
+    Fake and functional tensors, which tracing may leave alive, have none. A batched tensor is unwrapped.
     """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return _storages(torch._C._functorch.get_unwrapped(tensor))
@@ -333,7 +335,7 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     try:
         storage = tensor.untyped_storage()
         return [storage] if storage.data_ptr() else []
-    except (NotImplementedError, RuntimeError):  # what PyTorch says of a tensor without bytes
+    except (NotImplementedError, RuntimeError):  # raised for a tensor without bytes
         return []
 
 

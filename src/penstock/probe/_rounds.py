@@ -1,4 +1,4 @@
-"""Ways to do the same thing, measured in turn: whatever else the machine does meets all of them."""
+"""Timing alternatives alternately, so that other load on the machine affects all of them alike."""
 
 import os
 import platform
@@ -23,11 +23,11 @@ class Ratio(NamedTuple):
     """The median of paired ratios, and its 95% interval."""
 
     median: float
-    """Below 1: faster than the peer."""
+    """The median; below 1 means faster than the peer."""
     low: float
-    """2.5% of the resampled medians are below."""
+    """Lower end: 2.5% of the resampled medians are below."""
     high: float
-    """2.5% of the resampled medians are above."""
+    """Upper end: 2.5% of the resampled medians are above."""
 
 
 @checked("penstock.probe.in_rounds({'ours': step, 'theirs': other}, rounds=9)", rounds=1, least_s=0)
@@ -39,10 +39,10 @@ def in_rounds(
     least_s: float = 0.0,
     after_round: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each of ``ways`` in every round: all of them in turn, in another order each round.
+    """Return the seconds that each of ``ways`` took in every round. Each round runs all of them, in another order.
 
-    What takes less than ``least_s`` is run again in its turn, at most four times in all, and its mean counts.
-    ``after_round`` is called with the number of the round, from 1; its time is not counted.
+    A run that takes less than ``least_s`` is repeated, at most four times in all, and the mean counts. ``after_round``
+    is called with the number of the round, from 1; its time is not counted.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order, shuffle = list(ways), random.Random(0).shuffle  # noqa: S311
@@ -63,7 +63,7 @@ def in_rounds(
 
 @checked("penstock.probe.paired_ratio(times['ours'], times['theirs'])")
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """``ours`` over ``theirs``, round by round; the interval is a bootstrap over pairs (10,000 resamples)."""
+    """Return ``ours`` over ``theirs``, paired by round; the interval is a bootstrap over pairs (10,000 resamples)."""
     if len(ours) != len(theirs) or not ours or min(theirs) <= 0:
         raise ValueError(
             f"`ours` and `theirs` must have a time above 0 for each round, got {len(ours)} and {len(theirs)} times: "
@@ -77,9 +77,9 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
 @checked("penstock.probe.provenance('cpu')")
 def provenance(device: str = "cuda") -> dict[str, Any]:  # any: text and numbers, for JSON
-    """With what and where something was measured or went wrong: device, cores, memory, system, versions.
+    """Return where something was measured or failed: device, cores, memory, system, versions.
 
-    ``device`` has the name of the GPU unless it is asked for "cpu", or there is none.
+    ``device`` in the result is the name of the GPU, or of the CPU if you ask for "cpu" or there is no GPU.
     """
     wanted = device if torch.device(device).type in kinds() else "cpu"
     return {

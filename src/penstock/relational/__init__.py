@@ -1,6 +1,6 @@
-"""Relational graph layers, compiled: no message is copied that an index can find (Hector, ASPLOS 2024, and past it).
+"""Compiled relational graph layers that do not store a message per edge where an index suffices.
 
-Ready-made layers take PyG's arguments, or a graph whose indexes are kept:
+They extend Hector (ASPLOS 2024). Ready-made layers take PyG's arguments, or a graph that keeps its indexes:
 
 >>> import torch
 >>> from penstock.relational import RGCNConv, RelationalGraph
@@ -8,9 +8,10 @@ Ready-made layers take PyG's arguments, or a graph whose indexes are kept:
 >>> RGCNConv(4, 8, num_relations=2)(torch.randn(3, 4), graph).shape
 torch.Size([3, 8])
 
-- `RGCNConv`, `RGATConv`, `HGTConv`: as PyG's, numerically too; `CompGCNConv`, `SimpleHGNConv`, `RGraphSAGEConv`.
-- `RelationalGraph`: edges with types, from tensors, PyG or DGL; `read_ntriples` (gives `Triples`) and `read_id_file`.
-- `layer`: a layer of one's own, a Python function over an edge and a node; `Layer` is what it makes, `Options` how.
+- `RGCNConv`, `RGATConv`, `HGTConv`: like PyG's, also numerically; `CompGCNConv`, `SimpleHGNConv`, `RGraphSAGEConv`.
+- `RelationalGraph`: edges with types, from tensors, PyG or DGL; `read_ntriples` (returns `Triples`) and `read_id_file`.
+- `layer`: compiles a layer of your own, a Python function over an edge and a node; `Layer` is the result, `Options` are
+  its settings.
 - The language: `dot`, `concat`, `softmax`, `dropout`, `maximum`, and `exp`, `log`, `sqrt`, `tanh`, `sigmoid`, `relu`,
   `leaky_relu`, `elu`, `gelu`.
 

@@ -1,4 +1,4 @@
-"""What a step has to do: floating-point operations, and bytes that it cannot avoid to move."""
+"""The cost of a step: its floating-point operations, and the bytes that it has to move at least."""
 
 import math
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ _INDEX_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one step on one graph."""
+    """The cost of one step on one graph."""
 
     flops: int
     """Floating-point operations; an ``exp`` counts as one."""
     bytes: int
-    """Read and written at least: every value and index once, however often rows are looked up."""
+    """Bytes read and written at least: every value and index once, however often rows are looked up."""
 
     def __str__(self) -> str:
         return f"{self.flops / 1e6:,.1f} MFLOP, {format_bytes(self.bytes)}"
 
 
 def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: int) -> Cost:
-    """Of the step of that number."""
+    """Return the cost of the step with that number."""
     program, step = lowered.program, lowered.steps[number]
 
     def size(at: int) -> int:
@@ -60,7 +60,7 @@ def cost(lowered: Lowered, number: int, graph: RelationalGraph, element_bytes: i
 
 
 def _closure(lowered: Lowered, step: Traversal) -> tuple[set[int], set[int]]:
-    """Values that a traversal computes, and stored ones that it reads."""
+    """Return the values that a traversal computes, and the stored ones that it reads."""
     program = lowered.program
     computed, read, stack = set(step.roots), set(), list(step.roots)
     while stack:

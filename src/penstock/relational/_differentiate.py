@@ -1,12 +1,12 @@
 """Reverse-mode differentiation on the IR.
 
-The rule for domains is one: an operation that has rows per ``d`` and reads a value with rows per ``v`` contributes to
-that value's gradient in ``d``, and the contributions are summed over ``d`` into ``v``. What an operation contributes,
-row by row, is in `_RULES`. The gradient of a matrix is an `OuterSum`, which never exists per row.
+There is one rule for domains: an operation that has rows per ``d`` and reads a value with rows per ``v`` contributes to
+that value's gradient in ``d``, and the contributions are summed over ``d`` into ``v``. `_RULES` has the contributions
+of each operation, row by row. The gradient of a matrix is an `OuterSum`, which never exists per row.
 
-`differentiate` gives one program for forward and backward together; `split` cuts it after the passes have run on it: a
-forward program that also returns what is worth keeping, and a backward program that takes it. What is cheap is computed
-again: element-wise functions, in whatever kernel reads them.
+`differentiate` returns one program for forward and backward together. After the passes have run on it, `split` cuts it
+into a forward program, which also returns values worth keeping, and a backward program, which takes them. Backward
+recomputes cheap values: element-wise functions, in the kernels that read them.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,9 +38,9 @@ from penstock.relational._ir import (
 )
 
 GRADIENT = "gradient of output {}"
-"""Names of the backward program's inputs from above."""
+"""Names of the backward program's inputs for the gradients of outputs."""
 KEPT = "kept {}"
-"""Names of what forward hands to backward."""
+"""Names of the values that forward passes to backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +48,18 @@ class Derivative:
     """Forward and backward in one program."""
 
     program: Program
-    """Outputs: the layer's first, then the gradients."""
+    """The program; its outputs are the layer's, then the gradients."""
     num_outputs: int
-    """How many are the layer's."""
+    """Number of the layer's outputs."""
     wanted: tuple[int, ...]
-    """For each gradient, the place in the layer's own program of the input it belongs to."""
+    """For each gradient, the place of its input in the layer's own program."""
 
 
 def differentiate(program: Program, wanted: Sequence[int]) -> Derivative:
-    """Gradients of the inputs at ``wanted`` (places in ``program``), given those of the outputs as further inputs."""
+    """Differentiate a program: add gradients of the inputs at ``wanted`` (places in ``program``).
+
+    The gradients of the outputs become further inputs.
+    """
     builder = Builder(program.operations)
     chain = _Chain(builder)
     reached = _reached(program, wanted)
@@ -74,7 +77,7 @@ def differentiate(program: Program, wanted: Sequence[int]) -> Derivative:
 
 
 def _reached(program: Program, wanted: Sequence[int]) -> set[int]:
-    """Values that depend on a wanted input."""
+    """Return the values that depend on a wanted input."""
     found = set(wanted)
     for at, one in enumerate(program.operations):
         if found & set(one.operands):
@@ -83,14 +86,14 @@ def _reached(program: Program, wanted: Sequence[int]) -> set[int]:
 
 
 class _Chain:
-    """Gradients found so far."""
+    """The gradients found so far."""
 
     def __init__(self, builder: Builder):
         self.builder = builder
         self.gradients: dict[int, int] = {}
 
     def contribute(self, at: int, place: int, over: Domain | None = None) -> None:
-        """Adds the value at ``place``, read by rows of ``over``, to the gradient of the value at ``at``."""
+        """Add the value at ``place``, read by rows of ``over``, to the gradient of the value at ``at``."""
         builder, value = self.builder, self.builder[at]
         over = builder[place].domain if over is None else over
         if builder[place].shape != value.shape:
@@ -102,31 +105,31 @@ class _Chain:
         self.gradients[at] = place if before is None else self.map("add", before, place)
 
     def summed_to(self, place: int, shape: Shape) -> int:
-        """The value summed over the dimensions that broadcasting gave it, or broadcast where it lacks them."""
+        """Return the value summed over the dimensions that broadcasting added, or broadcast to those that it lacks."""
         builder = self.builder
         found = builder[place].shape
-        if broadcast(found, shape) != found:  # smaller than what it is the gradient of
+        if broadcast(found, shape) != found:  # smaller than the value it is the gradient of
             zero = builder.add(Constant(domain=Domain.ONE, shape=shape, value=0.0))
             return builder.map("add", place, zero, domain=builder[place].domain)
         return builder.add(SumTo(domain=builder[place].domain, shape=shape, operands=(place,)))
 
     def map(self, function: str, *operands: int, parameter: float = 0.0) -> int:
-        """An element-wise function, for as few rows as its operands need."""
+        """Add an element-wise function, for as few rows as its operands need."""
         narrow = common(self.builder[one].domain for one in operands)
         return self.builder.map(function, *operands, domain=narrow, parameter=parameter)
 
     def constant(self, value: float) -> int:
-        """A number."""
+        """Add a constant."""
         return self.builder.add(Constant(domain=Domain.ONE, shape=(), value=value))
 
     def zero(self, at: int) -> int:
-        """The gradient of what nothing depends on."""
+        """Add the zero gradient of a value that no output depends on."""
         one = self.builder[at]
         zero = self.builder.add(Constant(domain=Domain.ONE, shape=one.shape, value=0.0))
         return self.builder.map("add", zero, zero, domain=one.domain)
 
     def matmul(self, left: int, right: int, *, transposed: bool) -> int:
-        """A product, for as few rows as its operands need."""
+        """Add a matrix product, for as few rows as its operands need."""
         builder = self.builder
         shape = matmul_shape(builder[left].shape, builder[right].shape, transposed=transposed)
         domain = common([builder[left].domain, builder[right].domain])
@@ -313,18 +316,21 @@ _RULES: dict[type[Operation], Callable[[_Chain, Operation, int, int], None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Halves:
-    """A derivative, cut."""
+    """A derivative, split into two programs."""
 
     forward: Program
-    """Returns the layer's outputs, then what is kept."""
+    """The forward program: it returns the layer's outputs, then the kept values."""
     backward: Program
-    """Takes the layer's inputs, what is kept and gradients of outputs; returns the wanted gradients."""
+    """The backward program, which returns the wanted gradients.
+
+    It takes the layer's inputs, the kept values and the gradients of outputs.
+    """
     num_outputs: int
-    """How many outputs are the layer's."""
+    """Number of the layer's outputs."""
 
 
 def split(derivative: Derivative) -> Halves:
-    """Forward and backward apart; backward computes again what is cheap."""
+    """Split forward from backward; backward recomputes cheap values."""
     program = derivative.program
     needs_gradient = _depends_on_gradients(program)
     gradients = program.outputs[derivative.num_outputs :]
@@ -351,7 +357,7 @@ def _depends_on_gradients(program: Program) -> set[int]:
 
 
 def _kept(program: Program, needs_gradient: set[int], gradients: Sequence[int]) -> list[int]:
-    """Values of forward that are dear and that backward reads, itself or to compute something cheap again."""
+    """Return the costly values of forward that backward needs, either directly or to recompute a cheap value."""
     kept: dict[int, None] = {}
     seen: set[int] = set()
     stack = [operand for at in needs_gradient for operand in program[at].operands if operand not in needs_gradient]

@@ -1,9 +1,9 @@
-"""Where a value has rows: one per edge, or one per class of edges that agree in some respect.
+"""Domains: what a value has one row for, an edge or a class of edges that agree in some respect.
 
-Every domain is a way to look at an edge: its source, its type, its source and type together. A value with rows per
-source may be read by whatever has rows per edge, since an edge has one source; the rows of the wider domain are the
-classes of a partition of the narrower one's. So one rule says what may read what, where a gradient has to be summed,
-and how few rows an operation needs: those of the widest domain that still tells all of its operands apart.
+Every domain is a property of an edge: its source, its type, its source and type together. A value with rows per source
+may be read by a value with rows per edge, since an edge has one source. The rows of the wider domain are the classes of
+a partition of the narrower one's rows. So one rule says which value may read which, where a gradient has to be summed,
+and how few rows an operation needs: those of the widest domain that still distinguishes all of its operands.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Domain(Enum):
-    """What a value has one row for."""
+    """The kind of thing that a value has one row for."""
 
     EDGE = "edge"
     """Every edge."""
@@ -33,20 +33,20 @@ class Domain(Enum):
     """One row for the whole graph."""
 
     def tells(self, other: "Domain") -> bool:
-        """Whether a row of this domain belongs to one row of ``other``, so that ``other``'s values may be read here."""
+        """Return whether each row belongs to one row of ``other``, so that it may read ``other``'s values."""
         return other is self or other in _WIDER[self]
 
 
 def common(domains: Iterable[Domain]) -> Domain:
-    """The domain with the fewest rows that tells all of ``domains``."""
+    """Return the domain with the fewest rows that determines the rows of all ``domains``."""
     wanted = set(domains)
     return next(one for one in _FROM_FEW_ROWS if all(one.tells(other) for other in wanted))
 
 
 ENDS = {Domain.SOURCE_AND_TYPE: Domain.SOURCE, Domain.TARGET_AND_TYPE: Domain.TARGET}
-"""The node of each pair. Pairs lie type by type, and node by node inside of a type."""
+"""The node domain of each domain of pairs. Pairs are ordered by type, and within a type by node."""
 OF_TYPES = frozenset({Domain.EDGE_TYPE, Domain.SOURCE_TYPE, Domain.TARGET_TYPE, Domain.ONE})
-"""Domains of few rows."""
+"""Domains with few rows."""
 _SOURCE = {Domain.SOURCE_TYPE, Domain.ONE}
 _TARGET = {Domain.TARGET_TYPE, Domain.ONE}
 _WIDER: dict[Domain, set[Domain]] = {

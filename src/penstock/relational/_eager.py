@@ -1,7 +1,7 @@
-"""The eager emitter: every operation of the IR by PyTorch, one after the other.
+"""The eager emitter: PyTorch runs every operation of the IR, one after the other.
 
-It is the oracle that the others are tested against, in float64 too, and what runs where no compiler is found. Rows are
-really gathered here, so it takes the memory that the other emitters save.
+The other emitters are tested against it, in float64 too, and it runs where there is no compiler. It really gathers
+rows, so it takes the memory that the other emitters save.
 """
 
 import itertools
@@ -36,16 +36,19 @@ from penstock.relational._random import MASK, hashed
 
 
 class Rows(Protocol):
-    """What an emitter asks of a graph."""
+    """The interface of a graph for emitters."""
 
     def count(self, domain: Domain) -> int:
-        """Rows that the domain has."""
+        """Return the number of rows of the domain."""
 
     def index(self, of: Domain, to: Domain) -> torch.Tensor | None:
-        """``int64 [rows of "of"]``: the row of ``to`` each belongs to; ``None``: all to the same, or to itself."""
+        """Return the row of ``to`` that each row of ``of`` belongs to, ``int64 [rows of "of"]``.
+
+        ``None`` if all belong to the same row, or each to itself.
+        """
 
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
-        """Where rows of ``of`` that belong to each row of ``to`` begin, if they lie in order; one more for the end."""
+        """Return where the rows of ``of`` for each row of ``to`` begin, if they are in order, and the last end."""
 
 
 def run(
@@ -55,7 +58,10 @@ def run(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Values of the outputs, ``[rows, *shape]`` each. ``inputs``: tensors ``[rows, *shape]`` by name, or a function."""
+    """Return the values of the outputs, ``[rows, *shape]`` each.
+
+    ``inputs`` are tensors ``[rows, *shape]`` by name, or a function that returns the tensor of an input.
+    """
     find = inputs if callable(inputs) else lambda one: inputs[one.name]
     machine = Machine(program, rows, dtype, device)
     for at, one in enumerate(program.operations):
@@ -65,7 +71,7 @@ def run(
 
 
 class Machine:
-    """Values so far; those that nobody reads any more are dropped."""
+    """The values so far; those that no later operation reads are dropped."""
 
     def __init__(self, program: Program, rows: Rows, dtype: torch.dtype, device: torch.device):
         self.program, self.rows, self.dtype, self.device = program, rows, dtype, device
@@ -139,7 +145,7 @@ class Machine:
                 raise InternalError(f"the eager emitter does not know {type(one).__name__}")
 
     def _read(self, at: int, domain: Domain) -> torch.Tensor:
-        """The value as rows of ``domain`` see it: ``[rows, *shape]``, or ``[1, *shape]``."""
+        """Return the value looked up by rows of ``domain``: ``[rows, *shape]``, or ``[1, *shape]``."""
         value, of = self.values[at], self.program[at].domain
         if of is domain or of is Domain.ONE:
             return value
@@ -195,7 +201,7 @@ class Machine:
         return found
 
     def _members(self, of: Domain, to: Domain) -> list[tuple[int, slice | torch.Tensor]]:
-        """For each row of ``to`` that has any, the rows of ``of`` that belong to it."""
+        """Return, for each row of ``to`` that has any, the rows of ``of`` that belong to it."""
         segments = self.rows.segments(of, to)
         if segments is not None:
             pairs = itertools.pairwise(segments)
@@ -210,7 +216,10 @@ class Machine:
 def dropout_mask(
     num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
 ) -> torch.Tensor:
-    """0 or ``1 / (1 - probability)``, float64 ``[num_rows, *shape]``, by a hash of row, column, stream and seed."""
+    """Return 0 or ``1 / (1 - probability)`` for each element, float64 ``[num_rows, *shape]``.
+
+    A hash of row, column, stream and seed decides.
+    """
     size = math.prod(shape)
     row = torch.arange(num_rows, device=device).unsqueeze(1)
     column = torch.arange(size, device=device).unsqueeze(0)
@@ -220,7 +229,7 @@ def dropout_mask(
 
 
 def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``[rows, ..., inner] @ [..., inner, outer]``."""
+    """Return ``[rows, ..., inner] @ [..., inner, outer]``."""
     if matrix.dim() == 2:
         return left @ matrix
     left = _with_rank(left, matrix.dim())
@@ -228,14 +237,14 @@ def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]
 
 
 def _outer(left: torch.Tensor, right: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``[rows, ..., i]`` and ``[rows, ..., o]`` to ``[..., i, o]``."""
+    """Return ``[..., i, o]`` from ``[rows, ..., i]`` and ``[rows, ..., o]``: the sum over rows of outer products."""
     rank = max(left.dim(), right.dim())
     left, right = _with_rank(left, rank), _with_rank(right, rank)
     return torch.einsum("n...i,n...o->...io", left, right).expand(shape)
 
 
 def _with_rank(value: torch.Tensor, rank: int) -> torch.Tensor:
-    """Sizes of 1 behind the rows, so that rows are broadcast from the right."""
+    """Insert sizes of 1 after the rows dimension, so that rows broadcast from the right."""
     return value.reshape(value.shape[0], *[1] * (rank - value.dim()), *value.shape[1:])
 
 

@@ -1,8 +1,8 @@
 """The C emitter: one function for each traversal.
 
-A traversal's rows are shared out in equal runs, whatever groups they belong to, so that a hub does not keep one thread
-busy while others wait. Sums are kept in local arrays; a group that spans runs leaves parts, which are added in order
-afterwards: equal to the bit from run to run at the same number of threads.
+A traversal's rows are divided into runs of equal length, independent of groups, so that a hub does not keep one thread
+busy while others wait. Sums are kept in local arrays. A group that spans several runs leaves partial sums, which are
+added in order afterwards, so that results are bit-identical from run to run with the same number of threads.
 """
 
 import math
@@ -30,7 +30,7 @@ from penstock.relational._random import hashed
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
-"""Numbers of a row that are kept in a local array; longer rows are computed where they are read."""
+"""Most numbers of a row that are kept in a local array; longer rows are computed where they are read."""
 
 PRELUDE = """
 #include <math.h>
@@ -112,7 +112,7 @@ _FUNCTIONS = {
 
 
 def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
-    """C source of all traversals, and their kernels by the number of the step. ``dtype``: float32 or float64."""
+    """Return the C source of all traversals, and their kernels by step number. ``dtype``: float32 or float64."""
     functions, kernels = [], {}
     for number, step in enumerate(lowered.steps):
         if isinstance(step, BlockedSum) and step.rows is not None:
@@ -128,7 +128,7 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
 
 @dataclass
 class _Writer:
-    """Writes one function."""
+    """A writer of one function."""
 
     lowered: Lowered
     traversal: Traversal
@@ -146,7 +146,7 @@ class _Writer:
         return Kernel(self.name, self.traversal, tuple(self.domains), tuple(self.inputs))
 
     def function_of_groups(self) -> str:
-        """Of a traversal with one sum: what some groups' rows come to, one after the other."""
+        """Return the function of a traversal with one sum: the results of some groups, one after the other."""
         (root,) = self.traversal.roots
         one = self.program[root]
         self._prepare(root)
@@ -178,7 +178,7 @@ class _Writer:
     # What a row computes
 
     def _prepare(self, root: int) -> None:
-        """Emits what the root reads and no buffer holds, in order."""
+        """Emit the values that the root reads and that no buffer holds, in order."""
         one = self.program[root]
         wanted = list(one.operands) if isinstance(one, Reduce) else [root]
         for at in self._order(wanted):
@@ -198,7 +198,7 @@ class _Writer:
         return sorted(found)
 
     def _is_read(self, at: int) -> bool:
-        """Whether the value comes from a buffer."""
+        """Return whether the value comes from a buffer."""
         return at in self.lowered.stored and at not in self.traversal.roots
 
     def _is_local(self, at: int) -> bool:
@@ -245,7 +245,7 @@ class _Writer:
         return f"real sum = 0;\n{body}\n{target} = sum;"
 
     def _value(self, at: int, indices: list[str], shape: Shape) -> str:
-        """An element as seen from a row of ``shape``, which the value's row is broadcast to."""
+        """Return an element as seen from a row of ``shape``, to which the value's row is broadcast."""
         own = self.program[at].shape
         indices = indices[len(indices) - len(own) :]
         del shape
@@ -301,7 +301,7 @@ class _Writer:
         )
 
     def _pointer(self, at: int) -> str:
-        """The row of a buffer that the row at hand reads."""
+        """Return a pointer to the row of a buffer that the current row reads."""
         domain = self.program[at].domain
         source = at
         while isinstance(self.program[source], SameRows):
@@ -324,7 +324,7 @@ class _Writer:
         return f"r_{domain.name}"
 
     def _accumulate(self, root: int) -> None:
-        """What a row does for a root."""
+        """Emit what a row contributes to a root."""
         one = self.program[root]
         names = [f"i{number}" for number in range(len(one.shape))]
         flat = _flat(names, one.shape)
@@ -358,7 +358,7 @@ class _Writer:
         return "\n".join(lines)
 
     def _prefetches(self) -> list[str]:
-        """Rows that are looked up lie anywhere, and the processor cannot guess which are next."""
+        """Return prefetches of rows that are looked up, since the processor cannot predict where the next ones lie."""
         lines = []
         for number, domain in enumerate(self.domains):
             rows = [(at, math.prod(self.program[at].shape)) for at in self.inputs if self.program[at].domain is domain]
@@ -370,7 +370,7 @@ class _Writer:
         return ["if (p + AHEAD < c->num_positions) {", *lines, "}"] if lines else []
 
     def _plain(self) -> str:
-        """Rows one by one."""
+        """Return the loop over rows without groups."""
         body = "\n".join([self._row_of_position(), *self.body])
         return (
             f"{self._declarations()}\n"
@@ -379,7 +379,7 @@ class _Writer:
         )
 
     def _segmented(self, sums: list[int]) -> str:
-        """Rows in runs, groups inside of them."""
+        """Return the loop over runs of rows, with the groups inside each run."""
         sizes = {at: math.prod(self.program[at].shape) for at in sums}
         starts, offset = {}, 0
         for at in sums:
@@ -456,7 +456,7 @@ def _joined(one: Operation) -> str:
 
 
 def _loops(names: list[str], shape: Shape, inner: str) -> str:
-    """``inner`` for every index."""
+    """Return loops that run ``inner`` for every index."""
     text = f"{{ {inner} }}"
     for name, size in reversed(list(zip(names, shape, strict=True))):
         text = f"for (int {name} = 0; {name} < {size}; {name}++) {text}"
@@ -464,7 +464,7 @@ def _loops(names: list[str], shape: Shape, inner: str) -> str:
 
 
 def _flat(indices: list[str], shape: Shape) -> str:
-    """The place of an element in a row."""
+    """Return the position of an element in a row."""
     text = ""
     for index, size in zip(indices, shape, strict=True):
         if size == 1:
@@ -474,7 +474,7 @@ def _flat(indices: list[str], shape: Shape) -> str:
 
 
 def _reshaped(indices: list[str], given: Shape, wanted: Shape) -> list[str]:
-    """Indices into ``wanted`` of the element at ``indices`` of ``given``."""
+    """Return the indices into ``wanted`` of the element at ``indices`` of ``given``."""
     long = [(index, size) for index, size in zip(indices, given, strict=True) if size != 1]
     if [size for _, size in long] == [size for size in wanted if size != 1]:
         rest = iter(index for index, _ in long)

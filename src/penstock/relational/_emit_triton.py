@@ -1,11 +1,11 @@
 """The Triton emitter: one kernel for each traversal.
 
 A kernel's tiles have one dimension for rows and one for each dimension of a row, padded to powers of two. Values are
-asked for at index tiles, down to the tensors that they are read from, so that reshaping and slicing a row costs nothing
-and needs no power of two. What does not depend on the row at hand is computed once, before the loop.
+requested at index tiles, down to the tensors that they are read from, so that reshaping and slicing a row costs nothing
+and needs no power of two. Values that do not depend on the current row are computed once, before the loop.
 
-Groups are cut into tasks of bounded length (`_triton`), of which an instance takes either one, many rows at a time, or
-many, one row of each at a time (``LANES``).
+Groups are cut into tasks of bounded length (`_triton`). An instance takes either one task, many rows at a time, or many
+tasks, one row of each at a time (``LANES``).
 """
 
 import math
@@ -68,16 +68,17 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class TritonKernel(Kernel):
-    """A traversal's kernel."""
+    """A traversal's kernel in Triton."""
 
     tile: int
-    """Numbers of one row that are in registers at once, at most."""
+    """The most numbers of one row that are in registers at once."""
 
 
 def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, TritonKernel]]:
-    """Source of a module with all traversals, and their kernels by the number of the step.
+    """Return the source of a module with all traversals, and their kernels by step number.
 
-    ``dtype``: Triton's name of what wide values are stored as; a maximum is found again by what it was rounded to.
+    ``dtype`` is Triton's name of the dtype in which wide values are stored; the rows that equal a maximum are found by
+    comparing rounded values.
     """
     functions, kernels = [f"{HEADER}\nSTORED = tl.constexpr(tl.{dtype})\n"], {}
     for number, step in enumerate(lowered.steps):
@@ -92,14 +93,14 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, TritonKernel]]:
 
 @dataclass(frozen=True, slots=True)
 class _Index:
-    """Where in one dimension of a row, as a tile."""
+    """The position along one dimension of a row, as a tile."""
 
     text: str
     """The expression."""
     conditions: tuple[str, ...] = ()
-    """What holds where it is inside of the dimension."""
+    """Conditions that hold where the position is inside the dimension."""
     axes: frozenset[tuple[int, int]] = frozenset()
-    """Dimensions of the tile that it extends along, and their sizes."""
+    """Dimensions of the tile along which it extends, with their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class _Value:
     """A tile of numbers."""
 
     text: str
-    """The variable."""
+    """Name of the variable."""
     is_fixed: bool
     """Whether it is the same for all rows of a group."""
 
@@ -117,7 +118,7 @@ _ZERO = _Index("0")
 
 @dataclass
 class _Writer:
-    """Writes one kernel."""
+    """A writer of one kernel."""
 
     lowered: Lowered
     traversal: Traversal
@@ -146,7 +147,7 @@ class _Writer:
     # What a row computes
 
     def _take(self, root: int) -> None:
-        """What a row does for a root."""
+        """Emit what a row contributes to a root."""
         one = self.program[root]
         indices = self._indices(one.shape)
         if not isinstance(one, Reduce):
@@ -177,7 +178,7 @@ class _Writer:
         return [self._axis(slot, size) for slot, size in enumerate(shape)]
 
     def _axis(self, slot: int, size: int) -> _Index:
-        """All elements of a dimension, along the tile's dimension ``slot + 1``."""
+        """Return all elements of a dimension, along the tile's dimension ``slot + 1``."""
         if size == 1:
             return _ZERO
         self.axes.setdefault((slot, size))
@@ -185,7 +186,7 @@ class _Writer:
         return _Index(name, () if padded == size else (f"({name} < {size})",), frozenset([(slot, size)]))
 
     def _value(self, at: int, indices: list[_Index], depth: int) -> _Value:
-        """The value where its row is broadcast to one with these indices; dimensions from ``depth`` on are free."""
+        """Return the value broadcast to a row with these indices; tile dimensions from ``depth`` on are free."""
         own = self.program[at].shape
         indices = indices[len(indices) - len(own) :]
         indices = [_ZERO if size == 1 else index for index, size in zip(indices, own, strict=True)]
@@ -253,7 +254,7 @@ class _Writer:
             if not index.axes:
                 continue
             inside = " & ".join(index.conditions) or f"{index.text} >= 0"
-            text = f"tl.where({inside}, {text}, 0.0)"  # what is the same along the dimension gets its extent here
+            text = f"tl.where({inside}, {text}, 0.0)"  # expands a value that is constant along the dimension
             text = f"tl.sum({text}, axis={depth + number + 1}, keep_dims=True)"
         return self._new(text, is_fixed=is_fixed)
 
@@ -330,7 +331,7 @@ class _Writer:
         ]
 
     def _plain(self, rank: int) -> str:
-        """Rows one by one."""
+        """Return a kernel over rows without groups."""
         arguments = ", ".join(["num_rows", "seed", *self._arguments(), "ROWS: tl.constexpr"])
         lines = [
             f"p = tl.program_id(0) * ROWS + tl.arange(0, ROWS){_spread(0, rank)}",
@@ -344,7 +345,7 @@ class _Writer:
         return _function(self.name, arguments, "num_rows", lines)
 
     def _grouped(self, sums: list[int], rank: int) -> str:
-        """Rows of one task, or one row of each of many."""
+        """Return a kernel over the rows of one task, or over one row of each of many tasks."""
         parts = [f"q{at}" for at in sums]
         flags = [f"{name}: tl.constexpr" for name in ("HAS_POSITIONS", "LANES", "ROWS")]
         arguments = ", ".join(
@@ -396,7 +397,7 @@ def _function(name: str, arguments: str, count: str, lines: list[str]) -> str:
 
 
 def _spread(dimension: int, rank: int) -> str:
-    """Subscripts that put a row of numbers along a dimension of a tile."""
+    """Return subscripts that put a vector along one dimension of a tile."""
     if rank == 1:
         return ""
     return f"[{', '.join(':' if at == dimension else 'None' for at in range(rank))}]"
@@ -407,7 +408,7 @@ def _padded(size: int) -> int:
 
 
 def _numbers(indices: list[_Index]) -> int:
-    """Of a tile with these indices, rows aside."""
+    """Return the numbers in a tile with these indices, not counting rows."""
     return math.prod(_padded(size) for _, size in frozenset[tuple[int, int]]().union(*(one.axes for one in indices)))
 
 
@@ -425,7 +426,7 @@ def _neutral(one: Operation) -> str:
 
 
 def _flat(indices: list[_Index], shape: Shape) -> str:
-    """The place of an element in a row."""
+    """Return the position of an element in a row."""
     text = ""
     for index, size in zip(indices, shape, strict=True):
         if size != 1:
@@ -434,7 +435,7 @@ def _flat(indices: list[_Index], shape: Shape) -> str:
 
 
 def _reshaped(indices: list[_Index], given: Shape, wanted: Shape) -> list[_Index]:
-    """Indices into ``wanted`` of the element at ``indices`` of ``given``."""
+    """Return the indices into ``wanted`` of the element at ``indices`` of ``given``."""
     long = [(index, size) for index, size in zip(indices, given, strict=True) if size != 1]
     if [size for _, size in long] == [size for size in wanted if size != 1]:
         rest = iter(index for index, _ in long)

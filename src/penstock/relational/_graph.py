@@ -1,7 +1,7 @@
-"""A graph with typed edges, and typed nodes if you like, whose indexes are built when a compiled layer first asks.
+"""A graph with typed edges, and optionally typed nodes, whose indexes are built when a compiled layer first needs them.
 
-Pairs of an end and a type are numbered in order of type, then node, so that the rows of one type lie together and a
-product with that type's matrix is one product. Edges keep the caller's order: what they carry is never permuted.
+Pairs of a node and an edge type are numbered by type, then by node, so that the rows of one type are contiguous and
+need only one product with that type's matrix. Edges keep the caller's order: edge data is never permuted.
 """
 
 import ctypes
@@ -79,18 +79,18 @@ class RelationalGraph:
                 f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than int64 has numbers"
             )
         self._set_node_types(node_type, num_node_types)
-        self._edge_index = edge_index.detach().clone()  # checked as it is, whatever is written to the caller's
+        self._edge_index = edge_index.detach().clone()  # the caller may write to the originals
         self._edge_type = edge_type.detach().clone()
         self.node_type_names: tuple[str, ...] = ()
-        """Where the graph was made from named types."""
+        """Names of the node types, if the graph was made from named types."""
         self.edge_type_names: tuple[tuple[str, str, str], ...] = ()
         """Source type, relation and target type, in order of edge types."""
         self.number = register(self)
         self.name = str(self.number)
-        """Of the graph, in arguments of operators."""
+        """The graph's number as text, for arguments of operators."""
         self._indexes: dict[tuple[Domain, Domain], torch.Tensor] = {}
         self._lock = Guard()
-        """Indexes are built by one thread at a time."""
+        """A lock, so that one thread at a time builds indexes."""
         self._charges = Charges(None, "relational")
         self._derived: dict[Hashable, Any] = {}
         self._orders: dict[tuple[Domain, Domain], tuple[torch.Tensor | None, torch.Tensor]] = {}
@@ -101,10 +101,10 @@ class RelationalGraph:
     def from_types(
         cls, edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
     ) -> "RelationalGraph":
-        """From ``int64 [2, num_edges]`` per ``(source type, relation, target type)``, numbered within their node types.
+        """Make a graph from ``int64 [2, num_edges]`` per ``(source type, relation, target type)``.
 
-        Nodes and edges are numbered type by type, in the order of the mappings; ``node_type_names`` and
-        ``edge_type_names`` have the names.
+        Nodes in ``edge_index`` are numbered within their node types. In the graph, nodes and edges are numbered type by
+        type, in the order of the mappings; ``node_type_names`` and ``edge_type_names`` have the names.
         """
         starts, total = {}, 0
         for name, count in num_nodes.items():
@@ -132,14 +132,17 @@ class RelationalGraph:
 
     @classmethod
     def from_pyg(cls, data: Any) -> "RelationalGraph":  # any: torch_geometric.data.HeteroData or Data
-        """From PyG's ``HeteroData``, or ``Data`` with ``edge_type``."""
+        """Make a graph from PyG's ``HeteroData``, or from ``Data`` with ``edge_type``."""
         if hasattr(data, "edge_index_dict"):
             return cls.from_types(data.edge_index_dict, {name: data[name].num_nodes for name in data.node_types})
         return cls(data.edge_index, data.edge_type, num_nodes=data.num_nodes)
 
     @classmethod
     def from_dgl(cls, graph: Any) -> "RelationalGraph":  # any: dgl.DGLGraph
-        """From a DGL graph: its edge types, or ``edata["etype"]`` of one without; blocks stay blocks."""
+        """Make a graph from a DGL graph, by its edge types or, if it has only one, by ``edata["etype"]``.
+
+        Blocks stay blocks.
+        """
         if graph.is_block:
             if len(graph.canonical_etypes) > 1:
                 raise ValueError(
@@ -154,8 +157,8 @@ class RelationalGraph:
 
     @checked("graph.to('cuda')")
     def to(self, device: torch.device | str) -> "RelationalGraph":
-        """The graph on another device, without its indexes and on the same account; itself where it is there."""
-        device = torch.empty(0, device=device).device  # "cuda" is the current one
+        """Return the graph on another device, on the same account but without its indexes; itself if already there."""
+        device = torch.empty(0, device=device).device  # "cuda" means the current device
         if device == self.device:
             return self
         one, two = (types.to(device) for types in self._node_types)
@@ -170,18 +173,18 @@ class RelationalGraph:
 
     @checked("graph.save('graph.pt')")
     def save(self, path: str | Path) -> None:
-        """Writes the graph and the indexes built so far, as safetensors; all of the file or nothing."""
+        """Write the graph and the indexes built so far as safetensors, either completely or not at all."""
         save_graph(self, Path(path))
 
     @classmethod
     @checked("RelationalGraph.load('graph.pt')")
     def load(cls, path: str | Path) -> "RelationalGraph":
-        """What `save` wrote, on the CPU. Raises ``ValueError`` where the file is something else."""
+        """Return the graph that `save` wrote, on the CPU. Raises ``ValueError`` for any other file."""
         return load_graph(cls, Path(path))
 
     @property
     def num_nodes(self) -> int | tuple[int, int]:
-        """As given: one number, or those of sources and targets."""
+        """Number of nodes as given: one number, or two for sources and targets."""
         return (self.num_sources, self.num_targets) if self.is_block else self.num_sources
 
     def __repr__(self) -> str:
@@ -193,10 +196,10 @@ class RelationalGraph:
 
     @checked("graph.charge_to(Budget(host='8GiB'))")
     def charge_to(self, budget: Budget) -> "RelationalGraph":
-        """Charges edges, and indexes as layers come to need them, to the device of an account that rooms share.
+        """Charge edges, and indexes when layers come to need them, to the device of an account that rooms share.
 
-        Given back when the graph dies. Returns the graph. Raises ``BudgetError`` where they do not fit, as a layer does
-        whose index would not.
+        The bytes are given back when the graph is garbage-collected. Returns the graph. Raises ``BudgetError`` if they
+        do not fit; a layer raises it too if its index does not fit.
         """
         if self._charges.are_of(budget):
             return self
@@ -218,24 +221,27 @@ class RelationalGraph:
 
     @property
     def edge_index(self) -> torch.Tensor:
-        """``int64 [2, num_edges]``, sources first."""
+        """Edges ``int64 [2, num_edges]``, sources first."""
         return self._edge_index
 
     @property
     def edge_type(self) -> torch.Tensor:
-        """``int64 [num_edges]``."""
+        """Type of each edge, ``int64 [num_edges]``."""
         return self._edge_type
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sources and edge types that occur together, ``int64 [pairs]`` each: the rows of ``x[e.src, e.etype]``."""
+        """Return the sources and edge types that occur together, ``int64 [pairs]`` each.
+
+        They are the rows of ``x[e.src, e.etype]``.
+        """
         return self._pairs(Domain.SOURCE_AND_TYPE)
 
     def node_counts(self) -> list[int]:
-        """Sources of each node type."""
+        """Return the number of sources of each node type."""
         return [int(one) for one in self._node_types[0].bincount(minlength=self.num_node_types).tolist()]
 
     def in_degrees(self) -> torch.Tensor:
-        """``int64 [num_targets]``: how many edges enter each."""
+        """Return the number of edges that enter each target, ``int64 [num_targets]``."""
         return self._edge_index[1].bincount(minlength=self.num_targets)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -251,7 +257,7 @@ class RelationalGraph:
         self.name = str(self.number)
 
     def count(self, domain: Domain) -> int:
-        """Rows that the domain has."""
+        """Return the number of rows of the domain."""
         if domain in ENDS:
             return len(self._pairs(domain)[0])
         return {
@@ -265,13 +271,16 @@ class RelationalGraph:
         }[domain]
 
     def index(self, of: Domain, to: Domain) -> torch.Tensor | None:
-        """``int64 [rows of "of"]``: the row of ``to`` that each belongs to; ``None`` where that is no question."""
+        """Return the row of ``to`` that each row of ``of`` belongs to, ``int64 [rows of "of"]``.
+
+        ``None`` if all belong to the same row, or each to itself.
+        """
         if of is to or to is Domain.ONE:
             return None
         return self._once(self._indexes, (of, to), lambda: self._build(of, to))
 
     def segments(self, of: Domain, to: Domain) -> Sequence[int] | None:
-        """Where rows of ``of`` begin that belong to each row of ``to``, where they lie in order; and where they end."""
+        """Return where the rows of ``of`` for each row of ``to`` begin, if they are in order, and the last end."""
         if of in ENDS and to is Domain.EDGE_TYPE:
             types, count = self._pairs(of)[1], self.num_edge_types
         elif (of, to) in ((Domain.SOURCE, Domain.SOURCE_TYPE), (Domain.TARGET, Domain.TARGET_TYPE)):
@@ -282,23 +291,23 @@ class RelationalGraph:
         return [int(one) for one in borders.tolist()]
 
     def order(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Rows of ``over`` in order of the row of ``by`` that they belong to.
+        """Return the rows of ``over`` sorted by the row of ``by`` that they belong to.
 
-        ``int32 [rows of over]``, ``None`` where they lie in order already; and ``int64 [rows of by + 1]``: where each
-        one's begin.
+        The first result is ``int32 [rows of over]``, or ``None`` if they are in order already. The second is
+        ``int64 [rows of by + 1]``, where the rows for each row of ``by`` begin.
         """
         return self._once(self._orders, (over, by), lambda: self._ordered(over, by))
 
     def index_in_order(self, over: Domain, by: Domain | None, to: Domain) -> torch.Tensor:
-        """``int32 [rows of over]``: the row of ``to`` of each row of ``over``, in the order of `order`."""
+        """Return, as ``int32 [rows of over]``, the row of ``to`` of each row of ``over``, in the order of `order`."""
         return self._once(self._indexes_in_order, (over, by, to), lambda: self._in_order(over, by, to))
 
     def remember(self, key: Hashable, make: Callable[[], _Made]) -> _Made:
-        """What an emitter derives from the graph, made once."""
+        """Return what an emitter derives from the graph; it is made once."""
         return cast("_Made", self._once(self._derived, key, make))
 
     def _once(self, known: dict[Any, _Made], key: Any, make: Callable[[], _Made]) -> _Made:
-        """Of what is known by keys: made by the first who asks, whole before anyone else sees it."""
+        """Return the known value of a key; the first caller makes it, and no thread sees it before it is complete."""
         found = known.get(key)
         if found is not None:
             return found
@@ -364,14 +373,14 @@ class RelationalGraph:
         self._node_types = pair
 
     def _pairs(self, domain: Domain) -> tuple[torch.Tensor, torch.Tensor]:
-        """Nodes and types of the pairs of a domain, in order of type, then node."""
+        """Return the nodes and types of the pairs of a domain, ordered by type, then node."""
         end = ENDS[domain]
 
         def make() -> torch.Tensor:
             of_edges = self._edge_index[0 if end is Domain.SOURCE else 1]
             nodes, types, rows = pairs_of(of_edges, self._edge_type, self.count(end), self.num_edge_types)
             if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # others may find them from here on
+                torch.cuda.current_stream(self.device).synchronize()  # other threads may find them from here on
             self._indexes[domain, Domain.EDGE_TYPE], self._indexes[Domain.EDGE, domain] = types, rows
             return nodes
 
@@ -405,7 +414,7 @@ class RelationalGraph:
 def graph_of(
     edge_index: torch.Tensor, edge_type: torch.Tensor | None, num_nodes: int | tuple[int, int], num_edge_types: int
 ) -> RelationalGraph:
-    """The graph of PyG's index tensors, the same one while they live and are not written to."""
+    """Return the graph of PyG's index tensors, the same one as long as they live and are not written to."""
     if edge_type is None:
         raise ValueError("edge_index is given without edge_type: conv(x, edge_index, edge_type), or conv(x, graph)")
     return _remembered(
@@ -418,7 +427,7 @@ def graph_of(
 def graph_of_types(
     edge_index: Mapping[tuple[str, str, str], torch.Tensor], num_nodes: Mapping[str, int]
 ) -> RelationalGraph:
-    """The graph of PyG's ``edge_index_dict``, node types in the order of ``num_nodes``; remembered in the same way."""
+    """Return the graph of PyG's ``edge_index_dict``, cached too; node types are in the order of ``num_nodes``."""
     return _remembered(
         tuple(edge_index.values()),
         (tuple(edge_index), tuple(num_nodes.items())),
@@ -429,7 +438,7 @@ def graph_of_types(
 def _remembered(
     tensors: tuple[torch.Tensor, ...], rest: Hashable, make: Callable[[], RelationalGraph]
 ) -> RelationalGraph:
-    if any(one.is_inference() for one in tensors):  # they do not count what is written to them
+    if any(one.is_inference() for one in tensors):  # inference tensors have no version counter
         return make()
     key = (*(id(one) for one in tensors), rest)
     versions = tuple(one._version for one in tensors)
@@ -449,7 +458,7 @@ def _remembered(
 
 
 def _size_bytes(thing: Any) -> int:  # any: whatever emitters derive
-    """Of all tensors in it."""
+    """Return the bytes of all tensors in ``thing``."""
     if isinstance(thing, torch.Tensor):
         return thing.nbytes
     if isinstance(thing, dict):
@@ -466,11 +475,11 @@ class _Known:
     """A graph, and the tensors it was made from."""
 
     tensors: tuple["weakref.ref[torch.Tensor]", ...]
-    """They may go: the graph has aliases of what it reads."""
+    """Weak references to the tensors, which may be freed: the graph has aliases of what it reads."""
     versions: tuple[int, ...]
-    """How often they had been written to."""
+    """Versions of the tensors, which count writes."""
     graph: RelationalGraph
-    """With the indexes built so far."""
+    """The graph, with the indexes built so far."""
 
 
 _known: dict[Hashable, _Known] = {}
@@ -478,12 +487,12 @@ _lock = Guard()
 
 
 def _library(device: torch.device) -> ctypes.CDLL | None:
-    """The loops of `native`, on the CPU."""
+    """Return the compiled loops of `native` for the CPU; ``None`` on other devices."""
     return native.load("relational", openmp=True) if device.type == "cpu" else None
 
 
 def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in order of key, equal keys in order of place, ``int32``; and where each key's begin, ``int64``."""
+    """Return positions ``int32`` sorted stably by key, and where each key's positions begin, ``int64``."""
     library = _library(keys.device)
     if library is None:
         starts = keys.new_zeros(num_keys + 1)
@@ -501,7 +510,10 @@ def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torc
 def pairs_of(
     nodes: torch.Tensor, types: torch.Tensor, num_nodes: int, num_types: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Nodes and types of the pairs that occur, in order of type, then node; and each edge's pair. ``int64`` all."""
+    """Return the nodes and types of the pairs that occur, and each edge's pair; all ``int64``.
+
+    Pairs are ordered by type, then node.
+    """
     library = _library(nodes.device)
     if library is None or len(nodes) >= 2**31:
         keys, rows = torch.unique(types * num_nodes + nodes, sorted=True, return_inverse=True)

@@ -70,11 +70,11 @@ class HGTConv(nn.Module):
         x: torch.Tensor | Mapping[str, torch.Tensor],
         graph: RelationalGraph | Mapping[EdgeType, torch.Tensor],
     ) -> Any:
-        """``[num_nodes, out_channels]``, per node type where ``x`` is.
+        """Return ``[num_nodes, out_channels]``, as one tensor or per node type, like ``x``.
 
         ``x``: ``[nodes of the type, in_channels]`` per node type, or one tensor for all in the graph's order.
-        ``graph``: a `RelationalGraph` with node types, or PyG's ``edge_index_dict``. From mappings, types that no edge
-        enters have no result, as in PyG.
+        ``graph``: a `RelationalGraph` with node types, or PyG's ``edge_index_dict``. If ``x`` is a mapping, types that
+        no edge enters have no result, as in PyG.
         """
         if not isinstance(x, Mapping):
             check_features(x, self.in_channels[self.node_types[0]])
@@ -131,7 +131,7 @@ class HGTConv(nn.Module):
         return [x[name] for name in self.node_types]
 
     def _by_edge_type(self, matrices: "_Matrices") -> torch.Tensor:
-        """``[edge types, heads, width, width]``; PyG has heads first."""
+        """Return ``[edge types, heads, width, width]``; PyG has heads first."""
         width = self.out_channels // self.heads
         return matrices.weight.view(self.heads, len(self.edge_types), width, width).transpose(0, 1)
 
@@ -147,26 +147,26 @@ class HGTConv(nn.Module):
         return share * mapped + (1 - share) * before
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the layer's sizes, for its ``repr``."""
         counts = f"{len(self.node_types)} node types, {len(self.edge_types)} edge types"
         return f"{self.out_channels}, {counts}, heads={self.heads}"
 
 
 class _ByType(nn.Module):
-    """A linear map per node type, under the names that PyG gives them."""
+    """A linear map per node type, with PyG's parameter names."""
 
     def __init__(self, lins: Mapping[str, nn.Linear]):
         super().__init__()
         self.lins = nn.ModuleDict(lins)
 
     def forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """``[nodes, in]`` to ``[nodes, out]``."""
+        """Map ``[nodes, in]`` to ``[nodes, out]``."""
         found: torch.Tensor = self.lins[name](x)
         return found
 
 
 class _Matrices(nn.Module):
-    """Square matrices, as PyG's ``HeteroLinear`` has them."""
+    """Square matrices in the layout of PyG's ``HeteroLinear``."""
 
     def __init__(self, count: int, width: int):
         super().__init__()

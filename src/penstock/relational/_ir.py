@@ -1,11 +1,11 @@
 """The inter-operator IR: what a layer computes, row by row, over domains and without any index.
 
-A program is a sequence of operations in static single assignment. Each has a domain and a shape per row, and reads
-values whose rows its own rows belong to. Reading costs nothing here: that a value per source is looked up for every
-edge is what `Domain.tells` means, and no copy of it exists unless an emitter makes one. Rows are only ever brought
-together by `Reduce` and `OuterSum`.
+A program is a sequence of operations in static single assignment form. Each operation has a domain and a shape per row,
+and reads values to whose rows its own rows belong. A read costs nothing here: `Domain.tells` says that a value per
+source can be looked up for every edge, and no copy of it exists unless an emitter makes one. Only `Reduce` and
+`OuterSum` combine rows.
 
-Programs are immutable; passes return new ones. `verify` says whether a program is sound, in terms of this file alone.
+Programs are immutable; passes return new ones. `verify` checks that a program is sound, using only this file.
 """
 
 import math
@@ -17,7 +17,7 @@ from penstock.errors import InternalError
 from penstock.relational._domain import Domain
 
 Shape = tuple[int, ...]
-"""Of one row; ``()`` is a number."""
+"""Shape of one row; ``()`` is a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +25,19 @@ class Operation:
     """One value: how it is computed, for which rows, and the shape of a row."""
 
     domain: Domain
-    """What it has rows for."""
+    """The domain of its rows."""
     shape: Shape
-    """Of one row."""
+    """Shape of one row."""
     operands: tuple[int, ...] = ()
-    """Values read, by their place in the program."""
+    """Places in the program of the values that it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input(Operation):
-    """A tensor that the caller gives, with one row for each of the domain's."""
+    """A tensor that the caller gives, with one row for each row of the domain."""
 
     name: str
-    """Of the argument."""
+    """Name of the argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Constant(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count(Operation):
-    """How many rows of ``over`` belong to each row."""
+    """The number of rows of ``over`` that belong to each row."""
 
     over: Domain
     """The domain whose rows are counted."""
@@ -63,19 +63,20 @@ class Map(Operation):
     function: str
     """A name in `FUNCTIONS`."""
     parameter: float = 0.0
-    """For functions with one, such as the slope of ``leaky_relu``."""
+    """The parameter of functions that have one, such as the slope of ``leaky_relu``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropout(Operation):
-    """The first operand times 0 or ``1 / (1 - probability)``, by a hash of row, column, ``stream`` and the second
-    operand, a seed: backward finds the same zeros again without having kept them.
+    """The first operand times 0 or ``1 / (1 - probability)``, by a hash of row, column, ``stream`` and a seed.
+
+    The seed is the second operand. Backward computes the same zeros again without storing them.
     """
 
     probability: float
-    """Of 0."""
+    """Probability of 0."""
     stream: int
-    """Which of a layer's dropouts it is."""
+    """Number of the dropout within the layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,35 +99,35 @@ class Reshape(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SumTo(Operation):
-    """Sums, inside of each row, over the dimensions along which ``shape`` was broadcast."""
+    """Sums within each row, over the dimensions along which ``shape`` was broadcast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice(Operation):
-    """Elements ``start`` and after of the last dimension."""
+    """A slice of the last dimension that begins at ``start``."""
 
     start: int
-    """The first one."""
+    """The first element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concat(Operation):
-    """Operands behind each other in the last dimension."""
+    """The operands concatenated along the last dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduce(Operation):
-    """Brings together the operand as read by those rows of ``over`` that belong to one row. None belong: 0."""
+    """The sum or maximum of the operand over the rows of ``over`` that belong to each row; 0 if none do."""
 
     over: Domain
-    """The domain whose rows are gone through; the operand may have fewer."""
+    """The domain whose rows are combined; the operand may have fewer rows."""
     kind: Literal["sum", "max"] = "sum"
-    """How."""
+    """The operation that combines them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSum(Operation):
-    """The sum, over the rows ``over``, of the outer product of two operands' last dimensions: a weight's gradient."""
+    """The sum over the rows of ``over`` of the outer product of two operands' last dimensions: a weight's gradient."""
 
     over: Domain
     """The domain whose rows are summed."""
@@ -134,7 +135,7 @@ class OuterSum(Operation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameRows(Operation):
-    """The operand's rows under the name of another domain: on graphs whose targets are its sources."""
+    """The operand's rows under the name of another domain, for graphs whose targets are its sources."""
 
 
 FUNCTIONS: Mapping[str, int] = {
@@ -143,19 +144,20 @@ FUNCTIONS: Mapping[str, int] = {
     "relu": 1, "leaky_relu": 1, "leaky_relu_slope": 1, "abs": 1, "sign": 1, "equal": 2, "is_largest": 2, "greater": 2,
     "elu": 1, "elu_slope": 1, "stop_gradient": 1,
 }  # fmt: skip
-"""Element-wise functions by name, and how many operands they take. ``is_largest`` is ``equal`` with a maximum,
-which may have fewer digits.
+"""Element-wise functions by name, with their number of operands.
+
+``is_largest`` is ``equal`` for a maximum, which may be rounded.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Operations in order, and which of them are asked for."""
+    """Operations in order, and which of them are outputs."""
 
     operations: tuple[Operation, ...]
-    """Each reads only earlier ones."""
+    """The operations; each reads only earlier ones."""
     outputs: tuple[int, ...]
-    """Values that the caller gets."""
+    """Places of the values that the caller gets."""
 
     def __getitem__(self, at: int) -> Operation:
         return self.operations[at]
@@ -169,7 +171,7 @@ class Program:
         return {at: one for at, one in enumerate(self.operations) if isinstance(one, Input)}
 
     def readers(self) -> list[list[int]]:
-        """For each value, the operations that read it."""
+        """Return, for each value, the operations that read it."""
         found: list[list[int]] = [[] for _ in self.operations]
         for at, one in enumerate(self.operations):
             for operand in dict.fromkeys(one.operands):
@@ -182,7 +184,7 @@ class Program:
 
 
 class Builder:
-    """Makes programs: appends operations, the same one once."""
+    """A builder of programs: it appends operations, and equal ones only once."""
 
     def __init__(self, operations: Sequence[Operation] = ()):
         self.operations: list[Operation] = []
@@ -194,7 +196,7 @@ class Builder:
         return self.operations[at]
 
     def add(self, operation: Operation) -> int:
-        """The value's place: a new one, or that of an equal operation."""
+        """Return the value's place: a new one, or that of an equal operation."""
         place = self._places.get(operation)
         if place is None:
             place = self._places[operation] = len(self.operations)
@@ -202,23 +204,23 @@ class Builder:
         return place
 
     def map(self, function: str, *operands: int, domain: Domain, parameter: float = 0.0) -> int:
-        """An element-wise function of values."""
+        """Add an element-wise function of values."""
         shape = broadcast(*(self[one].shape for one in operands))
         return self.add(Map(domain=domain, shape=shape, operands=operands, function=function, parameter=parameter))
 
     def widened(self, at: int, domain: Domain) -> int:
-        """The value with rows per ``domain``, which may read it."""
+        """Return the value with a row for each row of ``domain``, which must be able to read it."""
         if self[at].domain is domain:
             return at
         return self.map("add", at, self.add(Constant(domain=Domain.ONE, shape=(), value=0.0)), domain=domain)
 
     def program(self, outputs: Iterable[int]) -> Program:
-        """What was added, without what ``outputs`` do not need."""
+        """Return the program so far, without values that ``outputs`` do not need."""
         return pruned(Program(tuple(self.operations), tuple(outputs)))
 
 
 def broadcast(*shapes: Shape) -> Shape:
-    """The shape of an element-wise result. Raises ``ValueError`` where sizes differ and none is 1."""
+    """Return the shape of an element-wise result. Raises ``ValueError`` if sizes differ and none is 1."""
     length = max((len(shape) for shape in shapes), default=0)
     found = []
     for at in range(-length, 0):
@@ -230,12 +232,12 @@ def broadcast(*shapes: Shape) -> Shape:
 
 
 def rewritten(operation: Operation, places: Mapping[int, int] | Sequence[int]) -> Operation:
-    """The operation with operands at other places."""
+    """Return the operation with its operands at other places."""
     return replace(operation, operands=tuple(places[one] for one in operation.operands))
 
 
 def pruned(program: Program) -> Program:
-    """Without operations that no output needs; inputs that nobody reads go too."""
+    """Return the program without operations and inputs that no output needs."""
     needed = set(program.outputs)
     for at in reversed(range(len(program))):
         if at in needed:
@@ -250,7 +252,7 @@ def pruned(program: Program) -> Program:
 
 
 def verify(program: Program) -> None:
-    """Raises ``InternalError`` unless every operand comes earlier, may be read where it is, and shapes agree."""
+    """Raise ``InternalError`` unless every operand comes earlier and may be read there, and shapes agree."""
     for at, one in enumerate(program.operations):
         if any(operand >= at for operand in one.operands):
             raise InternalError(f"%{at} reads a later value:\n{program}")
@@ -294,7 +296,7 @@ def _shapes_agree(one: Operation, shapes: list[Shape]) -> bool:
 
 
 def matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
-    """Of a row's product. Raises ``ValueError`` where the inner sizes differ."""
+    """Return the shape of a row's product. Raises ``ValueError`` if the inner sizes differ."""
     inner, outer = (right[-1], right[-2]) if transposed else (right[-2], right[-1])
     if left[-1] != inner:
         raise ValueError(f"a row of {left[-1]} does not fit a matrix of {inner} x {outer}")

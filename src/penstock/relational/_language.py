@@ -1,12 +1,12 @@
 """The language: a layer is a function over one symbolic edge and one symbolic node, run once to record what it does.
 
-``for e in g.edges()`` and ``for n in g.nodes()`` go round once. What the body computes from ``x[e.src]``,
+``for e in g.edges()`` and ``for n in g.nodes()`` iterate once. What the body computes from ``x[e.src]``,
 ``weight[e.etype]`` or ``norm[e]`` holds for every edge; what it computes from ``x[n]`` or ``n.sum(message)`` holds for
-every node. The three rules, each reported at the line that breaks it:
+every node. There are three rules; an error names the line that breaks one:
 
 - a tensor is looked up by one kind of index: an edge, an end of it, a node, an edge type or a node type;
-- values of an edge meet values of a node only where the end is named, ``z[e.src]`` or ``z[e.dst]``;
-- rows are brought together only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
+- values of an edge can be combined with values of a node only if the end is named, ``z[e.src]`` or ``z[e.dst]``;
+- rows are combined only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
 """
 
 import abc
@@ -44,25 +44,25 @@ from penstock.relational._ir import (
 
 Scope = Literal["edge", "node", "all"]
 SEED = "seed of dropout"
-"""The input that dropouts read; an ``int`` given with every call."""
+"""Name of the input for dropout's seed, an ``int`` given with every call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentShape:
-    """Of an argument, rows included."""
+    """The shapes of an argument, rows included."""
 
     source: Shape
-    """Of the tensor with a row for each source, and of tensors that nodes have nothing to do with."""
+    """Shape of the tensor with a row for each source, and of tensors that are not indexed by nodes."""
     target: Shape
-    """Of the tensor with a row for each target; the same where one tensor serves both."""
+    """Shape of the tensor with a row for each target; the same if one tensor serves both."""
 
 
 def trace(
     function: Callable[..., Any], arguments: Mapping[str, ArgumentShape], constants: Mapping[str, Any]
 ) -> tuple[Program, tuple[Domain, ...], int]:
-    """What ``function`` computes, for what its values have rows, and how many there are (0: one, not in a tuple).
+    """Return the program of ``function``, the domains of its results, and their number (0: one, not in a tuple).
 
-    ``arguments`` are its tensors by name, ``constants`` its other arguments as they are.
+    ``arguments`` are its tensors by name; ``constants`` are its other arguments, passed unchanged.
     """
     tracer = Tracer()
     symbols = {name: Argument(tracer, name, shape) for name, shape in arguments.items()}
@@ -81,18 +81,18 @@ def trace(
 
 
 class Tracer:
-    """Records operations."""
+    """A recorder of operations."""
 
     def __init__(self) -> None:
         self.builder = Builder()
         self.num_dropouts = 0
 
     def value(self, operation: Operation, scope: Scope) -> "Value":
-        """A new value."""
+        """Return a new value."""
         return Value(self, self.builder.add(operation), scope)
 
-    def lift(self, other: Any) -> "Value":  # any: what stands beside an operator
-        """A value of a number, a tensor that is used as it is, or a value."""
+    def lift(self, other: Any) -> "Value":  # any: an operand of an operator
+        """Return a value from a number, from a tensor that is used without a look-up, or from a value."""
         if isinstance(other, Value):
             return other
         if isinstance(other, Argument):
@@ -102,19 +102,19 @@ class Tracer:
         return refuse(f"a value, a tensor of the layer or a number is expected, got {type(other).__name__}")
 
     def scope(self, values: Sequence["Value"]) -> Scope:
-        """Where an operation on ``values`` takes place."""
+        """Return whether an operation on ``values`` belongs to edges, to nodes, or to all."""
         scopes = {value.scope for value in values} - {"all"}
         if len(scopes) > 1:
             refuse("a value of an edge meets a value of a node: say which end is meant, as in z[e.src] or z[e.dst]")
         return scopes.pop() if scopes else "all"
 
     def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
-        """For which rows: those of edges where any operand belongs to an edge or to one of its ends."""
+        """Return the domain of a result: that of edges if an operand belongs to an edge or to one of its ends."""
         found = common(self.builder[value.place].domain for value in values)
         return Domain.EDGE if scope == "edge" and found not in OF_TYPES else found
 
-    def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: as `lift` takes
-        """An element-wise function."""
+    def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: whatever `lift` accepts
+        """Return an element-wise function of values."""
         values = [self.lift(one) for one in others]
         scope = self.scope(values)
         try:
@@ -129,19 +129,19 @@ class Tracer:
         return Value(self, place, scope)
 
     def at_sources(self, place: int) -> int:
-        """The value of targets again, for sources."""
+        """Return the value of targets computed for sources."""
         operation = self.builder[place]
         if operation.domain not in _MIRROR:
             return place
         domain = _MIRROR[operation.domain]
-        if isinstance(operation, Reduce | Count):  # what edges brought together: sources that are targets have it
+        if isinstance(operation, Reduce | Count):  # a sum over edges: sources that are targets have it too
             return self.builder.add(SameRows(domain=domain, shape=operation.shape, operands=(place,)))
         mirrored = replace(operation, domain=domain)
         return self.builder.add(rewritten(mirrored, {one: self.at_sources(one) for one in operation.operands}))
 
 
 class Graph:
-    """What a layer iterates over."""
+    """The graph that a layer iterates over."""
 
     def __init__(self, tracer: Tracer):
         self._tracer = tracer
@@ -150,16 +150,16 @@ class Graph:
         refuse("a layer goes round `g.edges()` and `g.nodes()`, not round the graph itself: `for e in g.edges(): ...`")
 
     def edges(self) -> "Iterator[Edge]":
-        """One edge, which stands for all."""
+        """Yield one edge, which stands for all."""
         yield Edge(self._tracer)
 
     def nodes(self) -> "Iterator[Node]":
-        """One node, which stands for all."""
+        """Yield one node, which stands for all."""
         yield Node(self._tracer)
 
 
 class Index:
-    """What a tensor is looked up by."""
+    """An index that a tensor is looked up by."""
 
     def __init__(self, domain: Domain, what: str, scope: Scope):
         self.domain, self.what, self.scope = domain, what, scope
@@ -176,7 +176,7 @@ class Edge(Index):
         self.etype = Index(Domain.EDGE_TYPE, "an edge type", "edge")
 
     def siblings(self) -> "Value":
-        """The number of edges of this one's type that enter its target, itself counted."""
+        """Return the number of edges of this type that enter the target, including this one."""
         return self.tracer.value(Count(domain=Domain.TARGET_AND_TYPE, shape=(), over=Domain.EDGE), "edge")
 
 
@@ -189,7 +189,7 @@ class End(Index):
 
 
 class Node(Index):
-    """A node, as edges enter it; ``ntype`` is its type."""
+    """A node that edges enter; ``ntype`` is its type."""
 
     def __init__(self, tracer: Tracer):
         super().__init__(Domain.TARGET, "a node", "node")
@@ -197,19 +197,19 @@ class Node(Index):
         self._tracer = tracer
 
     def sum(self, value: "Value") -> "Value":
-        """The sum of an edge's value over the edges that enter the node; 0 where there are none."""
+        """Return the sum of an edge's value over the edges that enter the node; 0 if there are none."""
         return self._reduce(value, "sum")
 
     def max(self, value: "Value") -> "Value":
-        """The largest, element by element; 0 where no edge enters."""
+        """Return the largest value, element by element; 0 if no edge enters."""
         return self._reduce(value, "max")
 
     def mean(self, value: "Value") -> "Value":
-        """The mean; 0 where no edge enters."""
+        """Return the mean; 0 if no edge enters."""
         return self.sum(value) / maximum(self.degree(), 1)
 
     def degree(self) -> "Value":
-        """The number of edges that enter the node."""
+        """Return the number of edges that enter the node."""
         return self._tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
 
     def _reduce(self, value: "Value", kind: Literal["sum", "max"]) -> "Value":
@@ -223,11 +223,11 @@ class Node(Index):
 
 
 class _Arithmetic(abc.ABC):
-    """Operators that values and tensors have alike."""
+    """The operators that values and tensors share."""
 
     @abc.abstractmethod
     def _tracer_of(self) -> Tracer:
-        """What records."""
+        """Return the tracer that records operations."""
 
     def _compared(self, _: object) -> NoReturn:
         refuse("values are not compared or branched on; use maximum(a, b), relu(a) or products with a mask")
@@ -282,7 +282,10 @@ class _Arithmetic(abc.ABC):
 
 
 class Argument(_Arithmetic):
-    """A tensor that the layer is called with. Looked up by an index it has a row for each; else it is one for all."""
+    """A tensor argument of the layer.
+
+    Looked up by an index, it has a row for each; otherwise it is the same for all.
+    """
 
     def __init__(self, tracer: Tracer, name: str, shape: ArgumentShape):
         self._tracer, self._name, self._shape = tracer, name, shape
@@ -308,7 +311,7 @@ class Argument(_Arithmetic):
         return self._tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
 
     def whole(self) -> "Value":
-        """The tensor as it is, the same for every edge and node."""
+        """Return the tensor itself, the same for every edge and node."""
         self._note("nothing")
         return self._tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
 
@@ -325,14 +328,14 @@ class Argument(_Arithmetic):
 
 
 class Value(_Arithmetic):
-    """What an edge, a node, or everything has: ``shape`` is that of a row."""
+    """A value of an edge, a node, or the whole graph; ``shape`` is that of a row."""
 
     def __init__(self, tracer: Tracer, place: int, scope: Scope):
         self._tracer, self.place, self.scope = tracer, place, scope
 
     @property
     def shape(self) -> Shape:
-        """Of one row."""
+        """Shape of one row."""
         return self._tracer.builder[self.place].shape
 
     def __getitem__(self, index: Any) -> "Value":
@@ -347,7 +350,7 @@ class Value(_Arithmetic):
         return refuse("values of nodes are looked up by an end of an edge, z[e.src]; columns are taken by z[..., 2:5]")
 
     def reshape(self, *shape: int) -> "Value":
-        """A row's elements in another shape; one size may be -1."""
+        """Return a row's elements in another shape; one size may be -1."""
         given = list(shape)
         size = math.prod(self.shape)
         if given.count(-1) == 1:
@@ -360,12 +363,12 @@ class Value(_Arithmetic):
     view = reshape
 
     def unsqueeze(self, dimension: int) -> "Value":
-        """With a size of 1 more, counted as in ``torch.unsqueeze`` over a row's dimensions."""
+        """Insert a dimension of size 1, like ``torch.unsqueeze`` on a row's dimensions."""
         at = dimension if dimension >= 0 else dimension + len(self.shape) + 1
         return self.reshape(*self.shape[:at], 1, *self.shape[at:])
 
     def sum(self, dimension: int) -> "Value":
-        """Over a dimension of the row."""
+        """Sum over a dimension of the row."""
         shape = list(self.shape)
         shape[dimension] = 1
         kept = SumTo(domain=self._domain, shape=tuple(shape), operands=(self.place,))
@@ -389,7 +392,7 @@ class Value(_Arithmetic):
 
 
 def dot(left: Any, right: Any) -> Value:  # any: values or tensors
-    """The sum over the last dimension of ``left * right``."""
+    """Return the sum over the last dimension of ``left * right``."""
     tracer = _tracer(left, right)
     one, two = tracer.lift(left), tracer.lift(right)
     scope = tracer.scope([one, two])
@@ -405,7 +408,7 @@ def dot(left: Any, right: Any) -> Value:  # any: values or tensors
 
 
 def concat(*values: Value) -> Value:
-    """Behind each other in the last dimension."""
+    """Concatenate values along the last dimension."""
     tracer = _tracer(*values)
     found = [tracer.lift(one) for one in values]
     scope = tracer.scope(found)
@@ -417,7 +420,11 @@ def concat(*values: Value) -> Value:
 
 
 def softmax(score: Value, *, per_type: bool = False) -> Value:
-    """Over the edges that enter a node, of all types together or of each for itself, element by element. Stabilised."""
+    """Return the softmax over the edges that enter a node, element by element.
+
+    It goes over edges of all types together, or with ``per_type`` over each type separately. It is numerically
+    stabilized.
+    """
     tracer = _tracer(score)
     if not isinstance(per_type, bool):
         refuse(f"`per_type` must be True or False, got {per_type!r}")
@@ -440,7 +447,10 @@ def softmax(score: Value, *, per_type: bool = False) -> Value:
 
 
 def dropout(value: Value, probability: float) -> Value:
-    """Zeros with this probability, the rest scaled up; the same in backward, other ones in the next call."""
+    """Set elements to zero with this probability and scale up the rest.
+
+    Backward uses the same zeros, later calls others.
+    """
     if not isinstance(probability, int | float) or not 0 <= probability < 1:
         refuse(f"`probability` of a dropout must be in [0, 1), got {probability!r}")
     if probability == 0:
@@ -461,59 +471,59 @@ def dropout(value: Value, probability: float) -> Value:
 
 
 def exp(value: Value) -> Value:
-    """``e`` to the power of it."""
+    """Return ``e`` to the power of the value."""
     return _tracer(value).map("exp", value)
 
 
 def log(value: Value) -> Value:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     return _tracer(value).map("log", value)
 
 
 def sqrt(value: Value) -> Value:
-    """The square root."""
+    """Return the square root."""
     return _tracer(value).map("sqrt", value)
 
 
 def tanh(value: Value) -> Value:
-    """The hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return _tracer(value).map("tanh", value)
 
 
 def sigmoid(value: Value) -> Value:
-    """``1 / (1 + exp(-x))``."""
+    """Return ``1 / (1 + exp(-x))``."""
     return _tracer(value).map("sigmoid", value)
 
 
 def relu(value: Value) -> Value:
-    """What is above 0."""
+    """Return the value where it is above 0, else 0."""
     return _tracer(value).map("relu", value)
 
 
 def leaky_relu(value: Value, slope: float = 0.01) -> Value:
-    """Below 0 times ``slope``."""
+    """Return the value where it is above 0, else the value times ``slope``."""
     if isinstance(slope, bool) or not isinstance(slope, int | float):
         refuse(f"`slope` must be a number, got {slope!r}")
     return _tracer(value).map("leaky_relu", value, parameter=float(slope))
 
 
 def elu(value: Value) -> Value:
-    """``exp(x) - 1`` below 0."""
+    """Return the value where it is above 0, else ``exp(x) - 1``."""
     return _tracer(value).map("elu", value)
 
 
 def gelu(value: Value) -> Value:
-    """``x`` times the normal distribution function of it."""
+    """Return ``x`` times the cumulative normal distribution at ``x``."""
     return _tracer(value).map("gelu", value)
 
 
 def maximum(left: Any, right: Any) -> Value:  # any: values, tensors or numbers
-    """The larger one, element by element."""
+    """Return the larger value, element by element."""
     return _tracer(left, right).map("maximum", left, right)
 
 
 def refuse(message: str) -> NoReturn:
-    """Raises ``ValueError`` that names the user's line."""
+    """Raise ``ValueError`` that names the user's line."""
     where, text = _user_line()
     raise ValueError(f"{where}: `{text}`: {message}" if text else message)
 

@@ -1,14 +1,14 @@
 """Lowering: from the inter-operator IR to steps, each an instance of a template.
 
-- *Product*: rows, gathered, times the matrix of their type. *Outer*: its transpose, a sum per type. Both are loops over
-  a BLAS (`native/relational.c`).
-- *Traversal*: goes through the rows of one domain, grouped by the row of another that they belong to, computes what is
-  asked for row by row and brings it together in registers. Values that are computed row by row are not stored: every
-  traversal that reads them computes them again, but for what is dear (a dot product) and read more than once, and for
-  what a product reads.
+- *Product*: gathered rows times the matrix of their type. *Outer*: its transpose, a sum per type. Both are loops over a
+  BLAS (`native/relational.c`).
+- *Traversal*: goes through the rows of one domain, grouped by the row of another that they belong to. It computes row
+  by row and combines the results in registers. Values that are computed row by row are not stored: every traversal that
+  reads them computes them again. The exceptions are costly values (a dot product) that are read more than once, and
+  values that a product reads.
 - *BlockedSum*: a product whose rows are only summed per node. A block of rows is multiplied and added at once, so that
-  neither the products nor, if nobody else reads them, the sums that are multiplied ever exist as a whole.
-- *Whole*: what has a row per type alone, or fits no template, goes to PyTorch.
+  the products never exist as a whole, nor do the sums that are multiplied, if nothing else reads them.
+- *Whole*: operations that have rows only per type, or fit no template, run in PyTorch.
 
 Sums that go through the same rows in the same order share one traversal, unless one needs the other's result.
 """
@@ -44,7 +44,7 @@ _SEGMENTED = {
     (Domain.TARGET, Domain.TARGET_TYPE),
     (Domain.EDGE, Domain.EDGE_TYPE),
 }
-"""Rows of the first are found together for each row of the second: they lie so, or an order of edges is kept."""
+"""Pairs of domains where the rows of the first are contiguous, or sorted, for each row of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Product:
     """A `Matmul` by BLAS."""
 
     place: int
-    """Of it."""
+    """Place of the `Matmul`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +60,29 @@ class Outer:
     """An `OuterSum` by BLAS."""
 
     place: int
-    """Of it."""
+    """Place of the `OuterSum`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """An operation by PyTorch."""
+    """An operation that PyTorch runs."""
 
     place: int
-    """Of it."""
+    """Place of the operation."""
 
 
 @dataclass(slots=True)
 class Traversal:
-    """Goes through rows of ``over``, grouped by the rows of ``by`` that they belong to."""
+    """A pass through the rows of ``over``, grouped by the rows of ``by`` that they belong to."""
 
     over: Domain
-    """What is gone through."""
+    """The domain of the rows."""
     by: Domain | None
-    """What rows are grouped by; ``None``: nothing is brought together."""
+    """The domain that rows are grouped by; ``None`` if nothing is combined."""
     roots: list[int] = field(default_factory=list)
-    """Sums, and values to store; these have rows per ``over``."""
+    """Places of sums, and of values to store; the latter have rows per ``over``."""
     reads: set[int] = field(default_factory=set)
-    """Stored values that it reads."""
+    """Places of the stored values that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +90,16 @@ class BlockedSum:
     """A `Reduce` of a `Matmul`, block by block."""
 
     place: int
-    """Of the `Reduce`."""
+    """Place of the `Reduce`."""
     product: int
-    """Of the `Matmul`."""
+    """Place of the `Matmul`."""
     rows: Traversal | None
-    """What computes the rows of a block; ``None``: they are stored."""
+    """The traversal that computes the rows of a block; ``None`` if they are stored."""
     onto: int | None = None
-    """A value whose memory it adds into and takes over, since nobody else reads it; ``None``: it begins with zeros."""
+    """Place of a value, read by nothing else, whose memory it adds into and takes over.
+
+    ``None``: it starts from zeros.
+    """
 
 
 Step = Product | Outer | Whole | Traversal | BlockedSum
@@ -107,29 +110,29 @@ class Lowered:
     """A program as steps."""
 
     program: Program
-    """What they compute."""
+    """The program that the steps compute."""
     steps: tuple[Step, ...]
-    """In order."""
+    """The steps, in order."""
     stored: frozenset[int]
-    """Values that exist as tensors; the others are computed where they are read."""
+    """Places of values that exist as tensors; the others are computed where they are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A traversal's function as an emitter wrote it, and what to call it with."""
+    """A traversal's function that an emitter wrote, and its arguments."""
 
     name: str
-    """Of the function."""
+    """Name of the function."""
     traversal: Traversal
-    """What it does."""
+    """The traversal that it runs."""
     indexes: tuple[Domain, ...]
-    """Which row of these each position belongs to, in order of positions."""
+    """Domains for which it needs each position's row, in order of positions."""
     inputs: tuple[int, ...]
-    """Stored values that it reads; its buffers, before those of its roots."""
+    """Places of the stored values that it reads; their buffers come before those of its roots."""
 
 
 def lower(program: Program, *, blocked: bool) -> Lowered:
-    """Steps for the program. ``blocked``: whether the emitter knows `BlockedSum`."""
+    """Return the steps of the program. ``blocked``: whether the emitter supports `BlockedSum`."""
     stored = _stored(program)
     sums = _blocked_sums(program, stored) if blocked else {}
     added = _added_up(program, stored, sums)
@@ -157,7 +160,7 @@ def lower(program: Program, *, blocked: bool) -> Lowered:
 
 
 def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
-    """By the place of the `Reduce`; what they compute in blocks is no longer stored."""
+    """Return the blocked sums by the place of their `Reduce`; remove what they compute in blocks from ``stored``."""
     readers, found = program.readers(), {}
     for at, one in enumerate(program.operations):
         if not isinstance(one, Reduce) or one.kind != "sum":
@@ -181,7 +184,10 @@ def _blocked_sums(program: Program, stored: set[int]) -> dict[int, BlockedSum]:
 
 
 def _added_up(program: Program, stored: set[int], sums: dict[int, BlockedSum]) -> dict[int, tuple[int, int]]:
-    """Sums of two blocked sums that nobody else reads, by their place: the second adds into the first's memory."""
+    """Return the sums of two blocked sums that nothing else reads, by their place.
+
+    The second blocked sum adds into the first's memory.
+    """
     readers, found = program.readers(), {}
     for at, one in enumerate(program.operations):
         if at not in stored or not isinstance(one, Map) or one.function != "add":
@@ -220,7 +226,7 @@ def _template(one: Operation, at: int, program: Program) -> Step:
 
 
 def _has_plain_heads(program: Program, one: Operation) -> bool:
-    """Whether leading dimensions are the same on both sides, or missing on one."""
+    """Return whether leading dimensions are the same on both sides, or missing on one."""
     trailing = (1, 1) if isinstance(one, OuterSum) else (1, 2)
     result = 2 if isinstance(one, OuterSum) else 1
     heads = math.prod(one.shape[:-result])
@@ -230,7 +236,7 @@ def _has_plain_heads(program: Program, one: Operation) -> bool:
 
 
 def _join(program: Program, steps: list[Step], new: Traversal, made_by: dict[int, int]) -> int | None:
-    """The number of the last step that goes the same way and may take the new root, which it is given."""
+    """Add the new traversal's root to the last earlier one that can take it; return that step's number, or ``None``."""
     for number in range(len(steps) - 1, -1, -1):
         old = steps[number]
         goes_so = (
@@ -250,7 +256,7 @@ def _join(program: Program, steps: list[Step], new: Traversal, made_by: dict[int
 
 
 def _is_at_hand(program: Program, old: Step, read: int, number: int, made_by: dict[int, int]) -> bool:
-    """Whether a value exists before the step, or is one that it computes for the row at hand."""
+    """Return whether a value exists before the step, or the step computes it for the current row."""
     made = made_by.get(read, -1)
     if made < number:
         return True
@@ -259,7 +265,7 @@ def _is_at_hand(program: Program, old: Step, read: int, number: int, made_by: di
 
 
 def _stored(program: Program) -> set[int]:
-    """Values that exist as tensors."""
+    """Return the values that exist as tensors."""
     readers = program.readers()
     found = set(program.outputs)
     for at, one in enumerate(program.operations):
@@ -274,12 +280,12 @@ def _stored(program: Program) -> set[int]:
 
 
 def _is_whole(one: Operation) -> bool:
-    """Whether PyTorch computes it, and so reads tensors."""
+    """Return whether PyTorch computes the operation, and so reads tensors."""
     return one.domain in OF_TYPES and isinstance(one, ROW_BY_ROW)
 
 
 def _is_worth_storing(program: Program, readers: list[list[int]], at: int) -> bool:
-    """Dots and sums inside of rows that would be computed again: for more rows, or by several sums."""
+    """Return whether to store a value: dots and sums within rows that many rows or several sums would recompute."""
     one = program[at]
     if one.domain in OF_TYPES:
         return True
@@ -307,7 +313,7 @@ def _sums_that_read(program: Program, readers: list[list[int]], at: int) -> set[
 
 
 def _reads(program: Program, stored: set[int], at: int) -> set[int]:
-    """Stored values that computing the value at ``at`` reads, through what is not stored."""
+    """Return the stored values that are read to compute the value at ``at``, through values that are not stored."""
     found: set[int] = set()
     stack = list(program[at].operands)
     while stack:

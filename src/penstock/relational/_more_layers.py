@@ -1,4 +1,4 @@
-"""Layers written in the language alone: CompGCN, SimpleHGN and a relational GraphSAGE."""
+"""Layers written only in the language: CompGCN, SimpleHGN and a relational GraphSAGE."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def _composed(
 
 
 class CompGCNConv(nn.Module):
-    """Messages composed of a neighbour and a relation, which are vectors both (Vashishth et al., 2020).
+    """A layer whose messages combine the vectors of a neighbor and a relation (Vashishth et al., 2020).
 
-    ``composition``: ``"subtract"`` or ``"multiply"``. The graph has ``2 * num_relations`` edge types, the second half
-    inverses of the first; messages along edges, against them and of the node itself have a matrix each.
+    ``composition``: ``"subtract"`` or ``"multiply"``. The graph has ``2 * num_relations`` edge types; the second half
+    are inverses of the first. Messages along edges, against them and from the node itself have one matrix each.
     """
 
     @checked("CompGCNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
@@ -49,7 +49,7 @@ class CompGCNConv(nn.Module):
     def forward(
         self, x: torch.Tensor, relation: torch.Tensor, graph: RelationalGraph
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New nodes and new relations, ``[num_nodes, out]`` and ``[2 * num_relations, out]``.
+        """Return new nodes and new relations, ``[num_nodes, out]`` and ``[2 * num_relations, out]``.
 
         ``x``: ``[num_nodes, in]``; ``relation``: ``[2 * num_relations, in]``. Messages are weighted by one over the
         square root of both ends' degrees.
@@ -83,7 +83,7 @@ def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_
 
 
 class SimpleHGNConv(nn.Module):
-    """Attention of a plain GAT with a learnt vector per edge type, and a residual (Lv et al., 2021)."""
+    """A GAT layer with a learned vector per edge type, and a residual (Lv et al., 2021)."""
 
     @checked(
         "SimpleHGNConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1, heads=1, edge_dim=1
@@ -100,7 +100,7 @@ class SimpleHGNConv(nn.Module):
             glorot(one)
 
     def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
-        """``[num_nodes, in]`` to ``[num_nodes, heads * out]``."""
+        """Map ``[num_nodes, in]`` to ``[num_nodes, heads * out]``."""
         check_features(x, len(self.weight))
         check_relations(graph, self.num_relations)
         edge_score = self.edge @ self.edge_to_score
@@ -118,9 +118,10 @@ def _mean(g: Graph, x: Any, weight: Any) -> Value:
 
 
 class RGraphSAGEConv(nn.Module):
-    """The mean over all neighbours, each through its relation's matrix, beside the node's own (Hamilton et al., 2017).
+    """A relational GraphSAGE layer (Hamilton et al., 2017).
 
-    ``normalize`` scales results to a length of one.
+    It adds the mean over all neighbors, each times its relation's matrix, and the node itself times a matrix of its
+    own. ``normalize`` scales results to a length of one.
     """
 
     @checked("RGraphSAGEConv(64, 64, num_relations=10)", in_channels=1, out_channels=1, num_relations=1)
@@ -134,7 +135,7 @@ class RGraphSAGEConv(nn.Module):
         glorot(self.own)
 
     def forward(self, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
-        """``[num_sources, in]`` to ``[num_targets, out]``; a block's sources begin with its targets."""
+        """Map ``[num_sources, in]`` to ``[num_targets, out]``; in a block, the targets come first among the sources."""
         check_features(x, len(self.own))
         check_relations(graph, self.num_relations)
         found = _mean(graph, x, self.weight) + x[: graph.num_targets] @ self.own + self.bias

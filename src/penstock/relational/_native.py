@@ -1,6 +1,6 @@
-"""Runs lowered programs on a CPU: generated C for traversals, `native/relational.c` for products.
+"""Running lowered programs on a CPU: generated C for traversals, `native/relational.c` for products.
 
-The BLAS is the one inside of PyTorch, found by its Fortran name in PyTorch's library.
+The BLAS is the one in PyTorch's library, found by its Fortran name.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from penstock.relational._lower import BlockedSum, Kernel, lower
 from penstock.relational._steps import Compiled, Run
 
 _PROCESS = os.getpid()
-"""OpenMP's threads do not survive a fork: children stay with one."""
+"""The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
 _EDGES_A_PRODUCT = 8
-"""Rows that are summed in the time in which one is multiplied, about."""
+"""Number of rows that can be summed in about the time of multiplying one."""
 _FEW_ROWS = 2048
-"""Products of so few rows are not shared out."""
+"""Number of rows up to which a product runs on one thread."""
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -65,7 +65,7 @@ class _Typed(ctypes.Structure):
 
 
 class CompiledC(Compiled):
-    """A program compiled for the CPU in one dtype; good for any graph."""
+    """A program compiled for the CPU in one dtype; works for any graph."""
 
     emitter = "C"
 
@@ -82,7 +82,7 @@ class CompiledC(Compiled):
 
     @staticmethod
     def is_available() -> bool:
-        """Whether this machine has a C compiler, and PyTorch a BLAS that can be called."""
+        """Return whether this machine has a C compiler, and PyTorch a BLAS that can be called."""
         if native.load("relational", openmp=True) is None or gemm(torch.float32) is None:
             return False
         return native.can_compile()
@@ -92,7 +92,7 @@ class CompiledC(Compiled):
 
 
 class _Run(Run):
-    """One call's tensors."""
+    """The tensors of one call."""
 
     def __init__(self, compiled: CompiledC, graph: RelationalGraph):
         super().__init__(compiled, graph)
@@ -144,7 +144,7 @@ class _Run(Run):
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
         one, graph = self.program[step.product], self.graph
         assert isinstance(one, Matmul)
-        left, end = one.operands[0], ENDS[one.domain]  # the step's own may be the same nodes by another name
+        left, end = one.operands[0], ENDS[one.domain]  # the step's own domain may be the same nodes under another name
         typed, matrices = self._product(one)
         producer, context = None, None
         if kernel is None:
@@ -171,7 +171,7 @@ class _Run(Run):
         )  # fmt: skip
 
     def _product(self, one: Matmul) -> tuple[_Typed, tuple[object, ...]]:
-        """Sizes, and the matrices as the products' functions take them."""
+        """Return the sizes and matrices as the C functions for products take them."""
         matrix = one.operands[1]
         shape = self.program[matrix].shape
         inner, outer = (shape[-1], shape[-2]) if one.transposed else (shape[-2], shape[-1])
@@ -226,7 +226,7 @@ class _Run(Run):
 
 
 def _borders(graph: RelationalGraph, pairs: Domain, end: Domain, num_threads: int, *, sums_edges: bool) -> torch.Tensor:
-    """Owners at which threads begin, so that each has as much to do: rows to multiply, and edges to sum before."""
+    """Return the owner at which each thread begins, so that all have equal work: rows to multiply, and edges to sum."""
     starts = graph.order(pairs, end)[1]
     if sums_edges:
         starts = _EDGES_A_PRODUCT * starts + graph.order(Domain.EDGE, end)[1]
@@ -238,7 +238,7 @@ def _borders(graph: RelationalGraph, pairs: Domain, end: Domain, num_threads: in
 
 @functools.cache
 def gemm(dtype: torch.dtype) -> int | None:
-    """The address of ``sgemm_`` or ``dgemm_`` in PyTorch's library; ``None`` where it has none."""
+    """Return the address of ``sgemm_`` or ``dgemm_`` in PyTorch's library; ``None`` if it has none."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:

@@ -1,13 +1,14 @@
-"""Passes on the inter-operator IR, each a function from a program to an equal one with less to do.
+"""Passes on the inter-operator IR, each a function from a program to an equivalent one with less work.
 
-- `materialise` and `compact`: where values that depend on one end and the type of an edge alone are computed: for
-  every edge, or once for every pair that occurs (Hector, section 3.2: compact materialisation).
-- `reorder`: a dot with a transformed row becomes a dot of the row with a transformed vector (Hector: linear operator
-  reordering); the row's product disappears where nobody else wants it.
-- `sum_first`: a sum of transformed rows becomes a transformed sum, where that leaves fewer rows to transform.
-- `unify`: on graphs whose targets are its sources, what both ends compute alike is computed once.
+- `materialise` and `compact`: compute values that depend only on one end and the type of an edge for every edge, or
+  once for every pair that occurs (Hector, section 3.2: compact materialization).
+- `reorder`: replaces a dot with a transformed row by a dot of the row with a transformed vector (Hector: linear
+  operator reordering); the row's product disappears if nothing else needs it.
+- `sum_first`: replaces a sum of transformed rows by a transformed sum, if that leaves fewer rows to transform.
+- `unify`: on graphs whose targets are its sources, computes once what is the same for both ends.
 
-Common subexpressions disappear as programs are built (`Builder.add`), and dead code as they are finished (`pruned`).
+Common subexpressions disappear while programs are built (`Builder.add`), and dead code when they are finished
+(`pruned`).
 """
 
 import math
@@ -36,18 +37,18 @@ from penstock.relational._ir import (
 )
 
 RowCounts = Mapping[Domain, int]
-"""Of a graph."""
+"""Number of rows of a graph by domain."""
 _ROW_BY_ROW = (Map, Matmul, Dot, Reshape, SumTo, Slice, Concat)
 _PAIRS = {Domain.SOURCE_AND_TYPE: "source", Domain.TARGET_AND_TYPE: "target"}
 
 
 def compact(program: Program) -> Program:
-    """Every value for as few rows as tell its operands apart."""
+    """Compute every value for as few rows as distinguish its operands."""
     return _placed(program, common)
 
 
 def materialise(program: Program) -> Program:
-    """What depends on an end and the type of an edge is computed for every edge: `compact` undone, for comparison."""
+    """Compute values of an end and a type for every edge: the opposite of `compact`, for comparison."""
 
     def place(domains: list[Domain]) -> Domain:
         found = common(domains)
@@ -68,9 +69,9 @@ def _placed(program: Program, place: Callable[[list[Domain]], Domain]) -> Progra
 
 
 def reorder(program: Program) -> Program:
-    """``dot(x @ w, a)`` as ``dot(x, w @ a)``, and ``(x @ w) @ q`` as ``x @ (w @ q)``.
+    """Rewrite ``dot(x @ w, a)`` as ``dot(x, w @ a)``, and ``(x @ w) @ q`` as ``x @ (w @ q)``.
 
-    Only where ``w @ a`` has a row per type and every reader of ``x @ w`` can do without it.
+    This is done only if ``w @ a`` has a row per type and no reader of ``x @ w`` needs that product.
     """
     readers = program.readers()
     builder = Builder()
@@ -88,7 +89,7 @@ def reorder(program: Program) -> Program:
 
 
 def _is_reorderable(program: Program, reader: Operation, product: int) -> bool:
-    """Whether the reader multiplies the product by something that meets its matrix in a domain of types."""
+    """Return whether the reader multiplies the product by a value that, with its matrix, has a row per type."""
     one = program[product]
     if not isinstance(one, Matmul) or product in program.outputs or one.domain in OF_TYPES:
         return False
@@ -122,7 +123,7 @@ def _reordered(program: Program, builder: Builder, reader: Operation, at: int, p
 
 
 def _as_wide(before: Domain, after: Domain) -> Domain:
-    """An operation stays in its domain if `compact` has not run."""
+    """Return the domain in which an operation stays if `compact` has not run."""
     return before if before is Domain.EDGE and after in _PAIRS else after
 
 
@@ -133,7 +134,7 @@ def _matmul(builder: Builder, left: int, right: int, *, transposed: bool) -> int
 
 
 def thin(program: Program) -> Program:
-    """Products of single numbers with a row become element-wise products, unless all they are for is to be summed."""
+    """Replace products of single numbers with a row by element-wise ones, unless a `Reduce` is the only reader."""
     readers, builder, places = program.readers(), Builder(), list[int]()
     for at, one in enumerate(program.operations):
         is_summed = [isinstance(program[reader], Reduce) for reader in readers[at]] == [True]
@@ -149,10 +150,10 @@ def thin(program: Program) -> Program:
 
 
 def sum_first(program: Program, rows: RowCounts, pays: float = 1.0) -> Program:
-    """``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, the inner one per type, where few rows are left for ``@``.
+    """Rewrite ``sum(s * (x @ w))`` as ``sum(sum(s * x) @ w)``, if that leaves few rows for ``@``.
 
-    ``pays``: up to so many times the rows are few. The product's other readers may only be dots, which `reorder`
-    rewrites; else it is needed anyway.
+    The inner sum is per type. ``pays`` is the largest ratio of rows that counts as few. The product's other readers may
+    only be dots, which `reorder` rewrites; otherwise the product is needed anyway.
     """
     readers = program.readers()
     builder = Builder()
@@ -174,7 +175,7 @@ def sum_first(program: Program, rows: RowCounts, pays: float = 1.0) -> Program:
 def _summed_product(
     program: Program, readers: list[list[int]], one: Reduce, rows: RowCounts, pays: float
 ) -> tuple[int, int | None] | None:
-    """The product under the sum, and what it is multiplied with, where summing first pays."""
+    """Return the product under the sum, and its factor, if summing first pays."""
     if one.kind != "sum":
         return None
     (at,) = one.operands
@@ -208,7 +209,7 @@ def _summed_product(
 
 
 def _scales_rows(program: Program, factor: int, product: Operation) -> bool:
-    """Whether the factor is one number for each vector that is transformed."""
+    """Return whether the factor is one number for each vector that is transformed."""
     shape = program[factor].shape
     return (not shape or shape[-1] == 1) and len(shape) <= len(product.shape)
 
@@ -229,13 +230,13 @@ def _summed_first(builder: Builder, one: Reduce, row: int, matrix: int, factor: 
 
 
 def widened(program: Program, domains: Sequence[Domain]) -> Program:
-    """Outputs have rows for ``domains``, though fewer would tell them apart."""
+    """Give outputs rows for ``domains``, even if fewer would distinguish them."""
     builder = Builder(program.operations)
     return builder.program([builder.widened(at, one) for at, one in zip(program.outputs, domains, strict=True)])
 
 
 def unify(program: Program) -> Program:
-    """Targets are sources: what is computed for both alike is computed for sources, and looked up by targets."""
+    """Compute what is the same for sources and targets once, for sources, and let targets look it up."""
     builder = Builder()
     places: list[int] = []
     for one in program.operations:
@@ -254,7 +255,7 @@ def unify(program: Program) -> Program:
 
 
 def _at_source(builder: Builder, at: int) -> int | None:
-    """The value for sources, if it is one."""
+    """Return the same value for sources, if there is one."""
     one = builder[at]
     if isinstance(one, SameRows):
         return one.operands[0]

@@ -1,4 +1,4 @@
-"""The hash that dropout's zeros come from: every emitter mixes the same bits."""
+"""The hash that decides dropout's zeros; all emitters mix the same bits."""
 
 from typing import TypeVar
 
@@ -9,7 +9,7 @@ _Bits = TypeVar("_Bits", int, torch.Tensor)
 
 
 def hashed(value: _Bits) -> _Bits:
-    """A permutation of 32-bit numbers that leaves no visible pattern (a finalizer with two multiplications)."""
+    """Return a permutation of 32-bit numbers that leaves no visible pattern (a finalizer with two multiplications)."""
     value = value & MASK
     value = value ^ (value >> 16)
     value = (value * 0x7FEB352D) & MASK

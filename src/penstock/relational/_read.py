@@ -1,4 +1,4 @@
-"""Graphs from files: N-Triples (RDF) and lists of ids."""
+"""Reading graphs from files: N-Triples (RDF) and lists of ids."""
 
 import functools
 import gzip
@@ -24,19 +24,19 @@ _LINE = re.compile(rf"\s*({_NODE})\s+(<[^>]*>)\s+({_NODE}|{_LITERAL})\s*\.\s*(?:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Triples:
-    """A graph of names."""
+    """A graph with named nodes and relations."""
 
     edge_index: torch.Tensor
-    """``int64 [2, num_edges]``: subjects and objects."""
+    """Subjects and objects, ``int64 [2, num_edges]``."""
     edge_type: torch.Tensor
-    """``int64 [num_edges]``; inverses, if asked for, in the second half of types."""
+    """Type of each edge, ``int64 [num_edges]``; inverses, if requested, are the second half of the types."""
     nodes: dict[str, int]
-    """Node numbers by name as written, in order of first appearance; literals are nodes."""
+    """Node numbers by name as written, in order of first appearance; literals are nodes too."""
     relations: dict[str, int]
     """Edge types by name; inverses end in ``~``."""
 
     def graph(self) -> RelationalGraph:
-        """With room for the indexes that layers ask for."""
+        """Return the triples as a graph, which builds the indexes that layers need."""
         return RelationalGraph(
             self.edge_index, self.edge_type, num_nodes=len(self.nodes), num_edge_types=max(1, len(self.relations))
         )
@@ -44,10 +44,10 @@ class Triples:
 
 @checked("penstock.relational.read_ntriples('graph.nt')")
 def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
-    """Reads an N-Triples file, also one that ends in ``.gz``.
+    """Read an N-Triples file, which may end in ``.gz``.
 
-    ``inverses`` adds, for every edge, one in the other direction of a relation of its own. Empty lines and comments are
-    skipped. Raises ``ValueError`` with file and line for anything else that is no triple.
+    ``inverses`` adds, for every edge, one in the other direction with a relation of its own. Empty lines and comments
+    are skipped. Raises ``ValueError`` with file and line for anything else that is not a triple.
     """
     path = Path(path)
     nodes: dict[str, int] = {}
@@ -78,7 +78,10 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Of a text, perhaps compressed. Raises ``ValueError`` where it is none, or holds a line without end."""
+    """Yield the lines of a text, which may be compressed.
+
+    Raises ``ValueError`` for other data and for overlong lines.
+    """
     check_is_file(path)
     opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
     try:
@@ -95,9 +98,9 @@ def _lines(path: Path) -> Iterator[str]:
 
 @checked("penstock.relational.read_id_file('train.tsv')")
 def read_id_file(path: str | Path) -> torch.Tensor:
-    """``int64 [triples, 3]`` of a file with a count in its first line and then ``head tail relation`` in each.
+    """Read triples ``int64 [triples, 3]`` from a file: a count in the first line, then ``head tail relation`` per line.
 
-    The form of OpenKE's data sets. Raises ``ValueError`` where the count or a line is wrong.
+    This is the format of OpenKE's data sets. Raises ``ValueError`` if the count or a line is wrong.
     """
     path = Path(path)
     lines = _lines(path)

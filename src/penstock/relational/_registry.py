@@ -1,4 +1,4 @@
-"""Objects by number: a custom operator's arguments are tensors and numbers, and `torch.compile` knows numbers."""
+"""Objects by number, since a custom operator takes tensors and numbers, which `torch.compile` understands."""
 
 import itertools
 import os
@@ -7,12 +7,12 @@ import weakref
 from typing import Any
 
 _objects: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""Holds nothing alive."""
+"""The registered objects; a weak dictionary, so it keeps nothing alive."""
 _numbers = itertools.count(1)
 
 
 class Guard:
-    """A lock that a forked child finds open: whoever held it does not exist there."""
+    """A lock that is open in a forked child, where the thread that held it does not exist."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -25,7 +25,7 @@ class Guard:
         self._lock.release()
 
     def renew(self) -> None:
-        """In a forked child."""
+        """Replace the lock, in a forked child."""
         self._lock = threading.RLock()
 
 
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_renew_all)
 
 
 def register(one: Any) -> int:
-    """A number for the object, never given to another."""
+    """Return a number for the object that is never given to another."""
     with _lock:
         number = next(_numbers)
         _objects[number] = one
@@ -50,5 +50,5 @@ def register(one: Any) -> int:
 
 
 def registered(number: int) -> Any:
-    """The object. Raises ``KeyError`` once it is gone."""
+    """Return the object. Raises ``KeyError`` once it is gone."""
     return _objects[number]

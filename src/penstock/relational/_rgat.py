@@ -56,7 +56,7 @@ def _attention(
 
 
 class RGATConv(nn.Module):
-    """Attention over the edges that enter a node, keys, queries and messages by relation.
+    """A layer with attention over the edges that enter a node; keys, queries and messages depend on the relation.
 
     Arguments and parameters are those of ``torch_geometric.nn.RGATConv``, so ``load_state_dict`` takes its weights.
     ``attention_per_relation`` gives every relation its own ``q`` and ``k``, ``[num_relations, ...]``, as in Hector's
@@ -115,7 +115,7 @@ class RGATConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform distribution; zeros for biases, ones for what scales, as PyG does."""
+        """Reset parameters like PyG: Glorot's uniform distribution, zeros for biases, ones for scales."""
         names = ["q", "k", "e", "att", "basis"] if self.num_bases is not None else ["q", "k", "e", "weight"]
         for name in names:
             one = getattr(self, name, None)
@@ -136,11 +136,12 @@ class RGATConv(nn.Module):
         edge_attr: torch.Tensor | None = None,
         return_attention_weights: bool | None = None,
     ) -> Any:
-        """``[num_targets, heads * dim * out_channels]``; without ``concat`` the mean over heads.
+        """Return ``[num_targets, heads * dim * out_channels]``, or without ``concat`` the mean over heads.
 
-        ``x``: ``[num_nodes, in_channels]``. ``graph``: a `RelationalGraph`, or PyG's ``edge_index``, which wants
+        ``x``: ``[num_nodes, in_channels]``. ``graph``: a `RelationalGraph`, or PyG's ``edge_index``, which needs
         ``edge_type`` as well. ``edge_attr``: ``[num_edges, edge_dim]``, or a row per relation. With
-        ``return_attention_weights`` also ``(edge_index, shares)``, shares ``[num_edges, heads * dim]``.
+        ``return_attention_weights`` the result also has ``(edge_index, shares)``, with shares
+        ``[num_edges, heads * dim]``.
         """
         check_features(x, self.in_channels)
         if isinstance(graph, RelationalGraph):
@@ -189,7 +190,7 @@ class RGATConv(nn.Module):
         self.b2 = nn.Parameter(torch.empty(1, self.out_channels))
 
     def _weight(self) -> torch.Tensor:
-        """``[num_relations, in_channels, heads * out_channels]``."""
+        """Return the weights as ``[num_relations, in_channels, heads * out_channels]``."""
         if self.num_bases is not None:
             return torch.einsum("rb,bio->rio", self.att, self.basis)
         if self.num_blocks is None:
@@ -208,7 +209,7 @@ class RGATConv(nn.Module):
         return score if len(score) == graph.num_edges else score[graph.edge_type]
 
     def _modified(self, found: torch.Tensor, x: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
-        """``[targets, heads, dim, out]`` as PyG's ``mod`` has it; what multiplies every message multiplies the sum."""
+        """Apply PyG's ``mod`` to ``[targets, heads, dim, out]``; factors of every message are applied to the sum."""
         if self.mod not in ("scaled", "f-scaled"):
             return found
         degree = graph.in_degrees().to(x.dtype).view(-1, 1)
@@ -217,7 +218,7 @@ class RGATConv(nn.Module):
         return found * degree.view(len(found), 1, 1, -1)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the layer's sizes, for its ``repr``."""
         return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, heads={self.heads}"
 
 

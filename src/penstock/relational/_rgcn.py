@@ -25,7 +25,10 @@ def _messages(g: Graph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bo
 
 
 class RGCNConv(nn.Module):
-    """``x_v W_root + sum over relations of the mean (or sum) of x_u W_r over the edges u -> v of relation r + bias``.
+    """A layer that sums, over relations, the mean (or sum) of transformed neighbors.
+
+    The result for node v is ``x_v W_root + bias``, plus for each relation r the mean (or sum) of ``x_u W_r`` over the
+    edges ``u -> v`` of that relation.
 
     Arguments and parameters are those of ``torch_geometric.nn.RGCNConv``, so ``load_state_dict`` takes its weights;
     ``aggr`` is ``"mean"``, ``"add"`` or ``"sum"``. ``num_bases`` and ``num_blocks`` are its two decompositions.
@@ -77,7 +80,7 @@ class RGCNConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Glorot's uniform distribution, and zeros for the bias, as PyG does."""
+        """Reset parameters like PyG: Glorot's uniform distribution, and zeros for the bias."""
         for one in (self.weight, self.comp, self.root):
             if one is not None:
                 glorot(one)
@@ -91,11 +94,12 @@ class RGCNConv(nn.Module):
         edge_type: torch.Tensor | None = None,
         edge_norm: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[num_targets, out_channels]``.
+        """Return ``[num_targets, out_channels]``.
 
-        ``x``: ``[num_nodes, in_channels]``; ``None`` or ``int64 [num_nodes]``: nodes have numbers instead of features,
-        and a row of ``weight`` each; a pair for sources and targets that differ. ``graph``: a `RelationalGraph`, or
-        PyG's ``edge_index``, which wants ``edge_type`` as well. ``edge_norm``: ``[num_edges]``, factors of messages.
+        ``x``: ``[num_nodes, in_channels]``. With ``None`` or ``int64 [num_nodes]``, nodes have numbers instead of
+        features, and a row of ``weight`` each. A pair is for sources and targets that differ. ``graph``: a
+        `RelationalGraph`, or PyG's ``edge_index``, which needs ``edge_type`` as well. ``edge_norm``: ``[num_edges]``,
+        factors of messages.
         """
         source, target = x if isinstance(x, tuple) and len(x) == 2 else (x, x)
         for one, width in zip((source, target), self.in_channels, strict=True):
@@ -152,18 +156,18 @@ class RGCNConv(nn.Module):
         return found.reshape(len(found), self.out_channels)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Return the layer's sizes, for its ``repr``."""
         return f"{self.in_channels[0]}, {self.out_channels}, num_relations={self.num_relations}"
 
 
 def glorot(tensor: torch.Tensor) -> None:
-    """Uniform between plus and minus ``sqrt(6 / (rows + columns))`` of the last two dimensions."""
+    """Fill uniformly between plus and minus ``sqrt(6 / (rows + columns))`` of the last two dimensions."""
     bound = (6.0 / (tensor.shape[-2] + tensor.shape[-1])) ** 0.5
     nn.init.uniform_(tensor, -bound, bound)
 
 
 def check_features(x: object, width: int, *, may_be_numbers: bool = False) -> None:
-    """Raises unless rows of that width are in a tensor, or ``int64 [nodes]``, which number them.
+    """Raise unless ``x`` has rows of that width, or is ``int64 [nodes]``, if nodes may have numbers instead.
 
     `checked` would break graphs of ``torch.compile``.
     """
@@ -178,7 +182,7 @@ def check_features(x: object, width: int, *, may_be_numbers: bool = False) -> No
 
 
 def check_more(graph: RelationalGraph, **values: torch.Tensor | None) -> None:
-    """Raises ``TypeError`` unless what edges carry is in tensors."""
+    """Raise ``TypeError`` unless all edge data are tensors."""
     for name, value in values.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise must_be(
@@ -187,7 +191,7 @@ def check_more(graph: RelationalGraph, **values: torch.Tensor | None) -> None:
 
 
 def check_relations(graph: RelationalGraph, num_relations: int, edge_type: torch.Tensor | None = None) -> None:
-    """Raises ``ValueError`` unless the graph has as many edge types as the layer, ``TypeError`` unless it is one."""
+    """Raise ``TypeError`` unless ``graph`` is a graph, ``ValueError`` unless it has as many edge types as the layer."""
     if not isinstance(graph, RelationalGraph):
         raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "conv(x, RelationalGraph(edge_index))")
     if edge_type is not None:

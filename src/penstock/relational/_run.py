@@ -1,8 +1,8 @@
-"""Layers as users have them: a traced function, compiled per set of shapes, and one custom operator for all of them.
+"""Layers as users see them: a traced function, compiled per set of shapes, and one custom operator for all of them.
 
-A call finds the program for its arguments' shapes (traced once), the variant for its graph (which sums come first is a
-matter of row counts), and runs it through ``penstock::relational_layer``. The operator gets tensors, and two numbers
-that stand for the variant and the graph; so `torch.compile` sees one node with known shapes, and autograd one step.
+A call finds the program for its arguments' shapes (traced once) and the variant for its graph (row counts decide which
+sums come first), and runs it through ``penstock::relational_layer``. The operator gets tensors, and two numbers that
+stand for the variant and the graph. So `torch.compile` sees one node with known shapes, and autograd one step.
 """
 
 import functools
@@ -33,25 +33,27 @@ Emitter = Literal["auto", "c", "triton", "eager"]
 
 
 def _constant_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``torch.compiler.assume_constant_result``, which would import all of Dynamo here."""
+    """Mark a function like ``torch.compiler.assume_constant_result``, which would import all of Dynamo here."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a layer's compilation does; all on is the fastest, the rest is for comparison."""
+    """The options of a layer's compilation; the defaults are the fastest, the others are for comparison."""
 
     compact: bool = True
-    """Values of an end and a type once per pair, not per edge."""
+    """Whether to compute values of an end and a type once per pair, not per edge."""
     reorder: bool = True
-    """Dots with transformed rows become dots with transformed vectors."""
+    """Whether to replace dots with transformed rows by dots with transformed vectors."""
     sum_first: bool = True
-    """Sums before products where that leaves fewer rows."""
+    """Whether to sum before products if that leaves fewer rows."""
     emitter: Emitter = "auto"
-    """``c`` on a CPU where a compiler is found, in float32 or float64; ``triton`` on CUDA where Triton is installed, in
-    float32, float16 or bfloat16; else ``eager``, PyTorch operation by operation. Where half precision is not what an
-    emitter computes in, results are float32.
+    """The code generator.
+
+    ``c`` needs a CPU with a compiler and float32 or float64; ``triton`` needs CUDA with Triton and float32, float16 or
+    bfloat16; ``eager`` is PyTorch, operation by operation. ``auto`` takes the first of them that works. If an emitter
+    cannot compute in half precision, results are float32.
     """
 
     def __post_init__(self) -> None:
@@ -59,7 +61,9 @@ class Options:
 
 
 def layer(function: Callable[..., Any]) -> "Layer":
-    """A relational layer of one's own: a function of a graph and tensors, in the language of `penstock.relational`.
+    """Compile a relational layer of your own, a function of a graph and tensors.
+
+    The function is written in the language of `penstock.relational`.
 
     >>> @layer
     ... def mean_of_neighbours(g, x, weight):
@@ -76,9 +80,10 @@ def layer(function: Callable[..., Any]) -> "Layer":
 class Layer:
     """A compiled layer: call it with a graph and the function's arguments.
 
-    Tensors are ``[rows, ...]`` with a row for each of what the function looks them up by; a pair of tensors has rows of
-    sources and of targets. Returns what the function returns, ``[num_targets, ...]`` or ``[num_edges, ...]``. Numbers,
-    and other arguments that are no tensors, are part of the layer: other values compile anew.
+    Tensors are ``[rows, ...]`` with a row for each item of the index by which the function looks them up; a pair of
+    tensors has the rows of sources and of targets. The call returns what the function returns, ``[num_targets, ...]``
+    or ``[num_edges, ...]``. Numbers and other arguments that are not tensors are part of the layer: new values compile
+    it again.
     """
 
     @checked("Layer(function, Options(emitter='eager'))")
@@ -93,7 +98,7 @@ class Layer:
         self._whole: dict[Any, frozenset[str]] = {}
 
     def with_options(self, **changes: Any) -> "Layer":  # any: fields of Options
-        """The same layer, compiled otherwise: ``layer.with_options(compact=False)``."""
+        """Return the same layer with other options: ``layer.with_options(compact=False)``."""
         fields = {name: getattr(self.options, name) for name in Options.__slots__}
         return Layer(self._function, Options(**{**fields, **changes}))
 
@@ -107,7 +112,7 @@ class Layer:
                         f"{name} is on {one.device} and the graph on {graph.device}: they have to be together"
                     )
         is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
-        # a sum of texts is a constant to torch.compile, and never a symbol as a number may be
+        # torch.compile treats a concatenated string as a constant, never as a symbol, as it may treat a number
         variant, number, inputs, num_results, num_outputs, dtype = self._prepare(
             graph.name + "", given, tuple(constants.items()), torch.is_grad_enabled(), is_unified
         )
@@ -122,7 +127,10 @@ class Layer:
         return found[0] if num_outputs == 0 else tuple(found[:num_outputs])
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
-        """The program after every pass, then forward's and backward's, and the steps that they take for the graph."""
+        """Return the compiled layer as text.
+
+        The text has the program after every pass, then those of forward and backward, and their steps for the graph.
+        """
         traced, given, is_unified = self._asked(graph, args, kwargs)
         program, parts = traced.program, [f"traced\n{traced.program}"]
         pays = _pays(is_trained=bool(_wanted(program, given)))
@@ -135,8 +143,9 @@ class Layer:
         return "\n\n".join(parts)
 
     def costs(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> list[Cost]:  # any: as in a call
-        """Operations and bytes of each step of forward and of backward, without computing any; tensors may be on
-        ``meta``.
+        """Return the operations and bytes of each step of forward and backward, without computing any.
+
+        Tensors may be on ``meta``.
         """
         eager = self.with_options(emitter="eager")
         traced, given, is_unified = eager._asked(graph, args, kwargs)
@@ -146,7 +155,7 @@ class Layer:
         return [cost(one, number, graph, item) for one in halves for number in range(len(one.steps))]
 
     def source(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
-        """What was generated for the traversals of forward and backward, C or Triton; empty where PyTorch runs them."""
+        """Return the C or Triton code of the traversals of forward and backward; empty if PyTorch runs them."""
         traced, given, is_unified = self._asked(graph, args, kwargs)
         variant = _variant(self, graph, traced, given, is_grad_enabled=True, is_unified=is_unified)
         compiled = [one.compiled for one in (variant.forward, variant.backward)]
@@ -155,7 +164,7 @@ class Layer:
     def _asked(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple["Traced", dict[str, tuple["Description", "Description"]], bool]:
-        """The program of a call, its arguments' shapes, and whether both ends read the same tensors."""
+        """Return the program of a call, its arguments' shapes, and whether both ends read the same tensors."""
         tensors, constants = self._sorted(graph, args, kwargs)
         given = {name: (_description(one), _description(two)) for name, (one, two) in tensors.items()}
         is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
@@ -164,7 +173,7 @@ class Layer:
     def _sorted(
         self, graph: RelationalGraph, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, Any]]:
-        """Arguments that are tensors, for sources and for targets, and the others."""
+        """Return the tensor arguments, for sources and for targets, and the other arguments."""
         if not isinstance(graph, RelationalGraph):
             raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "layer(graph, x)")
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
@@ -192,10 +201,10 @@ class Layer:
         is_grad_enabled: bool,
         is_unified: bool,
     ) -> tuple[int, int, tuple[tuple[str, int, bool], ...], int, int, torch.dtype]:
-        """What the operator is called with: numbers of a variant and the graph, inputs by name and end, and how many
-        results and outputs there are.
+        """Return the operator's arguments: numbers of the variant and the graph, inputs by name and end, and counts.
 
-        Under `torch.compile` this runs while it traces, on plain numbers.
+        The counts are those of results and outputs; the last element is the dtype. Under `torch.compile` this runs
+        during tracing, on plain numbers.
         """
         graph = registered(int(graph_name))
         shapes = {name: (one, two) for name, one, two in given}
@@ -205,7 +214,7 @@ class Layer:
         for name, domain, shape in zip(variant.names, variant.domains, variant.shapes, strict=True):
             end = int(domain in _OF_TARGETS)
             if domain is Domain.TARGET_TYPE and shapes[name][1][0][0] != graph.num_node_types:
-                end = 0  # a table of types, taken for one of sources and cut to the targets
+                end = 0  # a table by type that was taken for one by source, and cut to the targets
             inputs.append((name, end, domain is not Domain.ONE))
             if name != SEED and domain is not Domain.ONE:
                 _check_rows(name, shapes[name][end], domain, shape, graph)
@@ -231,7 +240,7 @@ class Layer:
 
 
 Description = tuple[tuple[int, ...], torch.dtype, bool]
-"""Of a tensor: shape, dtype, and whether it needs a gradient."""
+"""A tensor's shape, dtype, and whether it needs a gradient."""
 
 
 class Traced:
@@ -244,7 +253,7 @@ class Traced:
 
 
 class Executor:
-    """Runs a program: by generated code, or by PyTorch."""
+    """A runner of a program, by generated code or by PyTorch."""
 
     def __init__(self, program: Program, num_results: int, dtype: torch.dtype, emitter: Emitter, device: torch.device):
         self.program, self.dtype, self.device = program, dtype, device
@@ -258,11 +267,11 @@ class Executor:
                 self.compiled = CompiledTriton(program, dtype, num_results)
 
     def dtype_of(self, at: int) -> torch.dtype:
-        """Of an output."""
+        """Return the dtype of an output."""
         return self.dtype if self.compiled is None else self.compiled.dtype_of(at)
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
-        """Values of the outputs."""
+        """Return the values of the outputs."""
         if self.compiled is not None:
             return self.compiled.run(graph, inputs)
         found = _eager.run(self.program, graph, inputs, self.dtype, self.device)
@@ -273,14 +282,14 @@ class Executor:
         ]
 
     def describe(self, graph: RelationalGraph) -> str:
-        """Its steps, or that there are none."""
+        """Return the steps as text, or a line that says that PyTorch runs the operations."""
         if self.compiled is None:
             return "operation by operation, by PyTorch"
         return self.compiled.describe(graph)
 
 
 def _chosen(emitter: Emitter, dtype: torch.dtype, device: torch.device) -> Emitter:
-    """The emitter that runs, of those that can."""
+    """Return the emitter that runs, out of those that can. Raises ``ValueError`` if the requested one cannot."""
     if emitter == "c" and device.type != "cpu":
         raise ValueError(
             f"emitter='c' compiles for the CPU; the tensors are on {device}: layer.with_options(emitter='auto')"
@@ -307,7 +316,7 @@ def _has_triton(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class Variant:
-    """A program as compiled for a kind of graph, for given inputs' gradients, in one dtype."""
+    """A program compiled for one kind of graph, one set of inputs with gradients, and one dtype."""
 
     def __init__(
         self, program: Program, wanted: tuple[int, ...], dtype: torch.dtype, options: Options, device: torch.device
@@ -327,7 +336,7 @@ class Variant:
 
     @functools.cached_property
     def backward(self) -> Executor:
-        """Compiled when it is first wanted."""
+        """The backward program, compiled when it is first needed."""
         return self._make(self._backward_program, len(self._backward_program.outputs))
 
 
@@ -374,14 +383,17 @@ def _variant(
 
 
 def _pays(*, is_trained: bool) -> float:
-    """Up to how many times the rows summing first pays: sums are kept for backward; in inference they never exist."""
+    """Return up to which ratio of rows summing first pays.
+
+    Training keeps the sums for backward; in inference they never exist.
+    """
     return 0.9 if is_trained else 1.25
 
 
 def _pipeline(
     options: Options, graph: RelationalGraph, domains: Sequence[Domain], pays: float, *, is_unified: bool
 ) -> list[tuple[str, Callable[[Program], Program]]]:
-    """Passes by name, in order."""
+    """Return the passes by name, in order."""
     found: list[tuple[str, Callable[[Program], Program]]] = []
     found.append(("compact", _passes.compact) if options.compact else ("materialise", _passes.materialise))
     if options.sum_first:
@@ -396,13 +408,13 @@ def _pipeline(
 
 
 def _wanted(program: Program, given: Mapping[str, tuple[Description, Description]]) -> tuple[int, ...]:
-    """Which inputs, in the program's order, need gradients."""
+    """Return which inputs, in the program's order, need gradients."""
     inputs = enumerate(program.inputs.values())
     return tuple(at for at, one in inputs if one.name in given and given[one.name][one.domain in _OF_TARGETS][2])
 
 
 def _moved(before: Program, after: Program, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The same inputs in a program that passes made; several may have become one."""
+    """Return the same inputs in a program that passes have rewritten; several may have become one."""
     names = {(one.name, one.domain): number for number, one in enumerate(after.inputs.values())}
     inputs = list(before.inputs.values())
     found = []
@@ -431,7 +443,7 @@ def _description(tensor: torch.Tensor) -> Description:
 
 
 def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
-    """Of a block, the sources that are targets come first."""
+    """Return the tensor's rows for targets; in a block, these are the first sources."""
     if graph.is_block and tensor.dim() and tensor.shape[0] == graph.num_sources > graph.num_targets:
         return tensor[: graph.num_targets]
     return tensor
@@ -439,7 +451,7 @@ def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
 
 @torch.library.custom_op("penstock::relational_layer", mutates_args=())
 def _layer_operator(tensors: Sequence[torch.Tensor], variant: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
-    """Forward: the layer's outputs, then what backward needs."""
+    """Run forward: return the layer's outputs, then what backward needs."""
     del num_outputs
     made, given = registered(variant), registered(graph)
     by_input = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
@@ -455,7 +467,7 @@ def _backward_operator(
     variant: int,
     graph: int,
 ) -> list[torch.Tensor]:
-    """Gradients of the wanted inputs, in order."""
+    """Return the gradients of the wanted inputs, in order."""
     made, given = registered(variant), registered(graph)
     by_input: dict[Any, torch.Tensor] = dict(zip(zip(made.names, made.domains, strict=True), tensors, strict=True))
     for number, one in enumerate(kept):
@@ -469,7 +481,7 @@ def _backward_operator(
 
 
 def _apart(found: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results with memory of their own, as operators have to return them."""
+    """Return results with memory of their own, as operators must."""
     taken = {one.untyped_storage().data_ptr() for one in given}
     results = []
     for one in found:
@@ -509,7 +521,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     tensors, variant, graph, _ = inputs
     made = registered(variant)
     ctx.num_tensors, ctx.variant, ctx.graph = len(tensors), variant, graph
-    ctx.made, ctx.given = made, registered(graph)  # alive until backward
+    ctx.made, ctx.given = made, registered(graph)  # keeps them alive until backward
     kept = output[made.num_outputs :]
     ctx.save_for_backward(*tensors, *kept)
     ctx.outputs = [(one.shape, one.dtype, one.device) for one in output[: made.num_outputs]]

@@ -1,7 +1,7 @@
-"""Graphs with their indexes as files: what took a second to build is read in its place.
+"""Saving graphs with their indexes to files, so that indexes are read instead of built again.
 
-A file is safetensors: pairs and orders by the names of their domains, and sizes and names as JSON beside them. What a
-look-up gives is not saved.
+A file is safetensors: pairs and orders by the names of their domains, with sizes and names as JSON in the metadata.
+Indexes that are cheap look-ups are not saved.
 """
 
 import json
@@ -24,7 +24,7 @@ _FORMAT = "penstock.relational 1"
 
 
 def save_graph(graph: "RelationalGraph", path: Path) -> None:
-    """Writes beside ``path`` first and then takes its place."""
+    """Write to a temporary file next to ``path``, then replace ``path`` with it."""
     if not path.name:
         raise ValueError(f"`path` must name a file, got {str(path)!r}: graph.save('graph.pt')")
     with graph._lock:
@@ -46,7 +46,7 @@ def save_graph(graph: "RelationalGraph", path: Path) -> None:
 
 
 def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
-    """By name."""
+    """Return the graph's tensors by name."""
     tensors = {"edge_index": graph.edge_index, "edge_type": graph.edge_type}
     tensors["node_type 0"], tensors["node_type 1"] = graph._node_types
     for of, to in _pair_indexes():
@@ -60,7 +60,7 @@ def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
 
 
 def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
-    """The graph with its indexes; what kernels will follow is checked first."""
+    """Load the graph with its indexes, after checking what kernels will use."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is no file; graph.save({str(path)!r}) writes one")
     check_is_file(path)
@@ -102,7 +102,10 @@ def _made(
 
 
 def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
-    """Pairs first: how many there are is known from them. Raises ``ValueError`` for what a kernel could not follow."""
+    """Take the saved indexes into the graph, pairs first, because other sizes depend on them.
+
+    Raises ``ValueError`` for indexes that a kernel could not use.
+    """
     for domain, end in ENDS.items():
         three = _pair_indexes(domain)
         found = [tensors.pop(f"index {of.name} {to.name}", None) for of, to in three]
@@ -142,7 +145,10 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _pair_indexes(*domains: Domain) -> list[tuple[Domain, Domain]]:
-    """What finding pairs costs: their nodes, their types, and each edge's. Other indexes are looked up from these."""
+    """Return the indexes that are costly to build: nodes and types of pairs, and each edge's pair.
+
+    Others are looked up.
+    """
     return [
         index
         for domain in domains or ENDS

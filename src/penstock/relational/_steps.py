@@ -1,6 +1,6 @@
-"""What all compiled programs share: the order of steps, the memory of values, what goes to PyTorch.
+"""The part that all compiled programs share: the order of steps, the memory of values, and operations for PyTorch.
 
-An emitter's runner says how a traversal, a product and a sum of outer products are computed.
+Each emitter's runner computes traversals, products and sums of outer products.
 """
 
 import math
@@ -22,29 +22,29 @@ from penstock.relational._lower import BlockedSum, Kernel, Lowered, Outer, Produ
 
 
 class Compiled(ABC):
-    """A program compiled in one dtype; good for any graph."""
+    """A program compiled in one dtype; works for any graph."""
 
     emitter: ClassVar[str]
-    """What wrote its traversals, for people."""
+    """Name of the language of its traversals, for display."""
     source: str
-    """Of all traversals."""
+    """Source code of all traversals."""
     kernels: dict[int, Kernel]
-    """Traversals by the number of their step."""
+    """Kernels of traversals by step number."""
 
     def __init__(self, lowered: Lowered, dtype: torch.dtype):
         self.lowered, self.dtype = lowered, dtype
 
     @abstractmethod
     def start(self, graph: RelationalGraph) -> "Run":
-        """A call's state."""
+        """Return the state of one call."""
 
     def dtype_of(self, at: int) -> torch.dtype:
-        """Of a stored value."""
+        """Return the dtype of a stored value."""
         del at
         return self.dtype
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
-        """Values of the outputs, ``[rows, *shape]`` each."""
+        """Return the values of the outputs, ``[rows, *shape]`` each."""
         program = self.lowered.program
         run = self.start(graph)
         for at, one in program.inputs.items():
@@ -69,7 +69,7 @@ class Compiled(ABC):
         return [run.value(at) for at in program.outputs]
 
     def describe(self, graph: RelationalGraph) -> str:
-        """The steps with their rows, bytes and floating-point operations."""
+        """Return the steps with their rows, bytes and floating-point operations, as text."""
         return "\n".join(
             f"{self._title(step, graph)}; {cost(self.lowered, number, graph, self.dtype.itemsize)}"
             for number, step in enumerate(self.lowered.steps)
@@ -98,7 +98,7 @@ class Compiled(ABC):
                 return f"PyTorch: %{step.place}"
 
     def find_last_uses(self) -> None:
-        """After which step each value may go; called once kernels are known."""
+        """Determine after which step each value may be dropped. Call this once kernels are known."""
         program = self.lowered.program
         last: dict[int, int] = {}
         for number, step in enumerate(self.lowered.steps):
@@ -112,7 +112,7 @@ class Compiled(ABC):
                 self._last_use.setdefault(number, []).append(at)
 
     def _reads(self, number: int, step: Step) -> Sequence[int]:
-        """Stored values that a step reads."""
+        """Return the stored values that a step reads."""
         program = self.lowered.program
         match step:
             case Traversal():
@@ -126,7 +126,7 @@ class Compiled(ABC):
 
 
 class Run(ABC):
-    """One call's tensors."""
+    """The tensors of one call."""
 
     def __init__(self, compiled: Compiled, graph: RelationalGraph):
         self.graph, self.program, self.stored = graph, compiled.lowered.program, compiled.lowered.stored
@@ -135,28 +135,28 @@ class Run(ABC):
         self._dtype, self._dtype_of = compiled.dtype, compiled.dtype_of
         self._own: set[int] = set()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        """Memory of values that are gone, by numbers: fresh memory costs page faults."""
+        """Memory of dropped values by size and dtype, for reuse: new memory costs page faults."""
         self._to_make = Counter(self._size(at) for step in compiled.lowered.steps for at in _made(step))
-        """How many values of each size are still to come."""
+        """Number of values of each size that are still to be made."""
 
     @abstractmethod
     def traverse(self, kernel: Kernel) -> None:
-        """Computes the roots of a traversal."""
+        """Compute the roots of a traversal."""
 
     @abstractmethod
     def multiply(self, place: int) -> None:
-        """Computes a `Matmul`."""
+        """Compute a `Matmul`."""
 
     @abstractmethod
     def sum_outer(self, place: int) -> None:
-        """Computes an `OuterSum`."""
+        """Compute an `OuterSum`."""
 
     def value(self, at: int) -> torch.Tensor:
-        """Of a stored value, or of what goes by another name."""
+        """Return a stored value, or the one that it is an alias of."""
         return next(self.values[name] for name in _names(self.program, at) if name in self.values)
 
     def forget(self, at: int) -> None:
-        """No later step reads the value."""
+        """Drop a value that no later step reads, and keep its memory for reuse."""
         value = self.values.pop(at, None)
         if value is not None and at in self._own:
             free = self._free.setdefault((value.numel(), value.dtype), [])
@@ -164,14 +164,14 @@ class Run(ABC):
                 free.append(value.view(-1))
 
     def make(self, at: int) -> torch.Tensor:
-        """Memory for a value; zeros where not every row is written."""
+        """Return memory for a value; zeros if not every row is written."""
         one = self.program[at]
         shape = (self.graph.count(one.domain), *one.shape)
         size = self._size(at)
         free = self._free.get(size)
         self._to_make[size] -= 1
         self._own.add(at)
-        zeros = isinstance(one, Reduce) and one.domain not in ENDS  # a pair has edges, a node may not
+        zeros = isinstance(one, Reduce) and one.domain not in ENDS  # every pair has edges, but a node may have none
         if free:
             found = free.pop().view(shape)
             self.values[at] = found.zero_() if zeros else found
@@ -181,17 +181,20 @@ class Run(ABC):
         return self.values[at]
 
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
-        """Computes a sum of products; ``kernel``: what gives the rows of a block, if they are not stored."""
+        """Compute a sum of products; ``kernel`` computes the rows of a block if they are not stored."""
         raise InternalError(f"{type(self).__name__} was given %{step.place}, {kernel}, to compute in blocks")
 
     def take(self, at: int, place: int) -> torch.Tensor:
-        """The memory of one value for another, with what is in it."""
+        """Give the memory of one value to another, with its contents."""
         self._own.add(place)
         self.values[place] = self.values.pop(at)
         return self.values[place]
 
     def lookup(self, at: int, over: Domain, by: Domain) -> torch.Tensor | None:
-        """``int32``: the value's row for each of ``over`` in order of ``by``; ``None``: the same or the only one."""
+        """Return the value's row for each row of ``over`` in order of ``by``, ``int32``.
+
+        ``None`` if it is the same row, or the only one.
+        """
         domain = self.program[at].domain
         positions = self.graph.order(over, by)[0]
         if domain in (over, Domain.ONE):
@@ -199,7 +202,7 @@ class Run(ABC):
         return self.graph.index_in_order(over, None if positions is None else by, domain)
 
     def whole(self, place: int) -> None:
-        """Computes an operation by PyTorch."""
+        """Compute an operation with PyTorch."""
         dtype = torch.promote_types(self._dtype, torch.float32)
         machine = _eager.Machine(self.program, self.graph, dtype, self.graph.device)
         one = self.program[place]
@@ -210,7 +213,7 @@ class Run(ABC):
         found = machine.compute(one).expand(self.graph.count(one.domain), *one.shape).contiguous()
         found = found.to(self._dtype_of(place))
         is_view = any(_share_memory(found, other) for other in machine.values.values())
-        self.values[place] = found.clone() if is_view else found  # an operand's memory may be used again
+        self.values[place] = found.clone() if is_view else found  # an operand's memory may be reused
 
     def _size(self, at: int) -> tuple[int, torch.dtype]:
         one = self.program[at]
@@ -225,7 +228,7 @@ def _check_not_captured(graph: RelationalGraph) -> None:
 
 
 def _names(program: Program, at: int) -> list[int]:
-    """The value, and those that it is the same rows as."""
+    """Return the value, and those whose rows it shares."""
     found = [at]
     while isinstance(one := program[found[-1]], SameRows):
         found.append(one.operands[0])
@@ -237,7 +240,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _made(step: Step) -> Sequence[int]:
-    """Values that take memory of `Run.make`."""
+    """Return the values that take memory from `Run.make`."""
     if isinstance(step, Traversal):
         return step.roots
     is_made = isinstance(step, Product | Outer) or (isinstance(step, BlockedSum) and step.onto is None)

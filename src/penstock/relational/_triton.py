@@ -1,9 +1,9 @@
-"""Runs lowered programs by Triton: generated kernels for traversals, `_triton_kernels` for products.
+"""Running lowered programs with Triton: generated kernels for traversals, `_triton_kernels` for products.
 
-On CUDA a few schedules of every kernel are timed when it first meets a graph of a new shape, and the fastest is kept in
-the cache folder, so that results are equal to the bit from then on. Nothing is timed under
-``torch.use_deterministic_algorithms``, and they are equal on all machines of the kind.
-Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on tensors of the CPU, very slowly.
+On CUDA a few schedules of every kernel are timed when it first meets a graph of a new shape. The fastest is kept in the
+cache folder, so that results are bit-identical from then on. With ``torch.use_deterministic_algorithms`` nothing is
+timed, and results are bit-identical on all machines of the same kind. Under Triton's interpreter
+(``TRITON_INTERPRET=1``) the same kernels run on CPU tensors, very slowly.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from penstock.relational._steps import Compiled, Run
 from penstock.relational._tune import Choices, Schedule, compile_side_by_side, schedules
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-"""What it computes in, by Triton's names."""
+"""Dtypes that it can compute in, with Triton's names."""
 _TILE_NUMBERS = 4096
-"""Of a traversal's tile, rows included, at most."""
+"""The most numbers in a traversal's tile, including rows."""
 _SPLIT_ROWS = 1024
-"""Of one sum of outer products."""
+"""Number of rows in one partial sum of outer products."""
 _NARROW = 16
-"""Rows of fewer numbers (scores, their sums and maxima) are kept in float32 in layers of half precision."""
+"""Row size below which values (scores, their sums and maxima) stay in float32 in layers of half precision."""
 
 
 class CompiledTriton(Compiled):
-    """A program compiled for CUDA in one dtype; good for any graph."""
+    """A program compiled for CUDA in one dtype; works for any graph."""
 
     emitter = "Triton"
     kernels: dict[int, TritonKernel]  # type: ignore[assignment]
@@ -53,12 +53,12 @@ class CompiledTriton(Compiled):
         self.module = _module(self.source)
 
     def choices(self, device: torch.device) -> Choices:
-        """The schedules that were the fastest on devices of this kind."""
+        """Return the schedules that were the fastest on devices of this kind."""
         return _choices(self.module.__name__, f"{torch.cuda.get_device_name(device)} {_triton_version()}")
 
     @staticmethod
     def is_available(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether Triton is installed, can reach the device and knows the dtype there."""
+        """Return whether Triton is installed, can reach the device and supports the dtype there."""
         if importlib.util.find_spec("triton") is None or dtype not in DTYPES:
             return False
         if device.type == "cuda":
@@ -70,7 +70,7 @@ class CompiledTriton(Compiled):
         return torch.float32 if is_narrow and at not in self._results else self.dtype
 
     def run(self, graph: RelationalGraph, inputs: Callable[[Input], torch.Tensor]) -> list[torch.Tensor]:
-        """Values of the outputs, ``[rows, *shape]`` each."""
+        """Return the values of the outputs, ``[rows, *shape]`` each."""
         with torch.cuda.device(graph.device) if graph.device.type == "cuda" else contextlib.nullcontext():
             return super().run(graph, inputs)
 
@@ -79,7 +79,7 @@ class CompiledTriton(Compiled):
 
 
 class _Run(Run):
-    """One call's tensors."""
+    """The tensors of one call."""
 
     def __init__(self, compiled: CompiledTriton, graph: RelationalGraph):
         super().__init__(compiled, graph)
@@ -143,7 +143,7 @@ class _Run(Run):
         if chosen is not None:
             return chosen
         if torch.cuda.is_current_stream_capturing():
-            return tried[0]  # measured when it is next called
+            return tried[0]  # measured at the next call
         self._compile(kernel, function, arguments, tried)
         chosen = min(tried, key=lambda one: _seconds(lambda: self._go_through(kernel, function, arguments, one)))
         choices.keep(kernel.name, shape, chosen)
@@ -152,7 +152,7 @@ class _Run(Run):
     def _compile(
         self, kernel: TritonKernel, function: Any, arguments: Sequence[Any], tried: Sequence[Schedule]
     ) -> None:
-        """All side by side."""
+        """Compile all schedules in parallel."""
 
         def compiler(one: Schedule) -> Callable[[], object]:
             made = self._launched(kernel, arguments, one)
@@ -243,7 +243,7 @@ class _Run(Run):
     def _rows(
         self, at: int, over: Domain, by: Domain, width: int, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, int]]:
-        """A product's rows: the tensor, which row each of ours is, and elements from row to row and head to head."""
+        """Return a product's rows: the tensor, the index of its rows, and strides between rows and heads."""
         value, one = self.value(at), self.program[at]
         size = math.prod(one.shape)
         strides = (0 if one.domain is Domain.ONE else size, width if heads > 1 and size > width else 0)
@@ -252,68 +252,71 @@ class _Run(Run):
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """A traversal's kernel with all that it is given."""
+    """A traversal's kernel with all its arguments."""
 
     grid: tuple[int, ...]
     arguments: list[Any]
     constants: dict[str, Any]
     parts: dict[int, torch.Tensor]
-    """Of each sum, ``[num_parts, numbers of a row]``."""
+    """Partial results of each sum, ``[num_parts, numbers of a row]``."""
     split: "Split"
-    """How they come together."""
+    """How partial results are combined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Results that several parts make, ``int32`` each."""
+    """Results that have several parts; all tensors are ``int32``."""
 
     groups: torch.Tensor
     """Rows of the result."""
     firsts: torch.Tensor
     """The first part of each."""
     counts: torch.Tensor
-    """How many parts each has."""
+    """Number of parts of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """Groups in pieces of bounded length, the longest first; ``int32`` each. Groups without rows have none."""
+    """Groups cut into tasks of bounded length, the longest first; all tensors are ``int32``.
+
+    Groups without rows have none.
+    """
 
     groups: torch.Tensor
-    """Which group each is of."""
+    """Group of each task."""
     begins: torch.Tensor
-    """Its first position."""
+    """First position of each task."""
     ends: torch.Tensor
-    """After its last."""
+    """Position after the last one of each task."""
     part_numbers: torch.Tensor
-    """Which part it is, -1 where it is the whole group."""
+    """Part number of each task, -1 if it is the whole group."""
     num_parts: int
-    """Of groups that are split."""
+    """Number of parts of all groups that are split."""
     split: Split
-    """How parts come together."""
+    """How parts are combined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows in blocks of one type, ``int32`` each."""
+    """Rows in blocks of one type; all tensors are ``int32``."""
 
     types: torch.Tensor
-    """Of each block."""
+    """Type of each block."""
     starts: torch.Tensor
-    """Its first row."""
+    """First row of each block."""
     segments: torch.Tensor
-    """Where each type's rows begin, and where the last one's end."""
+    """Start of each type's rows, and the end of the last one's."""
     split: Split
-    """Which blocks each type has."""
+    """The blocks of each type."""
 
 
 def tasks_of(graph: RelationalGraph, over: Domain, by: Domain, split: int) -> Tasks:
-    """The graph's, built once."""
+    """Return the graph's tasks, which are built once."""
     return graph.remember(("tasks", over, by, split), lambda: _tasks(graph.order(over, by)[1], split, graph.device))
 
 
 def blocks_of(graph: RelationalGraph, of: Domain, to: Domain, size: int) -> Blocks:
-    """The graph's, built once."""
+    """Return the graph's blocks, which are built once."""
     return graph.remember(("blocks", of, to, size), lambda: _blocks(graph.order(of, to)[1], size, graph.device))
 
 
@@ -341,7 +344,7 @@ def _blocks(segments: torch.Tensor, size: int, device: torch.device) -> Blocks:
 
 
 def _pieces(starts: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each piece its group and its rank there; and how many pieces each group has."""
+    """Return the group of each piece and its rank there, and the number of pieces of each group."""
     chunks = (starts.diff() + size - 1) // size
     groups = torch.arange(len(chunks), device=starts.device).repeat_interleave(chunks)
     ranks = torch.arange(len(groups), device=starts.device) - (chunks.cumsum(0) - chunks)[groups]
@@ -355,18 +358,19 @@ def _int32(device: torch.device, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def launch(
     kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], constants: dict[str, Any], *, warps: int
 ) -> None:
-    """Starts a kernel on the current device, or under the interpreter."""
+    """Start a kernel on the current device, or under the interpreter."""
     kernel[grid](*arguments, **constants, num_warps=warps)
 
 
 def _is_timed(device: torch.device) -> bool:
-    """Whether it is the device, not the interpreter."""
+    """Return whether kernels run on the device, not in the interpreter."""
     return device.type == "cuda"
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    """Of one in ten on the device, after one that compiles. The device waits until all are queued: launching them from
-    Python takes longer than small ones run.
+    """Return the mean time of ten runs on the device, after one that compiles.
+
+    The device waits until all are queued, because Python takes longer to launch small kernels than they run.
     """
     run()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -381,7 +385,7 @@ def _seconds(run: Callable[[], None]) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _module(source: str) -> ModuleType:
-    """The source as a module: Triton reads kernels from a file."""
+    """Return the source as a module; Triton reads kernels from a file."""
     name = "relational_layer_" + hashlib.sha256(source.encode()).hexdigest()[:24]
     file = native.keep_source(source, f"{name}.py")
     spec = importlib.util.spec_from_file_location(name, file)
@@ -397,7 +401,7 @@ def _choices(source: str, device: str) -> Choices:
 
 
 def _triton_version() -> str:
-    """Another version compiles other kernels."""
+    """Return Triton's version, since another version compiles other kernels."""
     import triton
 
     return str(triton.__version__)
@@ -409,18 +413,18 @@ def _fixed_kernels() -> Any:  # any: a module of Triton kernels
 
 
 def _is_half(*tensors: torch.Tensor) -> bool:
-    """Whether tensor cores may multiply them as they are."""
+    """Return whether tensor cores can multiply these tensors without conversion."""
     pairs = itertools.pairwise(one.dtype for one in tensors)
     return tensors[0].dtype is not torch.float32 and all(one is other for one, other in pairs)
 
 
 def _or_any(index: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
-    """A pointer for an argument that is not read where there is no index."""
+    """Return the index, or any other pointer for an argument that is not read without an index."""
     return other if index is None else index
 
 
 def _precision() -> str:
-    """As the user set it for products of float32, by PyTorch's new name or its old one."""
+    """Return the precision that the user set for float32 products, by PyTorch's new name or its old one."""
     of_products = torch.backends.cuda.matmul
     if hasattr(of_products, "fp32_precision"):
         return "tf32" if of_products.fp32_precision == "tf32" else "ieee"

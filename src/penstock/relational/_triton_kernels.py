@@ -1,7 +1,7 @@
-"""Triton kernels that do not depend on the layer, and functions that generated ones call.
+"""Triton kernels that do not depend on the layer, and functions that generated kernels call.
 
-Like the C side: no atomics. What one program instance cannot finish is written as parts, and `add_parts` brings them
-together in order, so the same schedule gives the same bits.
+Like the C side, they use no atomics. An instance writes what it cannot finish as parts, and `add_parts` combines them
+in order, so the same schedule gives bit-identical results.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """A finalizer of 32 bits, as `penstock.relational._random.hashed`."""
+    """Mix 32 bits, like `penstock.relational._random.hashed`."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -20,20 +20,20 @@ def mix(x):
 
 @triton.jit
 def dropped(row, column, seed, stream, limit, scale):
-    """0 or ``scale``, by a hash."""
+    """Return 0 or ``scale``, by a hash."""
     start = mix(row.to(tl.uint32) + (seed.to(tl.uint32) ^ stream))
     return tl.where(mix(start + column.to(tl.uint32)) >= limit, scale, 0.0)
 
 
 @triton.jit
 def larger(a, b):
-    """The larger one; NaN where any is."""
+    """Return the larger number; NaN if either is NaN."""
     return tl.where((a > b) | (a != a), a, b)
 
 
 @triton.jit
 def tanh(x):
-    """By its series near 0, where the quotient would cancel."""
+    """Return the hyperbolic tangent, near 0 by its series, because the quotient would lose digits there."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     s = x * x
@@ -43,13 +43,13 @@ def tanh(x):
 
 @triton.jit
 def gelu(x):
-    """With the error function."""
+    """Return GELU, computed with the error function."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
 def gelu_slope(x):
-    """Its derivative."""
+    """Return the derivative of ``gelu``."""
     return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
 
 
@@ -79,8 +79,9 @@ def typed_matmul(
     BLOCK_INNER: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
 ):
-    """``results[places] [rows, heads, outer] = rows[index] [.., heads, inner] @ matrices [types, .., inner, outer]``.
+    """Multiply rows by the matrix of their type.
 
+    ``results[places] [rows, heads, outer] = rows[index] [.., heads, inner] @ matrices [types, .., inner, outer]``.
     Instance (block, tile of outer, head): rows of one type, from a list of blocks.
     """
     block = tl.program_id(0)
@@ -151,7 +152,7 @@ def typed_outer(
     BLOCK_INNER: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
 ):
-    """``parts [blocks, heads, inner, outer]``: for each block of rows of one type, the sum of left outer right.
+    """Compute ``parts [blocks, heads, inner, outer]``: for each block of rows of one type, the sum of left outer right.
 
     Instance (block, tile of inner and outer, head).
     """
@@ -205,7 +206,7 @@ def add_parts(
     IS_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``results[group] [width]`` = its parts, ``counts`` of them from ``firsts`` on, brought together in order."""
+    """Combine the parts of each ``results[group] [width]``, ``counts`` of them from ``firsts`` on, in order."""
     task = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     fits = column < WIDTH

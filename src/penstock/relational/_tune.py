@@ -1,4 +1,4 @@
-"""Which schedule of a kernel is the fastest on this device: a few are compiled side by side, timed once, and kept."""
+"""The choice of a kernel's schedule: a few are compiled in parallel and timed once, and the fastest is kept."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,27 +8,28 @@ from dataclasses import asdict, dataclass
 from penstock import native
 
 NUM_TRIED = 3
-"""Schedules of a kernel: each is compiled, which takes most of a second."""
+"""Number of schedules tried per kernel: compiling one takes most of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How a traversal's rows are shared out."""
+    """The division of a traversal's rows among instances."""
 
     rows: int
-    """Of an instance at a time."""
+    """Rows that an instance processes at a time."""
     lanes: bool
-    """Whether these are one row each of as many groups, not many rows of one."""
+    """Whether these are one row each of as many groups, not many rows of one group."""
     split: int
-    """Rows of a group at most that one instance goes through; longer ones are split, and their parts added in order."""
+    """The most rows of a group per instance; longer groups are split, and their parts are added in order."""
     warps: int
-    """Of an instance."""
+    """Warps of an instance."""
 
 
 def schedules(max_rows: int, mean_rows: float) -> list[Schedule]:
-    """The ``NUM_TRIED`` that a traversal tries, the likeliest first.
+    """Return the ``NUM_TRIED`` schedules that a traversal tries, the likeliest first.
 
-    ``max_rows``: of an instance; ``mean_rows``: of a group. Two suit groups of that length, the third suits others.
+    ``max_rows`` is that of an instance, ``mean_rows`` that of a group. Two schedules suit groups of that length, the
+    third suits others.
     """
     by_group = [Schedule(min(max_rows, rows), lanes=False, split=1024, warps=warps) for rows, warps in _BY_GROUP]
     by_lane = [Schedule(min(max_rows, rows), lanes=True, split=128, warps=warps) for rows, warps in _BY_LANE]
@@ -41,11 +42,11 @@ _BY_LANE = ((8, 2), (16, 4))
 
 
 class Choices:
-    """What was chosen for the kernels of one program on one kind of device, in memory and in a file of the cache.
+    """The schedules chosen for the kernels of one program on one kind of device, in memory and in a cache file.
 
-    ``source``: the program's name, which tells its contents apart; ``device``: the kind's name and what compiles for
-    it. The file is replaced whole. One that cannot be read, or names a schedule that is no longer tried, counts as
-    none.
+    ``source``: the program's name, which identifies its contents; ``device``: the name of the device kind and its
+    compiler. The file is always replaced as a whole. A file that cannot be read counts as empty, and a schedule that is
+    no longer tried is ignored.
     """
 
     def __init__(self, source: str, device: str):
@@ -54,17 +55,17 @@ class Choices:
         self._chosen: dict[str, Schedule] = self._read()
 
     def find(self, kernel: str, shape: tuple[int, ...], tried: Sequence[Schedule]) -> Schedule | None:
-        """The fastest of ``tried`` for a graph of that shape, where it was measured."""
+        """Return the fastest of ``tried`` for a graph of that shape, if it was measured."""
         chosen = self._chosen.get(_key(kernel, shape))
         return chosen if chosen in tried else None
 
     def keep(self, kernel: str, shape: tuple[int, ...], chosen: Schedule) -> None:
-        """Remember it, here and for other processes."""
+        """Remember the choice, here and for other processes."""
         self._chosen = self._read() | self._chosen | {_key(kernel, shape): chosen}
         text = json.dumps({key: asdict(one) for key, one in sorted(self._chosen.items())}, indent=1)
         try:
             native.keep_source(text, self._file_name)
-        except OSError:  # a full disk: measured again in the next process
+        except OSError:  # the disk is full: the next process measures again
             return
 
     def _read(self) -> dict[str, Schedule]:
@@ -76,7 +77,7 @@ class Choices:
 
 
 def compile_side_by_side(compilers: Sequence[Callable[[], object]]) -> None:
-    """Call all, each of which asks Triton for a kernel without launching it; Triton compiles them in threads."""
+    """Call all of them; each asks Triton for a kernel without launching it, and Triton compiles them in threads."""
     import triton
 
     with ThreadPoolExecutor(len(compilers)) as pool, triton.AsyncCompileMode(pool):

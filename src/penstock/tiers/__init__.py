@@ -1,6 +1,6 @@
-"""The engine under every room: where bytes live, and how they move.
+"""The engine under every room: it keeps bytes in tiers and moves them.
 
-A storage leaves the device through a waterfall of tiers (host memory where the device has its own, then disk) and comes
+A storage leaves the device through a waterfall of tiers (host memory if the device has its own, then disk) and comes
 back byte for byte:
 
 >>> import torch
@@ -15,18 +15,20 @@ tensor(999999)
 >>> handle.release()
 >>> waterfall.close()
 
-- `Budget`: the one account of bytes, shared by rooms that run together; `Size` and `DiskSpec` are what it takes, a
-  `Footprint` what a step takes of the device, `Charges` what is given back as a whole; `PlaceUse` and `Holder` say who
+- `Budget`: the account of bytes, shared by rooms that run together. `Size` and `DiskSpec` are its arguments; a
+  `Footprint` is the device memory that a step takes; `Charges` are given back together; `PlaceUse` and `Holder` say who
   holds what.
-- `Tier`: `HostTier` (pinned slabs) and `DiskTier` (nameless files, direct I/O); `Extent` and `Piece` are room in one.
-- `Waterfall`, `Handle`, `HandleState`: parking and fetching; `waterfall_for` one device, `waterfalls_for` several;
-  `IN_FLIGHT_S`: for how long a link may be busy with what has left.
-- `ViewLayout`: what of a tensor is not in its storage; `version_of`, `check_version`: whether it changed in place.
-- `Event`, `EventLog`, `write_trace`: what happened when, and as a Perfetto trace.
-- `trim_freed_memory`, `HeapKeeper`: main memory that malloc keeps, back to the system, once or whenever it is much.
-- `Gate`, `gate`: nobody computes while somebody traces a model.
-- `generator_state`, `set_generator_state`, `drawing_from`, `generators_held`, `Generators`: where a thread draws from.
-- `TierStatistics`, `ssd_life_s`: sums, and what they do to an SSD.
+- `Tier`: `HostTier` (pinned slabs) and `DiskTier` (unnamed files, direct I/O). `Extent` and `Piece` are space in a
+  tier.
+- `Waterfall`, `Handle`, `HandleState`: parking and fetching. `waterfall_for` serves one device, `waterfalls_for`
+  several. `IN_FLIGHT_S`: for how many seconds of copying out a link may be busy.
+- `ViewLayout`: all of a tensor except its storage. `version_of`, `check_version`: check for changes in place.
+- `Event`, `EventLog`, `write_trace`: copies and stalls with their times, and their export as a Perfetto trace.
+- `trim_freed_memory`, `HeapKeeper`: return main memory that malloc keeps to the system, once or whenever it has grown.
+- `Gate`, `gate`: keep other threads from computing while one traces a model.
+- `generator_state`, `set_generator_state`, `drawing_from`, `generators_held`, `Generators`: the random state from which
+  a thread draws.
+- `TierStatistics`, `ssd_life_s`: counters, and how long an SSD lasts at that rate of writing.
 """
 
 from penstock.tiers._budget import Budget as Budget

@@ -1,12 +1,12 @@
-"""The one account of bytes: how many a process may hold on the device, in host memory and on each disk.
+"""An account of bytes: how many a process may hold on the device, in host memory and on each disk.
 
-Rooms that run together are given the same `Budget`. Each charges what it takes under its own name, and plans for what
-the others leave. Three kinds of bytes are told apart on the device:
+Rooms that run together are given the same `Budget`. Each charges what it takes under its own name, and plans with what
+the others leave. On the device there are three kinds of bytes:
 
-- bytes that are held until they are credited, as of host memory and disks: ``charge`` and ``credit``;
-- tensors that several holders may name, a model's parameters above all, which count once: a `Footprint`'s tensors;
-- bytes that a step takes while it runs: a `Footprint`'s step. Steps take turns, so of all of them the largest counts,
-  and beside it those that run at any time, as a fleet's do.
+- bytes that are held until they are credited, like those of host memory and disks: ``charge`` and ``credit``;
+- tensors that several holders may share, above all a model's parameters, which count once: a `Footprint`'s tensors;
+- bytes that a step takes only while it runs: a `Footprint`'s step. Steps take turns, so only the largest counts. Steps
+  that may run at any time, as a fleet's do, are added to it.
 """
 
 import functools
@@ -32,70 +32,70 @@ Directory = str | os.PathLike[str]
 DiskSpec = (
     Directory | list[Directory] | tuple[Directory, ...] | Mapping[str, Size | None] | Mapping[Path, int | None] | None
 )
-"""A directory, several of them, or directories with the bytes that each may take (``None``: what is free)."""
+"""One directory, several, or a dict of the bytes that each may take (``None``: all that is free)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who holds bytes of a place."""
+    """One holder's use of a place."""
 
     name: str
-    """A room, such as ``"offload"``; ``"others"`` where none was named."""
+    """Name of the room, such as ``"offload"``; ``"others"`` if none was given."""
     held_bytes: int
-    """Now, what its steps take while they run included."""
+    """Bytes held now, including what its steps take while they run."""
     peak_bytes: int
-    """The most at once."""
+    """The most bytes held at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceUse:
-    """What is held of a place, and by whom."""
+    """The bytes held in one place, and by whom."""
 
     place: str
     """``"device"``, ``"host"`` or a directory."""
     limit_bytes: int | None
-    """``None``: no limit of our own."""
+    """The limit that the budget sets; ``None`` if it sets none."""
     held_bytes: int
-    """Now. Tensors that several hold count once, and of steps that take turns the largest."""
+    """Bytes held now. Shared tensors count once; of steps that take turns, only the largest counts."""
     peak_bytes: int
-    """The most at once."""
+    """The most bytes held at once."""
     holders: tuple[Holder, ...]
-    """Largest first; they may add up to more than is held."""
+    """The holders, largest first. Their bytes may add up to more than ``held_bytes``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What training a step takes of the device."""
+    """The device memory that training a step takes."""
 
     tensors: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of parameters and their gradients by the parameter's ``id``: others may hold the same."""
+    """Bytes of each parameter and its gradient, by the parameter's ``id``. Other footprints may hold the same ones."""
     held_bytes: int = 0
     """Further bytes that are held between steps."""
     step_bytes: int = 0
-    """Beyond those while a step runs."""
+    """Bytes that a step takes in addition while it runs."""
     runs_beside: bool = False
-    """Whether its steps run at any time, rather than taking turns with those of others."""
+    """Whether its steps may run at any time, instead of taking turns with other steps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "Footprint(held_bytes=2**20, step_bytes=2**20)", held_bytes=0, step_bytes=0)
 
     @property
     def standing_bytes(self) -> int:
-        """Held between steps."""
+        """Bytes held between steps."""
         return sum(self.tensors.values()) + self.held_bytes
 
 
 class Budget:
     """Limits in bytes for the device, host memory and directories on disks, and the account of what is held.
 
-    ``Budget(device="40GiB", host="200GiB", disk={"/nvme0": "1TiB"})``: every argument may be left out, which sets no
-    limit of our own (``disk`` left out means that no disk is used). Give the same object to several rooms and their
-    sum stays below it; ``uses()`` says who holds what. Methods are safe to use from any thread.
+    ``Budget(device="40GiB", host="200GiB", disk={"/nvme0": "1TiB"})``: you may leave out any argument, and then
+    Penstock sets no limit there (without ``disk``, no disk is used). Give the same object to several rooms to keep
+    their sum below it; ``uses()`` says who holds what. Methods are safe to call from any thread.
 
-    ``tiers`` are your own, tried after the disk: subclasses of `Tier` that keep bytes somewhere else, an object store
-    say. Rooms use them and never close them.
+    ``tiers`` are tiers of your own, used after the disk: subclasses of `Tier` that keep bytes somewhere else, for
+    example in an object store. Rooms use them and never close them.
 
-    Raises ``ValueError`` or ``TypeError`` for sizes that cannot be read.
+    Raises ``ValueError`` or ``TypeError`` for sizes that cannot be parsed.
     """
 
     @checked("Budget(device='40GiB', host='200GiB', disk='/nvme')")
@@ -107,13 +107,13 @@ class Budget:
         tiers: Sequence[Tier] = (),
     ):
         self.device_bytes = None if device is None else parse_bytes(device)
-        """Limit on the device; ``None`` sets none."""
+        """Limit on device memory in bytes; ``None`` for no limit."""
         self.host_bytes = None if host is None else parse_bytes(host)
-        """Limit on host memory that Penstock takes; ``None`` sets none."""
+        """Limit on the host memory that Penstock takes, in bytes; ``None`` for no limit."""
         self.disk_bytes = _directories(disk)
-        """Limit per directory; ``None`` stands for what the file system has free."""
+        """Limit per directory in bytes; ``None`` allows all that the file system has free."""
         self.tiers = tuple(tiers)
-        """Tiers of your own."""
+        """Your own tiers, used after the disk."""
         self._books = _Books()
         self._holder = "others"
 
@@ -126,18 +126,21 @@ class Budget:
 
     @checked("budget.leads_below(torch.device('cpu'))")
     def leads_below(self, device: torch.device) -> bool:
-        """Whether it names a tier below ``device``: for a CPU, whose memory is the host's, other than host memory."""
+        """Return whether the budget names a tier below ``device``.
+
+        For a CPU, host memory is the device and does not count.
+        """
         has_host = self.host_bytes is not None and device.type != "cpu"
         return has_host or bool(self.disk_bytes) or bool(self.tiers)
 
     @checked("budget.alone(device=2**30)")
     def alone(self, *, device: int | None, host: int | None = None) -> "Budget":
-        """An account of its own, of which nothing is taken yet, over the same disks and tiers."""
+        """Return a budget with the given limits over the same disks and tiers, and with an empty account."""
         return Budget(device=device, host=host, disk=self.disk_bytes, tiers=self.tiers)
 
     @checked("budget.named('offload')")
     def named(self, holder: str) -> "Budget":
-        """The same account; what is charged through it stands under the name ``holder``."""
+        """Return a view of this account whose charges are recorded under the name ``holder``."""
         view = Budget.__new__(Budget)
         view.__dict__.update(self.__dict__)
         view._holder = holder
@@ -145,9 +148,9 @@ class Budget:
 
     @checked("budget.charge('device', 2**20)", size_bytes=0)
     def charge(self, place: str, size_bytes: int, *, force: bool = False) -> None:
-        """Takes ``size_bytes`` of ``"device"``, ``"host"`` or a directory given as text.
+        """Take ``size_bytes`` of ``"device"``, ``"host"`` or a directory given as text.
 
-        Raises ``BudgetError`` where that would exceed the limit, unless ``force`` (bytes that exist already).
+        Raises ``BudgetError`` if that would exceed the limit, unless ``force`` is set (for bytes that exist already).
         """
         with self._books:
             self._check(place, self._books.held_bytes(place) + size_bytes, size_bytes, force)
@@ -155,14 +158,15 @@ class Budget:
 
     @checked("budget.credit('device', 2**20)", size_bytes=0)
     def credit(self, place: str, size_bytes: int) -> None:
-        """Gives back ``size_bytes`` that were charged to ``place``. Finalisers may call it."""
+        """Give back ``size_bytes`` that were charged to ``place``. Safe to call from finalizers."""
         self._books.later(functools.partial(self._books.add, place, self._holder, -size_bytes))
 
     @checked("budget.enter(Footprint(step_bytes=2**20))")
     def enter(self, footprint: Footprint, *, instead_of: Footprint | None = None, force: bool = False) -> None:
-        """Takes what a step needs of the device, until ``leave``, and gives back what ``instead_of`` took.
+        """Take the device memory that a step needs, until ``leave``, and give back what ``instead_of`` took.
 
-        Raises ``BudgetError`` where it does not fit beside the others, unless ``force``; then all stays as it was.
+        Raises ``BudgetError`` if it does not fit next to the other holders, unless ``force`` is set. Then nothing
+        changes.
         """
         with self._books as books:
             before = books.footprints
@@ -177,41 +181,44 @@ class Budget:
 
     @checked("budget.leave(footprint)")
     def leave(self, footprint: Footprint) -> None:
-        """Gives back what ``enter`` took; once is enough, and it does no harm to have never entered."""
+        """Give back what ``enter`` took. Idempotent; ignores footprints that were never entered."""
         self._books.later(functools.partial(self._books.drop, footprint))
 
     @checked("budget.step_room_bytes(Footprint())")
     def step_room_bytes(self, own: Footprint) -> int | None:
-        """The peak that a step of that footprint may have, beside what others hold; ``None`` without a limit."""
+        """Return the highest peak in bytes that a step with this footprint may have next to what others hold.
+
+        ``None`` if there is no limit.
+        """
         if self.device_bytes is None:
             return None
         with self._books:
             return self.device_bytes - self._books.standing_bytes(without=own) - self._books.beside_bytes()
 
     def beside_bytes(self) -> int:
-        """Bytes of the device that steps take which run at any time."""
+        """Return the bytes of the device taken by steps that may run at any time."""
         with self._books:
             return self._books.beside_bytes()
 
     @checked("budget.room_bytes('device')")
     def room_bytes(self, place: str) -> int | None:
-        """What is left of ``place``; ``None`` without a limit."""
+        """Return the bytes of ``place`` that are left; ``None`` if it has no limit."""
         limit = self._limit(place)
         return None if limit is None else max(0, limit - self.held_bytes(place))
 
     @checked("budget.held_bytes('device')")
     def held_bytes(self, place: str) -> int:
-        """Bytes of ``place`` that are taken now."""
+        """Return the bytes of ``place`` that are taken now."""
         with self._books:
             return self._books.held_bytes(place)
 
     @checked("budget.peak_bytes('device')")
     def peak_bytes(self, place: str) -> int:
-        """The most bytes of ``place`` that were ever taken at once."""
+        """Return the most bytes of ``place`` that were ever taken at once."""
         return self._books.peaks.get((place, None), 0)
 
     def uses(self) -> tuple[PlaceUse, ...]:
-        """Every place that has a limit or a holder, with who holds what."""
+        """Return the use of every place that has a limit or a holder."""
         with self._books:
             limited = [place for place in ("device", "host") if self._limit(place) is not None]
             places = dict.fromkeys([*limited, *map(str, self.disk_bytes), *(place for place, _ in self._books.peaks)])
@@ -252,7 +259,10 @@ class Budget:
 
 
 class Charges:
-    """What one holder has taken of an account, or of none, and gives back as a whole."""
+    """All charges of one holder to an account, which are given back together.
+
+    Without an account, charging does nothing.
+    """
 
     @checked("Charges(budget, 'offload')")
     def __init__(self, budget: Budget | None, holder: str):
@@ -263,21 +273,21 @@ class Charges:
 
     @checked("charges.are_of(budget)")
     def are_of(self, budget: Budget) -> bool:
-        """Whether they stand in that account."""
+        """Return whether these charges are recorded in the account of ``budget``."""
         return self.budget is not None and self.budget._books is budget._books
 
     @checked("charges.charge('device', 2**20)", size_bytes=0)
     def charge(self, place: str, size_bytes: int) -> None:
-        """Raises ``BudgetError`` where there is no room."""
+        """Take ``size_bytes`` of ``place``. Raises ``BudgetError`` if that would exceed the limit."""
         if self.budget is not None:
             self.budget.charge(place, size_bytes)
             self._charged.append((place, size_bytes))
 
     @checked("charges.enter(Footprint(step_bytes=2**20))")
     def enter(self, footprint: Footprint, *, force: bool = False) -> None:
-        """What this holder's step takes of the device, instead of what it took before.
+        """Take the device memory that this holder's step needs, and give back what it took before.
 
-        Raises ``BudgetError``; then what it took before stays.
+        Raises ``BudgetError`` if it does not fit; then the earlier footprint stays.
         """
         if self.budget is None:
             return
@@ -285,7 +295,7 @@ class Charges:
         self._footprint = footprint
 
     def give_back(self) -> None:
-        """All of it."""
+        """Give back everything that was charged or entered."""
         while self._charged and self.budget is not None:
             self.budget.credit(*self._charged.pop())
         if self._footprint is not None and self.budget is not None:
@@ -294,18 +304,21 @@ class Charges:
 
 
 class _Books:
-    """What stands in an account, which several views of it share: a lock, which its methods but ``later`` want held."""
+    """The entries of an account, shared by all views of it, and their lock.
+
+    Only ``later`` is called without the lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._depth = 0
         self._late: deque[Callable[[], None]] = deque()
-        """What finalisers gave back, perhaps in the middle of a change by their thread."""
+        """Changes made by finalizers, which may run while their thread is in the middle of another change."""
         self.charged: dict[tuple[str, str], int] = {}
         """Bytes by place and holder."""
         self.footprints: list[tuple[Footprint, str]] = []
         self.peaks: dict[tuple[str, str | None], int] = {}
-        """By place and holder; of the place with ``None``."""
+        """Highest bytes by place and holder; the holder ``None`` stands for the whole place."""
 
     def __enter__(self) -> Self:
         self._lock.acquire()
@@ -323,13 +336,13 @@ class _Books:
             self._late.popleft()()
 
     def later(self, change: Callable[[], None]) -> None:
-        """Makes a change, at once unless this thread is in the middle of another."""
+        """Make a change: at once, or, if this thread is in the middle of another change, after that."""
         self._late.append(change)
         with self:
             pass
 
     def drop(self, footprint: Footprint) -> None:
-        """Takes a footprint out, if it is there."""
+        """Remove a footprint, if it is there."""
         self.footprints = [one for one in self.footprints if one[0] is not footprint]
 
     def add(self, place: str, holder: str, size_bytes: int) -> None:
@@ -340,7 +353,7 @@ class _Books:
         self.note(place, holder)
 
     def note(self, place: str, holder: str) -> None:
-        """Keeps the peaks."""
+        """Update the peaks of the place and the holder."""
         for name, held in ((holder, self.held_by(place, holder)), (None, self.held_bytes(place))):
             self.peaks[place, name] = max(held, self.peaks.get((place, name), 0))
 
@@ -371,7 +384,7 @@ class _Books:
 
 
 def _step_bytes(footprints: Iterable[Footprint]) -> int:
-    """The largest of those that take turns, and all that run beside."""
+    """Return the largest step of those that take turns, plus all steps that may run at any time."""
     in_turn, beside = 0, 0
     for one in footprints:
         if one.runs_beside:

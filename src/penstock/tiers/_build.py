@@ -1,4 +1,4 @@
-"""Waterfalls for one device, or for several that share their tiers, from a budget."""
+"""Building waterfalls from a budget, for one device or for several that share their tiers."""
 
 from collections.abc import Sequence
 
@@ -21,11 +21,11 @@ from penstock.tiers._waterfall import Mover, Waterfall
 from penstock.units import parse_bytes
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20
-"""Bytes that may be on their way out at once, unless told otherwise: enough to keep an SSD busy for 25 to 100 ms."""
+"""Default bound on the bytes being copied out at once: enough to keep an SSD busy for 25 to 100 ms."""
 IN_FLIGHT_S = 0.1
-"""Of an accelerator's link, for which that many seconds' bytes may be on their way out, if they are more."""
+"""Seconds' worth of an accelerator's link that may be under way at once, if more than `MAX_IN_FLIGHT_BYTES`."""
 _STAGING_SHARE = 1 / 8
-"""Of host memory that the budget allows, or of half of what is free, that staging may take."""
+"""Largest share for staging of the host memory that the budget allows, or of half of what is free."""
 
 
 @checked("waterfall_for('cpu', Budget(disk='/nvme'))")
@@ -37,14 +37,17 @@ def waterfall_for(
     verify: bool = False,
     events: EventLog | None = None,
 ) -> Waterfall:
-    """A waterfall below ``device``: host memory first (on accelerators, where the budget names some), then the disks.
+    """Build a waterfall below ``device``: host memory first, then the disks, then the budget's own tiers.
 
-    The budget's own tiers come last. ``max_in_flight`` bounds the bytes on their way out, which are still on the
-    device; by default 128 MiB, or on an accelerator what its link carries in a tenth of a second. ``verify`` compares a
-    CRC-32 of every request on its way back from disk. Where GPUDirect Storage works, a device and its disks exchange
-    bytes without host memory between them. On a CPU, malloc is told to give large freed blocks back to the system
-    (``_malloc.py``). Raises ``ValueError`` for a device that is not here, for a budget with nothing below it or with
-    main memory, and what ``DiskTier`` raises for directories that cannot be used.
+    Host memory is used on accelerators, if the budget names some. ``max_in_flight`` bounds the bytes that are being
+    copied out and are still on the device; the default is 128 MiB, or on an accelerator what its link carries in a
+    tenth of a second, if that is more. ``verify`` checks the CRC-32 of every request that is read back from disk. Where
+    GPUDirect Storage works, a device and its disks exchange bytes without host memory between them. On a CPU, malloc is
+    told to give large freed blocks back to the system (``_malloc.py``).
+
+    Raises ``ValueError`` for a device that this machine does not have, for a budget that names nothing below the
+    device, and for directories in main memory if the device is the CPU, and what ``DiskTier`` raises for directories
+    that cannot be used.
     """
     backend = backend_of(device)
     streams = backend.streams
@@ -78,11 +81,11 @@ def waterfalls_for(
     verify: bool = False,
     events: Sequence[EventLog] = (),
 ) -> list[Waterfall]:
-    """One waterfall per device over tiers that all share, so that each may ``borrow`` what another has parked.
+    """Build one waterfall per device over shared tiers, so that each can ``borrow`` what another has parked.
 
-    As ``waterfall_for``, and ``Budget(host=...)`` counts for CPU devices too: main memory beside what the devices take.
-    Malloc keeps what is freed there, since such bytes come and go all the time. Drain all of them before the first is
-    closed. Raises ``ValueError`` for devices of different types.
+    Like ``waterfall_for``, except that ``Budget(host=...)`` counts for CPU devices too: it is main memory in addition
+    to what the devices take. Malloc keeps freed memory here, since such bytes are allocated and freed all the time.
+    Drain all waterfalls before you close the first. Raises ``ValueError`` for devices of different types.
     """
     types = {device.type for device in devices}
     if len(types) != 1:
@@ -112,11 +115,11 @@ def build(
     pinned: bool = True,
     nodes: Sequence[int | None] = (),
 ) -> list[Waterfall]:
-    """One waterfall for each of ``streams``, ``None`` for main memory, over the same tiers.
+    """Build one waterfall for each of ``streams`` (``None`` for main memory) over the same tiers.
 
-    Every device with streams has staging memory of its own on the way to what it cannot reach, out of the budget's
-    host bytes. That memory and the threads that copy are on the device's node, of ``nodes``; host memory that several
-    share is where all of them are, or anywhere.
+    Every device with streams has its own staging memory on the way to tiers it cannot reach, taken from the budget's
+    host bytes. That memory and the copying threads are on the device's NUMA node, given in ``nodes``. Host memory that
+    several devices share is on their common node if they have one, else on any.
     """
     nodes = list(nodes) or [None] * len(streams)
     has_streams = streams[0] is not None
@@ -149,7 +152,7 @@ def build(
 
 
 def _in_flight_bytes(devices: Sequence[torch.device], budget: Budget, asked: int | str | None) -> int:
-    """As asked, or enough that the slowest device's link is never idle, within what staging memory may take."""
+    """Return the bound asked for, or enough to keep the slowest device's link busy, as far as staging memory allows."""
     if asked is not None:
         return parse_bytes(asked)
     rates = [rate for device in devices if (rate := link_rate_bytes_per_s(device)) is not None]
@@ -162,7 +165,7 @@ def _in_flight_bytes(devices: Sequence[torch.device], budget: Budget, asked: int
 
 
 def _disks(budget: Budget, *, has_streams: bool) -> list[Tier]:
-    """The budget's directories as one tier, which devices reach by themselves where they can."""
+    """Return the budget's directories as one tier, opened to devices that can reach them by themselves."""
     if not budget.disk_bytes:
         return []
     disk = DiskTier(budget.disk_bytes, budget=budget)

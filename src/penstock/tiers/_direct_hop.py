@@ -1,8 +1,8 @@
-"""The hop between device memory and disk with no host memory between them, where GPUDirect Storage works.
+"""The hop between device memory and disk without host memory between them, where GPUDirect Storage works.
 
-A request is a blocking call on a lane thread and knows nothing of streams. So the thread waits first: for the work that
-produced the bytes on their way out, or for the work that used the memory before, on their way in. After the call the
-bytes are there, and nobody has to wait for a stream.
+A request is a blocking call on a lane thread and does not know about streams. So the thread waits first: on the way out
+for the work that produced the bytes, on the way in for the work that used the memory before. After the call the bytes
+are there, and no stream has to wait.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _THREADS = 4
 
 
 class DirectHop:
-    """The two lanes between a device and tiers that talk to it."""
+    """Two lanes, out and in, between a device and tiers that it can reach by itself."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class DirectHop:
         self._events = events
 
     def reserve(self, tier: Tier, size_bytes: int) -> Room:
-        """Room in the tier. Raises ``TierFullError``."""
+        """Reserve space in the tier. Raises ``TierFullError``."""
         return Room(tier, tier.reserve(size_bytes))
 
     def borrow(self, room: Room, lender: Handle) -> Room:
-        """A way to a room that another has filled."""
+        """Return a way to reach space that another device has filled."""
         return Room(room.tier, room.extent, lender=room.lender or lender)
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, room: Room, transit: Transit) -> None:
-        """Begins to copy the storage out, once the work that produced it has passed."""
+        """Begin to copy the storage out, once the work that produced it has finished."""
         box = [storage]
         transit.direct = self._submit(
             self.out,
@@ -64,7 +64,7 @@ class DirectHop:
         )
 
     def bring(self, handle: Handle, box: Box, room: Room, transit: Transit) -> None:
-        """Begins to copy the bytes in, once the work that used the memory before has passed."""
+        """Begin to copy the bytes in, once the work that used the memory before has finished."""
         self._submit(
             self.back,
             handle,
@@ -101,7 +101,7 @@ class DirectHop:
         ready: StreamEvent,
     ) -> None:
         self._streams.synchronize(ready)
-        transfer(piece, box[0][start:end])  # the slice dies here: the last reference is the computing thread's to drop
+        transfer(piece, box[0][start:end])  # drops the slice here: the computing thread must drop the last reference
 
     def _left(self, handle: Handle, box: Box, room: Room, job: LaneJob) -> None:
         note_copy(self._events, Link(DEVICE, room.tier.place), "park", job)

@@ -1,4 +1,4 @@
-"""The disk tier: nameless files in one or several directories, striped, with direct I/O where the system has it."""
+"""The disk tier: unnamed files striped over one or more directories, with direct I/O where the system supports it."""
 
 import errno
 import itertools
@@ -24,15 +24,15 @@ REQUEST_BYTES = 8 * 2**20
 """The largest single read or write: large enough for the full rate of an SSD, small enough to spread over threads."""
 _GROWTH_BYTES = 256 * 2**20
 _SPARE_SHARE = 0.02
-"""Share of a file system that is left free for everybody else."""
+"""Share of a file system that is left free for other programs."""
 
 
 class DiskTier(Tier):
-    """Bytes in nameless files, one in each of the given directories; requests of 8 MiB are dealt out in turn.
+    """A tier in unnamed files, one in each of the given directories; requests of 8 MiB go to the files in rotation.
 
-    ``budget`` is charged for the bytes reserved per directory; without one only the free space limits them. The files
-    grow in steps and keep what they took until ``close``; ``reserved_bytes`` says how much. Directories that are main
-    memory (tmpfs) work with a warning; what they take counts as held there (``probe.ledger``).
+    ``budget`` is charged for the bytes reserved per directory; without one, only the free space limits them. The files
+    grow in steps and keep their size until ``close``; ``reserved_bytes`` is that size. Directories in main memory
+    (tmpfs) work, with a warning; their bytes count as memory held (``probe.ledger``).
 
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for directories that cannot be used.
     """
@@ -73,7 +73,7 @@ class DiskTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes that the budget and the file systems allow, as of now."""
+        """Bytes that the budget and the file systems allow at this moment."""
         with self._lock:
             return sum(one.room_bytes() + one.allocator.capacity_bytes for one in self._files)
 
@@ -85,13 +85,13 @@ class DiskTier(Tier):
 
     @property
     def reserved_bytes(self) -> int:
-        """Size of the nameless files."""
+        """Total size of the unnamed files."""
         with self._lock:
             return sum(one.allocator.capacity_bytes for one in self._files)
 
     @property
     def is_direct(self) -> bool:
-        """Whether every directory takes direct I/O."""
+        """Whether every directory supports direct I/O."""
         return all(one.spill.is_direct for one in self._files)
 
     @property
@@ -100,11 +100,11 @@ class DiskTier(Tier):
         return bool(self._device_files)
 
     def open_to_device(self, open_file: Callable[[SpillFile], DeviceFile] = DeviceFile) -> None:
-        """Lets a CUDA device write and read the files itself. Raises what ``DeviceFile`` raises."""
+        """Let a CUDA device read and write the files by itself. Raises what ``DeviceFile`` raises."""
         self._device_files = [open_file(one.spill) for one in self._files]
 
     def write_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
-        """Writes a storage of the device (at most ``piece.size_bytes``) into ``piece``. Raises ``TierWriteError``."""
+        """Write a storage of the device (at most ``piece.size_bytes``) into ``piece``. Raises ``TierWriteError``."""
         try:
             self._device_files[piece.file].write(storage, piece.offset)
         except (OSError, RuntimeError) as error:
@@ -113,7 +113,7 @@ class DiskTier(Tier):
             ) from error
 
     def read_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
-        """Fills a storage of the device (at most ``piece.size_bytes``) from ``piece``. Raises ``TierReadError``."""
+        """Fill a storage of the device (at most ``piece.size_bytes``) from ``piece``. Raises ``TierReadError``."""
         try:
             self._device_files[piece.file].read(storage, piece.offset)
         except (OSError, RuntimeError) as error:
@@ -123,7 +123,7 @@ class DiskTier(Tier):
 
     @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
-        """Room for ``size_bytes``, in pieces of at most 8 MiB dealt over the directories."""
+        """Reserve ``size_bytes``, in pieces of at most 8 MiB that are spread over the directories."""
         pieces: list[Piece] = []
         with self._lock:
             try:
@@ -136,20 +136,20 @@ class DiskTier(Tier):
 
     @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
-        """Gives the extent's blocks back to this tier; the files stay as large as they are."""
+        """Give the extent's blocks back to this tier; the files do not shrink."""
         with self._lock:
             if not self._is_closed:
                 self._give_back(extent.pieces)
 
     def close(self) -> None:
-        """Closes the files; their space is free at once."""
+        """Close the files, which frees their disk space at once."""
         with self._lock:
             self._is_closed = True
             self._closer()
 
     @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
-        """The directory of the piece's file."""
+        """Return the name of the directory that has the piece's file."""
         return self._files[piece.file].spill.name
 
     def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
@@ -159,7 +159,7 @@ class DiskTier(Tier):
         return self._files[piece.file].spill.read(view, piece.offset + at)
 
     def _reserve_request(self, size_bytes: int) -> list[Piece]:
-        """One request's room, in the next directory that has it. Holds the lock."""
+        """Reserve space for one request in the next directory that has enough. The caller holds the lock."""
         first = next(self._turn)
         order = [(first + step) % len(self._files) for step in range(len(self._files))]
         reasons = []
@@ -180,7 +180,7 @@ class DiskTier(Tier):
 
 
 def _close(device_files: list[DeviceFile], files: "list[_File]") -> None:
-    """Gives all files and their bytes of the account back, once: at ``close``, or when nobody has the tier any more."""
+    """Close all files and credit their bytes, once: at ``close``, or when the tier is garbage-collected."""
     for file in device_files:
         file.close()
     for one in files:
@@ -188,7 +188,7 @@ def _close(device_files: list[DeviceFile], files: "list[_File]") -> None:
 
 
 class _File:
-    """A spill file, the account of its blocks, and what it may grow to."""
+    """A spill file, the account of its blocks, and its limit."""
 
     def __init__(self, spill: SpillFile, limit_bytes: int | None, budget: Budget | None):
         self.spill = spill
@@ -197,7 +197,7 @@ class _File:
         self._budget = budget
 
     def room_bytes(self) -> int:
-        """Bytes by which the file may still grow."""
+        """Return the bytes by which the file may still grow."""
         system = os.statvfs(self.spill.directory)
         free = system.f_bavail * system.f_frsize - int(system.f_blocks * system.f_frsize * _SPARE_SHARE)
         if self.limit_bytes is not None:
@@ -205,7 +205,7 @@ class _File:
         return max(0, free // BLOCK_BYTES * BLOCK_BYTES)
 
     def grow_for(self, size_bytes: int) -> None:
-        """Makes sure that ``size_bytes`` are free in the file, growing it in large steps while there is room."""
+        """Ensure that ``size_bytes`` are free in the file, growing it in large steps while there is space."""
         missing = self.allocator.rounded(size_bytes) - self.allocator.free_bytes
         if missing <= 0:
             return
@@ -214,7 +214,7 @@ class _File:
             raise OSError(errno.ENOSPC, f"{format_bytes(room)} left of what it may take")
         try:
             self._grow(min(max(missing, _GROWTH_BYTES), room))
-        except BudgetError:  # others hold the rest of it
+        except BudgetError:  # other holders have the rest of the budget
             self._grow(missing)
 
     def _grow(self, step: int) -> None:
@@ -229,7 +229,7 @@ class _File:
             raise
         self.allocator.grow(step)
         if self.spill.memory_kind:
-            ledger.charge(step)  # preallocated pages are there at once
+            ledger.charge(step)  # preallocated pages count at once
 
     def close(self) -> None:
         self.spill.close()

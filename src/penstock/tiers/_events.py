@@ -1,4 +1,4 @@
-"""One schema for all that happens on lanes, and the bounded log that keeps it."""
+"""The event type shared by all lanes, and the bounded log that keeps the events."""
 
 import threading
 import time
@@ -11,15 +11,15 @@ from penstock.links import Link
 
 
 class Copy(Protocol):
-    """What is known of one copy."""
+    """The attributes of a copy that an event records."""
 
     @property
     def label(self) -> str:
-        """What the bytes are."""
+        """Name of the bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """How many."""
+        """Size of the copy in bytes."""
 
     @property
     def start_s(self) -> float:
@@ -28,14 +28,14 @@ class Copy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that took time on a lane, or a wait of the computation for one."""
+    """A copy on a lane, or a wait of the computation for one, with its times."""
 
     lane: str
     """Name of the link, such as ``"device->disk"``; ``"compute"`` for a stall."""
     kind: str
     """``"park"``, ``"fetch"`` or ``"stall"``."""
     label: str
-    """What the bytes are, as the caller named them: usually a module's name."""
+    """Name of the bytes, as the caller gave it: usually a module's name."""
     size_bytes: int
     """Bytes moved, or waited for."""
     start_s: float
@@ -45,12 +45,12 @@ class Event:
 
     @property
     def duration_s(self) -> float:
-        """Seconds it took."""
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 class EventLog:
-    """The last ``capacity`` events of all lanes, and the sums of all that ever were. Safe to use from any thread."""
+    """The last ``capacity`` events of all lanes, and the number ever recorded. Safe to use from any thread."""
 
     @checked("EventLog(capacity=100_000)", capacity=1)
     def __init__(self, capacity: int = 100_000):
@@ -62,7 +62,7 @@ class EventLog:
     def add(
         self, *, lane: str, kind: str, label: str, size_bytes: int, start_s: float, end_s: float | None = None
     ) -> Event:
-        """Records an event from ``start_s`` to ``end_s`` (``time.time()``); it ends now if that is not given."""
+        """Record an event from ``start_s`` to ``end_s`` (``time.time()``); without ``end_s`` it ends now."""
         end_s = time.time() if end_s is None else end_s
         event = Event(lane=lane, kind=kind, label=label, size_bytes=size_bytes, start_s=start_s, end_s=end_s)
         with self._lock:
@@ -72,17 +72,17 @@ class EventLog:
 
     @property
     def num_recorded(self) -> int:
-        """Events recorded so far, forgotten ones included: a position for ``since``."""
+        """Number of events recorded so far, including those no longer kept: a position for ``since``."""
         return self._num_recorded
 
     @checked("log.since(0)", position=0)
     def since(self, position: int = 0) -> tuple[Event, ...]:
-        """Events recorded after ``position``, as far as they are still kept."""
+        """Return the events recorded after ``position`` that are still kept."""
         with self._lock:
             skip = max(0, position - (self._num_recorded - len(self._events)))
             return tuple(self._events)[skip:]
 
 
 def note_copy(events: EventLog, link: Link, kind: str, copy: Copy) -> None:
-    """Records a copy over a link that ends now."""
+    """Record a copy over a link that ends now."""
     events.add(lane=link.name, kind=kind, label=copy.label, size_bytes=copy.size_bytes, start_s=copy.start_s)

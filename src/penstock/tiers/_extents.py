@@ -1,10 +1,10 @@
 """Exact-size sub-allocation of a range of bytes.
 
-Best fit over a sorted list of free gaps; neighbours are joined again when bytes come back. A reservation is rounded up
-to ``alignment_bytes`` and nothing more (PyTorch's pinned allocator rounds up to powers of two). Cost: linear in the
-number of gaps, which stays small because a training step frees what it reserved. Guarantee: no two live reservations
-overlap; the sum of gaps and reservations is the capacity. Known gap: none is moved, so a contiguous reservation can
-fail although enough bytes are free; ``reserve_scattered`` takes several gaps instead.
+Best fit over a sorted list of free gaps; neighbors are merged when bytes come back. A reservation is rounded up only to
+``alignment_bytes`` (PyTorch's pinned allocator rounds up to powers of two). Cost: linear in the number of gaps, which
+stays small because a training step frees what it reserved. Guarantee: no two live reservations overlap; gaps and
+reservations add up to the capacity. Known limit: nothing is moved, so a contiguous reservation can fail although enough
+bytes are free; ``reserve_scattered`` takes several gaps instead.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from penstock.errors import InternalError
 
 
 class ExtentAllocator:
-    """Hands out ranges of ``[0, capacity_bytes)``. Not thread-safe: its tier holds a lock."""
+    """An allocator of ranges within ``[0, capacity_bytes)``. Not thread-safe: its tier holds a lock."""
 
     def __init__(self, *, alignment_bytes: int):
         self.alignment_bytes = alignment_bytes
@@ -22,16 +22,16 @@ class ExtentAllocator:
         self._gaps: list[tuple[int, int]] = []  # (offset, size), sorted by offset, never touching
 
     def grow(self, size_bytes: int) -> None:
-        """Appends ``size_bytes``, a multiple of the alignment, to the end of the range."""
+        """Append ``size_bytes``, a multiple of the alignment, to the end of the range."""
         offset, self.capacity_bytes = self.capacity_bytes, self.capacity_bytes + size_bytes
         self.give_back(offset, size_bytes)
 
     def rounded(self, size_bytes: int) -> int:
-        """Bytes that a reservation of ``size_bytes`` takes."""
+        """Return the bytes that a reservation of ``size_bytes`` takes."""
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
     def reserve(self, size_bytes: int) -> int | None:
-        """Offset of a contiguous range of the rounded size, or ``None`` where no gap is large enough."""
+        """Return the offset of a contiguous range of the rounded size, or ``None`` if no gap is large enough."""
         size_bytes = self.rounded(size_bytes)
         best = min((gap for gap in self._gaps if gap[1] >= size_bytes), key=lambda gap: gap[1], default=None)
         if best is None:
@@ -40,7 +40,7 @@ class ExtentAllocator:
         return best[0]
 
     def reserve_scattered(self, size_bytes: int) -> list[tuple[int, int]] | None:
-        """Ranges ``(offset, size)`` that together hold the rounded size, or ``None`` where too few bytes are free."""
+        """Return ranges ``(offset, size)`` that together hold the rounded size; ``None`` if too few bytes are free."""
         size_bytes = self.rounded(size_bytes)
         if size_bytes > self.free_bytes:
             return None
@@ -58,7 +58,7 @@ class ExtentAllocator:
         return ranges
 
     def give_back(self, offset: int, size_bytes: int) -> None:
-        """Returns a range. ``size_bytes`` may be the size that was asked for or the rounded one."""
+        """Return a range to the free gaps. ``size_bytes`` may be the requested size or the rounded one."""
         start, end = offset, offset + self.rounded(size_bytes)
         position = bisect.bisect(self._gaps, (start, 0))
         before = self._gaps[position - 1] if position else None

@@ -1,8 +1,8 @@
-"""Tracing beside computing: never at once.
+"""A gate that keeps tracing and computing apart in time.
 
-While ``torch.export`` or Dynamo traces it patches modules, switches oneDNN off and sets other flags for the whole
-process; what ran in another thread meanwhile would take other paths, and its results would differ in their last bits.
-So whoever computes enters the gate together with others, and whoever traces alone.
+While ``torch.export`` or Dynamo traces, it patches modules, switches oneDNN off and sets other flags for the whole
+process. Another thread that computes meanwhile would take other code paths, and its results would differ in the last
+bits. So computing threads enter the gate together, and a tracing thread enters alone.
 """
 
 import os
@@ -14,10 +14,13 @@ import torch
 
 
 class Gate:
-    """Many may be inside ``computing``, or one inside ``tracing``; one who wants to trace goes before new ones."""
+    """A lock that many computing threads or one tracing thread can hold.
+
+    A waiting tracer goes before new computing threads.
+    """
 
     may_trace = False
-    """While a planned step is called: Dynamo may trace, although whoever asks PyTorch is told that it does not."""
+    """Whether a planned step is being called: Dynamo may then trace, although PyTorch reports that it does not."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -29,7 +32,10 @@ class Gate:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """May be nested, and entered by a thread that traces or one in which autograd runs backward."""
+        """Hold the gate while computing.
+
+        May be nested, and entered by a tracing thread or a thread of autograd's backward.
+        """
         mine = self._mine
         if mine.depth or mine.is_tracing:
             mine.depth += 1
@@ -38,7 +44,7 @@ class Gate:
             finally:
                 mine.depth -= 1
             return
-        jumps_queue = torch._C._current_graph_task_id() != -1  # whoever called backward computes, and waits for us
+        jumps_queue = torch._C._current_graph_task_id() != -1  # backward's caller is computing, and waits for us
         with self._condition:
             self._condition.wait_for(lambda: not self._is_tracing and (jumps_queue or not self._num_waiting))
             self._num_computing += 1
@@ -51,12 +57,12 @@ class Gate:
 
     @property
     def others_compute(self) -> bool:
-        """Whether another thread does now."""
+        """Whether another thread is computing now."""
         return self._num_computing > bool(self._mine.depth)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """Waits for those who compute, but for this thread itself. May be nested."""
+        """Hold the gate while tracing, after waiting for all other threads that compute. May be nested."""
         mine = self._mine
         if mine.is_tracing:
             yield
@@ -67,7 +73,7 @@ class Gate:
                 try:
                     self._condition.wait_for(lambda: not self._is_tracing and not self._num_computing)
                     self._is_tracing = True
-                finally:  # interrupted, others need not wait
+                finally:  # if interrupted, others need not wait
                     self._num_waiting -= 1
                     self._condition.notify_all()
             mine.is_tracing = True
@@ -81,7 +87,7 @@ class Gate:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Inside, this thread does not compute but waits, and lets others trace."""
+        """Leave the gate for a while, so that other threads may trace; on exit, wait until nobody traces."""
         mine = self._mine
         if not mine.depth or mine.is_tracing:
             yield
@@ -94,7 +100,7 @@ class Gate:
             with self._condition:
                 try:
                     self._condition.wait_for(lambda: not self._is_tracing)
-                finally:  # interrupted, it computes all the same
+                finally:  # if interrupted, it computes all the same
                     self._num_computing += 1
                     mine.depth = depth
 
@@ -104,7 +110,7 @@ class Gate:
             self._condition.notify_all()
 
     def _forget(self) -> None:
-        """In a forked child, where whoever was inside does not exist."""
+        """Reset the gate in a forked child, where the threads inside do not exist."""
         self._condition = threading.Condition()
         self._num_computing = self._num_waiting = 0
         self._is_tracing = False
@@ -113,7 +119,7 @@ class Gate:
 
 class _OfThread(threading.local):
     depth = 0
-    """How often this thread entered ``computing``."""
+    """How many times this thread has entered ``computing``."""
     is_tracing = False
 
 

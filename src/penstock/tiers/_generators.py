@@ -1,10 +1,11 @@
-"""The state of random generators, as this thread's operators draw from them.
+"""The state of the random generators from which this thread's operators draw.
 
-PyTorch's CPU generator belongs to the process. A fleet lets a job's operators draw from the job's own state instead; a
-planned step, which notes the state before a random operator so that it can run again, has to note that one.
+PyTorch's CPU generator belongs to the process. A fleet lets a job's operators draw from the job's own state instead. A
+planned step saves the state before a random operator, so that it can run the operator again, and it has to save the
+job's state.
 
-Whoever puts another state into the process's generators for a while, or draws and puts back, holds them meanwhile, so
-that one room's state does not come back in the middle of another's.
+Code that replaces the state of the process's generators for a while, or draws and then restores it, must hold
+`generators_held` meanwhile. Otherwise one room's state could be restored in the middle of another's work.
 """
 
 import os
@@ -21,13 +22,13 @@ from penstock.tiers._gate import gate
 
 
 class Generators(Protocol):
-    """Whoever swaps states in for single operators."""
+    """An object that swaps generator states in for single operators."""
 
     def get(self, device: str) -> torch.Tensor:
-        """The state from which the next operator on ``device`` draws."""
+        """Return the state from which the next operator on ``device`` draws."""
 
     def put(self, state: torch.Tensor, device: str) -> None:
-        """Lets the next operator on ``device`` draw from ``state``."""
+        """Make the next operator on ``device`` draw from ``state``."""
 
 
 class _OfThread(threading.local):
@@ -39,7 +40,7 @@ _mine = _OfThread()
 
 @checked("generator_state('cpu')")
 def generator_state(device: str) -> torch.Tensor:
-    """The state from which the next operator of this thread on ``device`` draws."""
+    """Return the state from which this thread's next operator on ``device`` draws."""
     if _mine.generators is not None:
         return _mine.generators.get(device)
     return backend_of(device).random_state()
@@ -47,7 +48,7 @@ def generator_state(device: str) -> torch.Tensor:
 
 @checked("set_generator_state(state, 'cpu')")
 def set_generator_state(state: torch.Tensor, device: str) -> None:
-    """Lets the next operator of this thread on ``device`` draw from ``state``."""
+    """Make this thread's next operator on ``device`` draw from ``state``."""
     if _mine.generators is not None:
         _mine.generators.put(state, device)
     else:
@@ -57,7 +58,7 @@ def set_generator_state(state: torch.Tensor, device: str) -> None:
 @contextmanager
 @checked("with drawing_from(generators)")
 def drawing_from(generators: Generators) -> Iterator[None]:
-    """Inside, operators of this thread draw from ``generators``, whose business that is."""
+    """Let operators of this thread draw from ``generators`` inside the ``with`` block."""
     before, _mine.generators = _mine.generators, generators
     try:
         yield
@@ -66,14 +67,14 @@ def drawing_from(generators: Generators) -> Iterator[None]:
 
 
 class _Lock:
-    """Held by one thread, as often as it likes."""
+    """A reentrant lock that is replaced in forked children."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         os.register_at_fork(after_in_child=self._forget)
 
     def _forget(self) -> None:
-        """In a forked child, where whoever held it does not exist."""
+        """Replace the lock in a forked child, where the thread that held it does not exist."""
         self.lock = threading.RLock()
 
 
@@ -82,10 +83,10 @@ _held = _Lock()
 
 @contextmanager
 def generators_held() -> Iterator[None]:
-    """Inside, no other room swaps states of the process's generators. May be nested.
+    """Keep other rooms from swapping states of the process's generators inside the ``with`` block. May be nested.
 
-    Whoever waits to hold them lets others trace meanwhile, and whoever holds them may begin to trace; a thread that
-    already traces must not begin to hold them.
+    A thread that waits here lets others trace meanwhile. A thread inside may begin to trace; a thread that already
+    traces must not enter.
     """
     while not _held.lock.acquire(blocking=False):
         with gate.released(), _held.lock:

@@ -21,15 +21,15 @@ class HandleState(enum.Enum):
     PARKED = "parked"
     """In the tier; the device copy was dropped."""
     ARRIVING = "arriving"
-    """In the tier, with a copy to the device begun or finished, and not yet asked for."""
+    """In the tier; a copy to the device has begun or finished, and nobody has asked for it yet."""
     KEPT = "kept"
-    """On the device to stay: no room in any tier, a failed copy, or asked for before the copy out ended."""
+    """On the device to stay: no space in a tier, a failed copy, or asked for before the copy out ended."""
     RELEASED = "released"
-    """Nowhere: the handle was released."""
+    """The handle was released; it has no bytes."""
 
 
 class Happening(enum.Enum):
-    """What may happen to a handle."""
+    """An event that may change the state of a handle."""
 
     LEFT = "the copy out is complete"
     STAYS = "there is no copy out, or none that counts: no room, it failed, it was taken back, the bytes are wanted"
@@ -50,18 +50,18 @@ TRANSITIONS: dict[tuple[HandleState, Happening], HandleState] = {
     (HandleState.ARRIVING, Happening.RELEASED): HandleState.RELEASED,
     (HandleState.KEPT, Happening.RELEASED): HandleState.RELEASED,
 }
-"""All there are. What is not here changes nothing: a copy may end after its handle was released."""
+"""All state changes. Any other combination changes nothing: a copy may end after its handle was released."""
 
 WITHOUT_ROOM = (HandleState.KEPT, HandleState.RELEASED)
-"""States in which a handle needs its room no more."""
+"""States in which a handle no longer needs its space in the tier."""
 
 
 class Handle:
     """The receipt for a storage that was put into a tier by ``Waterfall.park``.
 
-    ``finish_out()`` waits for the copy out, ``prefetch()`` starts the copy back, ``get()`` returns the storage,
-    ``release()`` gives its room back; a handle that is garbage-collected is released. All but ``release``, which may
-    come from any thread, belong to the computing thread: it owns the memory that they allocate.
+    ``finish_out()`` waits for the copy out, ``prefetch()`` starts the copy back, ``get()`` returns the storage, and
+    ``release()`` gives its space back. A handle that is garbage-collected is released. ``release`` may be called from
+    any thread; all other methods belong to the computing thread, because it owns the memory that they allocate.
     """
 
     __slots__ = (
@@ -89,17 +89,17 @@ class Handle:
         self.data_pointer = storage.data_ptr()
         self.address_remainder = self.data_pointer % 4096
         self._waterfall = waterfall
-        # All below but `_transit` and `_weak` is changed by `Handles` alone, under its lock.
+        # Only `Handles` changes the fields below, under its lock, except `_transit` and `_weak`.
         self._state = HandleState.LEAVING
         self._storage: torch.UntypedStorage | None = storage
         self._weak = StorageWeakRef(storage)
         self._room: Room | None = None
-        self._num_moving = 0  # copies that still touch the room, which is given back after the last
+        self._num_moving = 0  # copies that still use the space in the tier; the last one to end gives it back
         self._is_wanted = False  # prefetched before its copy out ended
-        self._was_forwarded = False  # handed back from memory, so that the end of its copy out frees nothing
-        self._missed_its_tier = False  # a later hop failed: the bytes are still in the memory on the way
+        self._was_forwarded = False  # returned from memory, so the end of its copy out frees nothing
+        self._missed_its_tier = False  # a later hop failed: the bytes are still in staging memory
         self._error: Exception | None = None
-        self._transit: object = None  # the mover's notes
+        self._transit: object = None  # the mover's own record
 
     def __repr__(self) -> str:
         return f"<Handle {self.label!r} {self.size_bytes} bytes {self._state.value}>"
@@ -115,20 +115,20 @@ class Handle:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the bytes are in a tier and no copy touches them, so that ``Waterfall.borrow`` takes the handle."""
+        """Whether the bytes are in a tier and no copy touches them, so that ``Waterfall.borrow`` accepts the handle."""
         return self._state is HandleState.PARKED and not self._num_moving and not self._missed_its_tier
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether the bytes are in host memory, or on their way there, to stay."""
+        """Whether the bytes are in host memory, or being copied there, to stay."""
         room = self._room
         is_there = self._state in (HandleState.LEAVING, HandleState.PARKED, HandleState.ARRIVING)
         return is_there and room is not None and room.tier.is_memory and not self._missed_its_tier
 
     def host_tensor(self) -> torch.Tensor:
-        """The bytes themselves, as a ``uint8`` tensor, of a handle that is settled and in memory.
+        """Return the bytes as a ``uint8`` tensor, without a copy. The handle must be settled and in host memory.
 
-        Whoever writes to it changes what ``get`` returns. It is valid as long as the handle.
+        Writing to the tensor changes what ``get`` returns. It is valid as long as the handle.
         """
         room = self._room
         if room is None or not (self.is_in_memory and self.is_settled):
@@ -137,53 +137,55 @@ class Handle:
 
     @property
     def is_held_elsewhere(self) -> bool:
-        """Whether somebody else still holds the storage as it was put in, so that parking it frees nothing."""
+        """Whether somebody else still holds the storage as it was parked, so that parking it frees no memory."""
         return self._storage is None and self._alive() is not None
 
     @property
     def device_storage(self) -> torch.UntypedStorage | None:
-        """The storage, while the handle itself holds it: kept, or under way in either direction."""
+        """The storage, while the handle itself holds it: kept, or being copied in either direction."""
         with self._waterfall._handles.lock:
             return self._storage
 
     def finish_out(self) -> None:
-        """Waits for the end of the copy out and drops the device copy: the computation needs its memory now."""
+        """Wait for the end of the copy out and drop the device copy. Call it when the computation needs the memory."""
         self._waterfall._finish_out(self)
 
     def prefetch(self, into: torch.UntypedStorage | None = None) -> bool:
-        """Starts the copy back to the device; bytes that are still leaving stay instead.
+        """Start the copy back to the device, or keep bytes that are still being copied out.
 
-        ``into``: a storage of 0 bytes, such as the one that left, which is resized and filled where the bytes can be
-        read into it as they lie.
-        Returns whether they are on the device or on their way. ``False`` means that the device had no memory for
-        them; ``get`` will try again.
+        ``into`` is a storage of 0 bytes, such as the one that was parked. It is resized and filled if the bytes can be
+        read into it directly.
+
+        Returns whether the bytes are on the device or being copied to it. ``False`` means that the device had no memory
+        for them; ``get`` will try again.
         """
         return self._waterfall._prefetch(self, _storage_or_none(into))
 
     def get(self, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
-        """The storage, byte for byte, waiting for its copy where needed. The bytes in the tier stay until ``release``.
+        """Return the storage, byte for byte, after waiting for its copy if needed.
 
-        ``into`` as for ``prefetch``; what is returned may be another storage all the same.
+        The bytes stay in the tier until ``release``. ``into`` works as in ``prefetch``; the storage returned may still
+        be another one.
 
-        The handle keeps only a weak reference to what it returned, so that the bytes live as long as the caller needs
-        them; a second ``get`` meanwhile returns the same storage. Raises ``TierReadError`` where the bytes could not be
-        read back, and ``ValueError`` after ``release``.
+        The handle keeps only a weak reference to the storage returned, so its memory is freed when the caller drops it.
+        A second ``get`` before that returns the same storage. Raises ``TierReadError`` if the bytes could not be read
+        back, and ``ValueError`` after ``release``.
         """
         return self._waterfall._get(self, _storage_or_none(into))
 
     def before_write(self) -> None:
-        """Lets the device wait for a copy out that still reads the storage, which is about to be written to.
+        """Make the device wait for a copy out that still reads the storage. Call it before you write to the storage.
 
-        The copy below is then of no use: ``release`` the handle.
+        The copy in the tier is then out of date: ``release`` the handle.
         """
         self._waterfall._before_write(self)
 
     def release(self) -> None:
-        """Gives the room in the tier back. Bytes on the device that somebody holds stay valid. May be called again."""
+        """Give the space in the tier back. Bytes on the device that somebody holds stay valid. Idempotent."""
         self._waterfall._release(self)
 
     def _alive(self) -> torch.UntypedStorage | None:
-        """The storage as it was put or last fetched, if somebody still holds it, and has not emptied it."""
+        """Return the storage as it was parked or last fetched, if somebody still holds it and has not emptied it."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
 

@@ -1,7 +1,7 @@
-"""All handles of one waterfall: what happens to them, under one lock, and the sums of it.
+"""All handles of one waterfall: their state changes, under one lock, and their statistics.
 
-Movers report here how their copies end; the waterfall asks and tells on behalf of the computation. A room is given back
-when its handle needs it no more and the last copy that touches it has ended, in whichever order.
+Movers report here when their copies end; the waterfall calls on behalf of the computation. The space of a handle in its
+tier is given back when the handle no longer needs it and the last copy that touches it has ended, in either order.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from penstock.tiers._handle import TRANSITIONS, WITHOUT_ROOM, Handle, HandleStat
 from penstock.tiers._room import Room
 
 Box = list[torch.UntypedStorage]
-"""Holds the storage of one copy. The computing thread empties it: its allocator and its profiler are to see that."""
+"""A list with the storage of one copy. The computing thread empties it, so that its allocator and profiler see that."""
 
 
 class Handles:
     """The states of one waterfall's handles."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a finaliser may release a handle of a closed waterfall
+        self.lock = threading.RLock()  # a finalizer may release a handle of a closed waterfall
         self.leftovers: deque[tuple[Handle | None, Box]] = deque()
-        """Boxes of copies that have ended, each of a copy out with its handle."""
+        """Boxes of copies that have ended; boxes of copies out come with their handle."""
         self.troubles: deque[str] = deque()
-        """Why storages stay on the device."""
+        """Reasons why storages stay on the device."""
         self.num_leaving_room = 0
-        """Handles that need their room no more, but for the copies that still touch it."""
+        """Number of handles whose space is needed only by copies that still touch it."""
         self.counts = {
             "parked_bytes": 0,
             "fetched_bytes": 0,
@@ -42,27 +42,27 @@ class Handles:
         }
 
     def add(self) -> None:
-        """There is one more."""
+        """Count a new handle."""
         with self.lock:
             self.counts["num_live_handles"] += 1
 
     def lend(self, handle: Handle, original: Handle, room: Room) -> None:
-        """A new handle to bytes that another waterfall has parked, and to which ``room`` leads here."""
+        """Set up a new handle to bytes that another waterfall has parked and that this one reaches through ``room``."""
         with self.lock:
             handle.size_bytes, handle.data_pointer = original.size_bytes, original.data_pointer
             handle.address_remainder = original.address_remainder
             handle._room, handle._storage, handle._state = room, None, HandleState.PARKED
 
-    # What the computation wants
+    # Called for the computation
 
     def give(self, handle: Handle, room: Room) -> None:
-        """There is room, and a copy out is about to begin."""
+        """Give the handle its space in a tier; a copy out is about to begin."""
         with self.lock:
             handle._room, handle._num_moving = room, 1
             self.counts["bounced_bytes"] += room.edge_bytes
 
     def keep(self, handle: Handle, trouble: str) -> None:
-        """There is no room, or the copy out could not begin."""
+        """Keep the storage on the device, because there is no space or the copy out could not begin."""
         with self._changing(handle):
             self._happens(handle, Happening.STAYS)
             handle._num_moving = 0
@@ -70,19 +70,19 @@ class Handles:
             self.troubles.append(trouble)
 
     def take_back(self, handle: Handle) -> None:
-        """The copy out was taken back before it began: the storage is wanted, or wanted no more."""
+        """Keep the storage on the device, because the copy out was canceled before it began."""
         with self._changing(handle):
             self._happens(handle, Happening.STAYS)
             handle._num_moving -= 1
 
     def want(self, handle: Handle) -> bool:
-        """Whether the bytes are leaving; then the end of that copy leaves them where they are."""
+        """Return whether the bytes are being copied out, and if so, let them stay on the device when that copy ends."""
         with self.lock:
             handle._is_wanted |= handle._state is HandleState.LEAVING
             return handle._state is HandleState.LEAVING
 
     def forward(self, handle: Handle) -> torch.UntypedStorage | None:
-        """The storage without a copy, where it has not left or somebody still holds it.
+        """Return the storage without a copy, if it has not left the device or somebody still holds it; else ``None``.
 
         Raises ``ValueError`` after ``release``.
         """
@@ -98,7 +98,7 @@ class Handles:
             return storage
 
     def call(self, handle: Handle, storage: torch.UntypedStorage) -> Room | None:
-        """A copy into ``storage`` is about to begin; returns where its bytes are, ``None`` after ``release``."""
+        """Note that a copy into ``storage`` begins; return where its bytes are, or ``None`` after ``release``."""
         with self.lock:
             if not self._happens(handle, Happening.CALLED):
                 return None
@@ -107,14 +107,14 @@ class Handles:
             return handle._room
 
     def refuse(self, handle: Handle) -> None:
-        """The copy in could not begin."""
+        """Note that the copy in could not begin."""
         with self._changing(handle):
             if self._happens(handle, Happening.REFUSED):
                 handle._storage = None
             handle._num_moving -= 1
 
     def take(self, handle: Handle) -> torch.UntypedStorage:
-        """What a copy in has brought, for which the caller has waited. Raises its error."""
+        """Return what a copy in has brought; the caller has waited for the copy. Raises the error of the copy."""
         with self.lock:
             if not self._happens(handle, Happening.TAKEN):
                 raise _released(handle)
@@ -124,21 +124,24 @@ class Handles:
                 try:
                     raise error
                 finally:
-                    del error  # else its traceback keeps this frame, and the frame the handle and its room
+                    del error  # its traceback would keep this frame alive, and so the handle and its space
             assert storage is not None
             handle._weak = StorageWeakRef(storage)
             self.counts["fetched_bytes"] += handle.size_bytes
             return storage
 
     def release(self, handle: Handle) -> None:
-        """Nobody needs the bytes."""
+        """Release the handle: nobody needs the bytes."""
         with self._changing(handle):
             self.counts["num_live_handles"] -= self._happens(handle, Happening.RELEASED)
 
-    # What movers report
+    # Called by movers
 
     def left(self, handle: Handle, box: Box, error: Exception | None) -> None:
-        """The copy out has ended. May run on a lane thread, which must not be the one to drop what is in ``box``."""
+        """Note the end of a copy out.
+
+        May run on a lane thread, which must not be the one that drops the contents of ``box``.
+        """
         has_moved = box[0].nbytes() != handle.size_bytes or box[0].data_ptr() != handle.data_pointer
         with self._changing(handle):
             if error is None and not has_moved and not handle._is_wanted:
@@ -149,16 +152,16 @@ class Handles:
                 if error is not None:
                     self._note_failure(error)
             handle._num_moving -= 1
-            self.leftovers.append((handle, box))  # last: what the computing thread drops must be the last reference
+            self.leftovers.append((handle, box))  # last: the computing thread must drop the last reference
 
     def missed(self, handle: Handle, error: Exception) -> None:
-        """A later hop failed; the bytes are whole in the memory before it."""
+        """Note that a later hop failed; the bytes are still complete in the memory before it."""
         with self.lock:
             handle._missed_its_tier = True
             self._note_failure(error)
 
     def arrived(self, handle: Handle, box: Box, error: Exception | None) -> None:
-        """The copy in has ended. May run on a lane thread, as above."""
+        """Note the end of a copy in. May run on a lane thread, like ``left``."""
         with self._changing(handle):
             if error is not None and handle._state is HandleState.ARRIVING:
                 handle._error = error
@@ -166,18 +169,18 @@ class Handles:
             self.leftovers.append((None, box))
 
     def begun(self, handle: Handle) -> None:
-        """One more copy touches the handle's room, which stays until it has ``landed``."""
+        """Note one more copy that touches the handle's space, which is kept until ``landed`` is called."""
         with self.lock:
             handle._num_moving += 1
 
     def landed(self, handle: Handle) -> None:
-        """One of the copies that touch the handle's room has ended."""
+        """Note the end of a copy that touches the handle's space."""
         with self._changing(handle):
             handle._num_moving -= 1
 
     @contextlib.contextmanager
     def _changing(self, handle: Handle) -> Iterator[None]:
-        """Holds the lock; afterwards gives back a room that neither the handle nor a copy needs."""
+        """Hold the lock; on exit, give back space that neither the handle nor a copy needs."""
         room = None
         with self.lock:
             was_leaving_room = _is_leaving_room(handle)
@@ -192,7 +195,7 @@ class Handles:
             room.give_back()
 
     def _happens(self, handle: Handle, happening: Happening) -> bool:
-        """Whether it changes the handle's state, as the table has it. Holds the lock."""
+        """Apply the transition table; return whether the handle's state changed. The caller holds the lock."""
         after = TRANSITIONS.get((handle._state, happening))
         if after is None:
             return False

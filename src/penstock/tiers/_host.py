@@ -1,8 +1,8 @@
-"""The host tier: slabs of memory, pinned where an accelerator will copy from them, sub-allocated to the byte.
+"""The host tier: slabs of memory, pinned if an accelerator copies from them, sub-allocated in whole pages.
 
 PyTorch's pinned allocator rounds every allocation up to a power of two, and every pin blocks the device. Here a slab is
-pinned once, on CUDA at its exact size (``cudaHostRegister``); reservations come out of it in whole pages. Where the
-system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and says so once.
+pinned once, on CUDA at its exact size (``cudaHostRegister``), and reservations come out of it in whole pages. Where the
+system refuses to pin (``ulimit -l``, a full host), the slab stays pageable and one warning says so.
 """
 
 import contextlib
@@ -24,16 +24,16 @@ from penstock.tiers._tier import Extent, Piece, Tier
 from penstock.units import format_bytes, parse_bytes
 
 _ALIGNMENT_BYTES = 4096
-"""Of slabs and of reservations: pages, so that the disk can read and write the same memory directly."""
+"""Alignment of slabs and reservations: whole pages, so that the disk can read and write the same memory directly."""
 SLAB_BYTES = 512 * 2**20
-"""Mapped at once, at least, where the capacity has room for it."""
+"""Smallest slab that is mapped, if the capacity allows it."""
 
 
 class HostTier(Tier):
-    """Bytes in host memory, at most ``capacity``; ``pinned``: an accelerator copies from them.
+    """A tier of at most ``capacity`` bytes in host memory; ``pinned`` if an accelerator copies from it.
 
-    Every extent is one piece, so that ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs.
-    Pinned ones lie on the NUMA node ``node``.
+    Every extent is one piece, so ``tensor(extent)`` is contiguous. ``budget`` is charged for whole slabs. Pinned slabs
+    lie on the NUMA node ``node``.
     """
 
     place = HOST
@@ -53,7 +53,7 @@ class HostTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """The given capacity."""
+        """The most bytes that the slabs may take."""
         return self._capacity_bytes
 
     @property
@@ -64,7 +64,7 @@ class HostTier(Tier):
 
     @property
     def reserved_bytes(self) -> int:
-        """Size of the slabs."""
+        """Total size of the slabs."""
         with self._lock:
             return self._reserved_bytes()
 
@@ -75,7 +75,7 @@ class HostTier(Tier):
 
     @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
-        """Contiguous room for ``size_bytes`` in one slab; a new slab is mapped where no old one has it."""
+        """Reserve ``size_bytes`` contiguously in one slab; map a new slab if no existing one has a large enough gap."""
         with self._lock:
             if self._is_closed:
                 raise ValueError("this host tier is closed; make a new one: HostTier('8GiB', pinned=False)")
@@ -90,15 +90,15 @@ class HostTier(Tier):
 
     @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
-        """Gives the extent's bytes back to its slab."""
+        """Give the extent's bytes back to its slab."""
         (piece,) = extent.pieces
         with self._lock:
-            if self._slabs:  # not closed meanwhile
+            if self._slabs:  # still open
                 self._slabs[piece.file].allocator.give_back(piece.offset, piece.size_bytes)
 
     @checked("tier.prepare(2**29)", size_bytes=0)
     def prepare(self, size_bytes: int) -> None:
-        """Maps slabs for that many bytes now, as far as the capacity goes: mapping and pinning take time."""
+        """Map slabs for that many bytes now, up to the capacity, because mapping and pinning take time."""
         with self._lock:
             missing = min(size_bytes, self._capacity_bytes) - self._reserved_bytes()
             if missing >= _ALIGNMENT_BYTES and not self._is_closed:
@@ -107,24 +107,24 @@ class HostTier(Tier):
 
     @checked("tier.allow(2**30)", capacity_bytes=0)
     def allow(self, capacity_bytes: int) -> None:
-        """Raises the capacity, if it is below that; a budget that the tier charges may still say no."""
+        """Raise the capacity to ``capacity_bytes``, if it is lower. The budget may still refuse a slab."""
         with self._lock:
             self._capacity_bytes = max(self._capacity_bytes, capacity_bytes)
 
     @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
-        """The extent's memory as a ``uint8`` tensor of shape ``[size_bytes]``, valid until it is released."""
+        """Return the extent's memory as ``uint8`` ``[size_bytes]``, valid until the extent is released."""
         (piece,) = extent.pieces
         return self._slabs[piece.file].tensor(piece.offset, piece.size_bytes)
 
     @checked("tier.view(extent)")
     def view(self, extent: Extent) -> memoryview:
-        """The extent's memory, valid until it is released."""
+        """Return the extent's memory as a ``memoryview``, valid until the extent is released."""
         (piece,) = extent.pieces
         return self._slabs[piece.file].view[piece.offset : piece.offset + piece.size_bytes]
 
     def close(self) -> None:
-        """Unpins and unmaps the slabs."""
+        """Unpin and unmap the slabs."""
         with self._lock:
             self._is_closed = True
             if self._budget is not None:
@@ -135,7 +135,7 @@ class HostTier(Tier):
 
     @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
-        """The number of the piece's slab."""
+        """Return the number of the piece's slab, as text."""
         return f"slab {piece.file}"
 
     def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
@@ -160,7 +160,7 @@ class HostTier(Tier):
         try:
             try:
                 slab = self._make_slab(min(max(needed, SLAB_BYTES), room))
-            except (BudgetError, OSError):  # others hold the rest of it
+            except (BudgetError, OSError):  # other holders have the rest of the budget
                 slab = self._make_slab(needed)
         except (BudgetError, OSError) as error:
             raise TierFullError(f"no room for {format_bytes(size_bytes)} in host memory: {error}") from error
@@ -191,7 +191,7 @@ class _Slab:
     """One mapping of host memory."""
 
     def __init__(self, size_bytes: int, pinned: bool):
-        with torch.inference_mode(False):  # or nobody could write to it outside of inference
+        with torch.inference_mode(False):  # otherwise nobody could write to it outside of inference mode
             memory = pinned_memory(size_bytes) if pinned else None
             self.is_pinned = memory is not None
             self._memory = map_memory(size_bytes) if memory is None else memory
@@ -207,12 +207,12 @@ class _Slab:
         if self.is_pinned:
             unpin_memory(self._memory)
         ledger.charge(-self.allocator.capacity_bytes)
-        # The memory goes when the last tensor over it does.
+        # The memory is freed with the last tensor over it.
         del self.view, self._memory
 
 
 def _copy(destination: memoryview, source: memoryview, size_bytes: int) -> None:
-    """Copies without holding the interpreter's lock, which slicing memory views would."""
+    """Copy without holding the interpreter's lock, which slice assignment of memory views would hold."""
     ctypes.memmove(_address(destination), _address(source), size_bytes)
 
 

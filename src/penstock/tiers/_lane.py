@@ -1,11 +1,11 @@
 """A lane: a serial queue of copies in one direction of one link.
 
-Jobs start in the order in which they were submitted. One job is several independent pieces, which the lane's few
-threads carry out side by side, since one request at a time does not fill a disk. The bytes of jobs not yet finished
-are bounded: ``submit`` waits, and reports how long it waited.
+Jobs start in the order in which they were submitted. A job consists of independent pieces, which the lane's few threads
+carry out in parallel, since one request at a time does not keep a disk busy. The bytes of unfinished jobs are bounded:
+``wait_for_room`` waits, and reports how long it waited.
 
-Lanes drain before ``fork`` and hold still during it, so that a child never inherits half a copy. The child has no
-lane threads; its lanes refuse work.
+Lanes drain before ``fork`` and stay idle during it, so that a child never inherits half a copy. The child has no lane
+threads; its lanes refuse work.
 """
 
 import os
@@ -19,11 +19,11 @@ from penstock.devices import stay_on_node
 from penstock.errors import ForkedProcessError
 
 _IDLE_S = 10.0
-"""A thread without work for so long ends, so that a lane nobody closed leaves none behind; another starts at need."""
+"""Seconds after which an idle thread ends, so that an unclosed lane leaves none; new ones start when needed."""
 
 
 class LaneJob:
-    """One copy on a lane: finished when all its pieces are, or cancelled before any began."""
+    """One copy on a lane: finished when all its pieces are, or canceled before any began."""
 
     __slots__ = ("_finished", "_num_left", "_on_done", "context", "error", "label", "pieces", "size_bytes", "start_s")
 
@@ -35,7 +35,7 @@ class LaneJob:
         self.label = label
         self.error: Exception | None = None
         self.context: object = None
-        """Whatever the submitter wants to find again in ``on_done``."""
+        """Data of the submitter for use in ``on_done``."""
         self.start_s = 0.0
         self._num_left = len(pieces)
         self._on_done = on_done
@@ -47,7 +47,7 @@ class LaneJob:
         return self._finished.is_set()
 
     def wait(self) -> float:
-        """Blocks until the job is finished; returns the seconds waited. Errors stay in ``error``."""
+        """Block until the job is finished; return the seconds waited. Errors stay in ``error``."""
         if self._finished.is_set():
             return 0.0
         start_s = time.perf_counter()
@@ -56,7 +56,10 @@ class LaneJob:
 
 
 class Lane:
-    """A serial queue of copies. ``submit`` from any thread; ``close`` when done. Its threads stay on ``node``."""
+    """A serial queue of copies. Call ``submit`` from any thread, and ``close`` when done.
+
+    Its threads stay on ``node``.
+    """
 
     def __init__(self, name: str, *, num_threads: int, max_in_flight_bytes: int, node: int | None = None):
         self.name = name
@@ -79,10 +82,11 @@ class Lane:
     def submit(
         self, pieces: Sequence[Callable[[], None]], *, size_bytes: int, label: str, on_done: Callable[[LaneJob], None]
     ) -> LaneJob:
-        """Queues a copy. ``on_done(job)`` runs on a lane thread after the last piece, with ``job.error`` set or None.
+        """Queue a copy.
 
-        An exception in a piece fails the job: its remaining pieces are dropped. A job larger than the bound goes in
-        alone. Call ``wait_for_room`` first; ``submit`` itself never blocks. ``pieces`` has at least one element.
+        ``on_done(job)`` runs on a lane thread after the last piece, with ``job.error`` set or ``None``. An exception in
+        a piece fails the job, and its remaining pieces are dropped. A job larger than the bound runs alone. Call
+        ``wait_for_room`` first; ``submit`` itself never blocks. ``pieces`` must have at least one element.
         """
         job = LaneJob(pieces, size_bytes, label, on_done)
         with self._condition:
@@ -97,7 +101,7 @@ class Lane:
         return job
 
     def wait_for_room(self, size_bytes: int) -> float:
-        """Blocks until a job of ``size_bytes`` fits the bound on bytes in flight; returns the seconds waited."""
+        """Block until a job of ``size_bytes`` fits the bound on bytes in flight; return the seconds waited."""
         start_s = time.perf_counter()
         with self._condition:
             self._refuse_if_gone()
@@ -107,7 +111,7 @@ class Lane:
         return time.perf_counter() - start_s
 
     def cancel(self, job: LaneJob) -> bool:
-        """Takes back a job of which no piece has begun. Returns whether it could: then ``on_done`` never runs."""
+        """Cancel a job of which no piece has begun. Return whether it was canceled; then ``on_done`` never runs."""
         with self._condition:
             if job.start_s or job not in self._queue:
                 return False
@@ -116,7 +120,7 @@ class Lane:
         return True
 
     def rate_bytes_per_s(self) -> float | None:
-        """Bytes per second over all the time in which something was on its way; ``None`` before anything was."""
+        """Return bytes per second over the time in which a copy was under way; ``None`` before the first."""
         with self._condition:
             busy_s = self.busy_s
             if self.in_flight_bytes:
@@ -124,12 +128,12 @@ class Lane:
             return self.finished_bytes / busy_s if self.finished_bytes and busy_s else None
 
     def drain(self) -> None:
-        """Blocks until nothing is queued or running."""
+        """Block until nothing is queued or running."""
         with self._condition:
             self._condition.wait_for(lambda: not self._queue and not self._num_running)
 
     def close(self) -> None:
-        """Finishes what is queued and ends the threads. May be called again."""
+        """Finish what is queued and end the threads. Idempotent."""
         with self._condition:
             if self._is_forked_copy:
                 return
@@ -158,14 +162,17 @@ class Lane:
             thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no memory for another stack: fewer threads are slower, none is an error
+            except RuntimeError:  # no memory for a stack: fewer threads are slower, only none is an error
                 if not self._threads:
                     raise
                 return
             self._threads.append(thread)
 
     def _next_piece(self) -> tuple[LaneJob, Callable[[], None]] | None:
-        """Waits for the next piece in order; ``None`` when this thread is to end. Holds the condition."""
+        """Wait for the next piece in order; return ``None`` if this thread should end.
+
+        The caller holds the condition.
+        """
         self._condition.wait_for(lambda: self._queue or self._is_closed, timeout=_IDLE_S)
         if not self._queue:
             self._threads.remove(threading.current_thread())
@@ -180,7 +187,7 @@ class Lane:
         return job, piece
 
     def _finish_piece(self, job: LaneJob, error: Exception | None) -> bool:
-        """Notes a piece as done; returns whether it was the job's last. Holds the condition."""
+        """Mark a piece as done; return whether it was the job's last. The caller holds the condition."""
         job._num_left -= 1
         if error is not None and job.error is None:
             job.error = error
@@ -196,13 +203,13 @@ class Lane:
         if not self.in_flight_bytes:
             self.busy_s += time.perf_counter() - self._busy_since_s
         job.pieces.clear()
-        job._on_done = _do_nothing  # whatever it held may go, and often holds the job
+        job._on_done = _do_nothing  # frees what the callback held, which often includes the job
         job._finished.set()
         self._condition.notify_all()
 
 
 def _do_nothing(_: LaneJob) -> None:
-    """What is left to be told of a job that has ended."""
+    """Stand in for ``on_done`` of a job that has ended."""
 
 
 def _work(lane: Lane) -> None:
@@ -216,7 +223,7 @@ def _work(lane: Lane) -> None:
         error: Exception | None = None
         try:
             piece()
-        except Exception as raised:  # whatever it is, it belongs to the job, not to this thread
+        except Exception as raised:  # every error belongs to the job, not to this thread
             error = raised
         with lane._condition:
             is_last = lane._finish_piece(job, error)

@@ -1,4 +1,4 @@
-"""What of a tensor is not in its storage: enough to rebuild the very same view on other bytes."""
+"""The layout of a tensor over its storage: all that is needed to rebuild the same view over other bytes."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,19 @@ from penstock.arguments import must_be
 
 @dataclass(frozen=True, slots=True)
 class ViewLayout:
-    """dtype, shape, stride and offset of a strided tensor over its storage. Strides may be 0 (expanded tensors)."""
+    """The dtype, shape, strides and offset of a strided tensor over its storage.
+
+    Strides may be 0 (expanded tensors).
+    """
 
     dtype: torch.dtype
-    """Of the elements."""
+    """Type of the elements."""
     shape: tuple[int, ...]
     """Elements along each dimension."""
     stride: tuple[int, ...]
-    """Elements between neighbours along each dimension."""
+    """Elements between neighbors along each dimension."""
     storage_offset: int
-    """Elements before the first."""
+    """Number of elements before the first."""
     is_conjugated: bool
     """Whether the lazy conjugate bit is set (complex dtypes only)."""
     is_negated: bool
@@ -26,7 +29,7 @@ class ViewLayout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> "ViewLayout":
-        """The layout of ``tensor``, any strided tensor."""
+        """Return the layout of ``tensor``, which may be any strided tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise must_be("tensor", "a torch.Tensor", tensor, "ViewLayout.of(tensor)")
         return ViewLayout(
@@ -39,7 +42,7 @@ class ViewLayout:
         )
 
     def rebuild(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this layout over ``storage``, which it shares. It requires no gradient."""
+        """Return a tensor with this layout that shares ``storage``. It does not require gradients."""
         if not isinstance(storage, torch.UntypedStorage):
             raise must_be("storage", "a torch.UntypedStorage", storage, "layout.rebuild(tensor.untyped_storage())")
         with torch.no_grad():

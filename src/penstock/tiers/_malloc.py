@@ -1,10 +1,10 @@
-"""Giving freed main memory back to the system.
+"""Returning freed main memory to the system.
 
-glibc's malloc raises the size from which it maps blocks one by one, up to 32 MiB, as a program frees such blocks;
-smaller ones then come from a heap that keeps what is freed in fragments. When activations leave main memory for disk
-those fragments are the memory that was to be saved: a training step whose tensors peaked at 115 MiB held 820 MiB of the
-system, and 145 MiB once the size was fixed (docs/design/main-memory.md). A fixed size costs page faults; the
-same note has what was measured of it.
+glibc's malloc maps large blocks one by one. As a program frees such blocks, malloc raises the size from which it does
+so, up to 32 MiB. Smaller blocks then come from a heap that keeps freed memory in fragments. When activations move from
+main memory to disk, those fragments are the memory that should have been saved: a training step whose tensors peaked at
+115 MiB held 820 MiB of the system, and 145 MiB once the size was fixed (docs/design/main-memory.md). A fixed size costs
+page faults; the same page has the measurements.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ _MAPPED_FROM_BYTES = 2**20
 
 
 def give_back_freed_memory() -> bool:
-    """Fixes the size from which malloc maps blocks of their own at 1 MiB, for this process.
+    """Fix the size from which malloc maps blocks separately at 1 MiB, for this process.
 
-    Returns whether that was done: not where ``MALLOC_MMAP_THRESHOLD_`` is set, since the user has decided, nor where
-    the C library has no such setting.
+    Returns whether that was done. It is not done if ``MALLOC_MMAP_THRESHOLD_`` is set, because then the user has
+    decided, nor if the C library has no such setting.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
@@ -31,19 +31,21 @@ def give_back_freed_memory() -> bool:
 
 
 def trim_freed_memory() -> bool:
-    """Gives what malloc keeps in its heaps back to the system, once; returns whether the C library can.
+    """Return the free memory in malloc's heaps to the system once; return whether the C library can do that.
 
-    For the ends of phases that make and free much: what comes next pays page faults for what it touches again.
+    Use it at the end of a phase that allocates and frees much. What comes next pays page faults for memory it touches
+    again.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and bool(trim(0))
 
 
 class HeapKeeper:
-    """Trims whenever the process has grown by ``slack_bytes`` since the last time.
+    """A watcher that trims the heap whenever the process has grown by ``slack_bytes`` since the last time.
 
-    For threads that allocate and free blocks of all sizes for hours: heaps fragment, to ten times of what is alive when
-    measured, while a fixed threshold (`give_back_freed_memory`) costs page faults in every step. Safe to share.
+    Use it for threads that allocate and free blocks of all sizes for hours. Their heaps fragment, in a measurement to
+    ten times the live bytes, while a fixed threshold (`give_back_freed_memory`) costs page faults in every step. Safe
+    to share between threads.
     """
 
     @checked("HeapKeeper(2**26)", slack_bytes=0)
@@ -53,7 +55,7 @@ class HeapKeeper:
         self._after_last_bytes = resident_bytes()
 
     def look(self) -> bool:
-        """Trims if it is time; returns whether it did."""
+        """Trim the heap if the process has grown enough; return whether it did."""
         if resident_bytes() <= self._after_last_bytes + self._slack_bytes or not self._lock.acquire(blocking=False):
             return False
         try:
@@ -65,7 +67,7 @@ class HeapKeeper:
 
 
 def resident_bytes() -> int:
-    """Main memory that the process holds; 0 where the system does not say."""
+    """Return the main memory in bytes that the process holds; 0 if the system does not say."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * mmap.PAGESIZE

@@ -1,10 +1,10 @@
-"""Moving bytes where the device is main memory: lane threads read and write the tensors' own memory.
+"""Copies where the device is main memory: lane threads read and write the tensors' own memory.
 
-Direct I/O wants aligned addresses. The aligned interior of a storage goes between its memory and the disk with no copy
-by the processor; the unaligned edges, below two blocks, stay in RAM as ``bytes``. A fetch allocates memory with the
-same address modulo 4096, so that the interior is aligned there as well, and so that vectorised kernels peel their
-loops as before: results stay equal to the bit. A fetch into a storage that is there already takes its address as it
-is: where that lies otherwise in a block, each thread reads a MiB at a time into memory of its own and copies.
+Direct I/O requires aligned addresses. The aligned interior of a storage moves between its memory and the disk without a
+copy by the processor; the unaligned edges, below two blocks, stay in RAM as ``bytes``. A fetch allocates memory with
+the same address modulo 4096. So the interior is aligned there too, and vectorized kernels peel their loops as before,
+which keeps results bit-identical. A fetch into an existing storage takes its address as it is. If that address has
+another alignment, each thread reads one MiB at a time into its own aligned memory and copies from there.
 """
 
 import ctypes
@@ -85,7 +85,7 @@ class MemoryMover:
         return bool(self._in.in_flight_bytes)
 
     def wait_for_a_copy(self) -> bool:
-        return False  # lane threads end by themselves, and a full disk is no reason to hold the computation up
+        return False  # lane threads finish by themselves, and a full disk should not stop the computation
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         room.checksums = [0] * len(room.extent.pieces)
@@ -105,14 +105,14 @@ class MemoryMover:
         return True
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
-        """Main memory has no streams."""
+        """Do nothing: main memory has no streams."""
 
     def finish_out(self, handle: Handle) -> float:
         job = handle._transit
         return job.wait() if isinstance(job, LaneJob) else 0.0
 
     def before_write(self, handle: Handle) -> None:
-        """What a lane reads meanwhile is of no use to anybody, and does no harm."""
+        """Do nothing: what a lane reads after the write is never used, so it does no harm."""
 
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         if into is None or not into.resizable():
@@ -143,7 +143,7 @@ class MemoryMover:
         return Room(room.tier, room.extent, room.edges, room.checksums, lender=room.lender or original)
 
     def poll(self) -> None:
-        """Nothing to do: lane threads report by themselves."""
+        """Do nothing: lane threads report by themselves."""
 
     def device_stall_s(self) -> float:
         return 0.0
@@ -165,7 +165,7 @@ class MemoryMover:
         pieces: Sequence[Callable[[], None]],
         on_done: Callable[[LaneJob], None],
     ) -> None:
-        with self._lock:  # so that the job is known before it can end
+        with self._lock:  # so that the job is recorded before it can end
             job = lane.submit(pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=on_done)
             job.context = handle
             self._travelling[job] = [storage], tier
@@ -189,7 +189,7 @@ class MemoryMover:
             return handle, *self._travelling.pop(job)
 
     def _bounce(self) -> memoryview:
-        """Aligned memory of this thread."""
+        """Return this thread's aligned buffer."""
         found: memoryview | None = getattr(self._bounces, "memory", None)
         if found is None:
             self._bounces.memory = found = memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
@@ -203,7 +203,7 @@ class MemoryMover:
 
     def _read(self, room: Room, piece: Piece, address: int, number: int) -> None:
         view = _memory(address, piece.size_bytes)
-        if address % room.tier.alignment_bytes:  # memory that lies otherwise in a block than what was written
+        if address % room.tier.alignment_bytes:  # this memory has another alignment than the one written from
             for start in range(0, piece.size_bytes, _BOUNCE_BYTES):
                 part = Piece(piece.file, piece.offset + start, min(_BOUNCE_BYTES, piece.size_bytes - start))
                 bounce = self._bounce()[: part.size_bytes]
@@ -216,19 +216,19 @@ class MemoryMover:
 
 
 def _interior(handle: Handle, alignment_bytes: int) -> tuple[int, int]:
-    """Bytes before the aligned interior of the handle's storage, and the bytes of the interior."""
+    """Return the bytes before the aligned interior of the handle's storage, and the bytes of the interior."""
     head_bytes = min(-handle.data_pointer % alignment_bytes, handle.size_bytes)
     interior_bytes = (handle.size_bytes - head_bytes) // alignment_bytes * alignment_bytes
     return head_bytes, interior_bytes
 
 
 def _memory(address: int, size_bytes: int) -> memoryview:
-    """The bytes at ``address``, in place. Whoever calls keeps their storage alive."""
+    """Return the bytes at ``address``, in place. The caller keeps their storage alive."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
 def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
-    """Main memory from PyTorch's allocator, whose address is ``address_remainder`` modulo 4096."""
+    """Allocate main memory with PyTorch's allocator, at an address that is ``address_remainder`` modulo 4096."""
     if not size_bytes:
         return torch.UntypedStorage(0)
     block = torch.empty(size_bytes + _ADDRESS_BYTES, dtype=torch.uint8)
@@ -240,7 +240,10 @@ def allocate(size_bytes: int, address_remainder: int) -> torch.UntypedStorage:
 
 
 def _want_huge_pages(address: int, size_bytes: int) -> None:
-    """Direct reads into fresh memory fault page by page; huge pages made reading 2 to 3 times faster when measured."""
+    """Ask for huge pages, since direct reads into new memory fault page by page.
+
+    Huge pages made reading 2 to 3 times faster when measured.
+    """
     if size_bytes >= _HUGE_PAGE_BYTES + _ADDRESS_BYTES:
         page = -(-address // _ADDRESS_BYTES) * _ADDRESS_BYTES
         whole = (address + size_bytes - page) // _ADDRESS_BYTES * _ADDRESS_BYTES
@@ -248,4 +251,4 @@ def _want_huge_pages(address: int, size_bytes: int) -> None:
 
 
 def _nothing() -> None:
-    """The one piece of a copy that its edges carry whole."""
+    """Do nothing: the one piece of a copy whose bytes are all in its edges."""

@@ -1,4 +1,4 @@
-"""Where the bytes of one handle are, or will be, in a tier."""
+"""The place in a tier where the bytes of one handle are, or will be."""
 
 import zlib
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from penstock.tiers._tier import Extent, Piece, Tier
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """An extent that was reserved for one handle, and what belongs to its bytes."""
+    """An extent reserved for one handle, with the unaligned edges and checksums of its bytes."""
 
     tier: Tier
-    """The tier that has them."""
+    """The tier that has the bytes."""
     extent: Extent
-    """Where there."""
+    """Their extent in the tier."""
     edges: tuple[bytes, bytes] = (b"", b"")
-    """The first and the last bytes, where the tier takes whole blocks at aligned addresses only."""
+    """The first and the last bytes, if the tier takes only whole blocks at aligned addresses."""
     checksums: list[int] = field(default_factory=list)
-    """CRC-32 of each piece as it was written, where fetches are verified."""
+    """CRC-32 of each piece as it was written, if fetches are verified."""
     lender: object = None
-    """The handle whose room this is, where it was borrowed. It lives as long as this does."""
+    """The handle that lent this extent, if it was borrowed; the reference keeps it alive."""
 
     def __post_init__(self) -> None:
         if self.lender is None:
@@ -34,7 +34,7 @@ class Room:
         return len(self.edges[0]) + len(self.edges[1])
 
     def pieces(self, start: int = 0) -> Sequence[tuple[int, int, Piece]]:
-        """For each piece its number, where its bytes begin, the first at ``start``, and itself."""
+        """Return number, position of the bytes and piece, for each piece; the first position is ``start``."""
         found, at = [], start
         for number, piece in enumerate(self.extent.pieces):
             found.append((number, at, piece))
@@ -42,7 +42,7 @@ class Room:
         return found
 
     def check(self, piece: Piece, number: int, view: memoryview) -> None:
-        """Raises ``TierReadError`` where ``view``, read from that piece, is not what was written there."""
+        """Raise ``TierReadError`` if ``view``, read from that piece, differs from what was written there."""
         if zlib.crc32(view) != self.checksums[number]:
             raise TierReadError(
                 tier=self.tier.name,
@@ -53,7 +53,7 @@ class Room:
             )
 
     def give_back(self) -> None:
-        """The handle and its last copy are done with it."""
+        """Release the extent, once the handle and its last copy no longer need it."""
         if self.lender is None:
             ledger.charge(-self.edge_bytes)
             self.tier.release(self.extent)

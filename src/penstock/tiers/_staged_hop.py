@@ -1,7 +1,7 @@
 """The hop between pinned host memory and a tier that no device reaches: lane threads write and read.
 
-Bytes on their way pass through staging memory, and until the tier has them they are fetched from there. A failed write
-leaves them there; where that leaves no room for a fetch, the fetch takes pageable memory of its own.
+Bytes pass through staging memory, and until the tier has them they are fetched from there. After a failed write they
+stay there. If that leaves no space for a fetch, the fetch takes pageable memory of its own.
 """
 
 import threading
@@ -31,13 +31,13 @@ _THREADS = 4
 
 @dataclass(slots=True, eq=False)
 class StagedRoom(Room):
-    """Room in a tier, and the staging memory through which its bytes pass. Guarded by the hop's condition."""
+    """Space in a tier, and the staging memory through which its bytes pass. Guarded by the hop's condition."""
 
     hop: "StagedHop | None" = None
     staging: Extent | None = None
     """Where the bytes are in staging memory."""
     num_users: int = 0
-    """Copies that touch the staging memory."""
+    """Number of copies that touch the staging memory."""
     is_written: bool = False
     """Whether the tier has the bytes."""
 
@@ -48,7 +48,7 @@ class StagedRoom(Room):
 
 
 class StagedHop:
-    """The two lanes between staging memory and the tiers below it."""
+    """Two lanes, out and in, between staging memory and the tiers below it."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class StagedHop:
         self.out = Lane(Link(HOST, DISK).name, num_threads=_THREADS, max_in_flight_bytes=2**62, node=node)
         self.back = Lane(Link(DISK, HOST).name, num_threads=_THREADS, max_in_flight_bytes=2**62, node=node)
         self.condition = threading.Condition(threading.RLock())
-        """Notified when staging memory has become free."""
+        """Notified when staging memory becomes free."""
         self._streams = streams
         self._copies = copies
         self._handles = handles
@@ -75,7 +75,7 @@ class StagedHop:
         self._verify = verify
 
     def reserve(self, tier: Tier, size_bytes: int) -> Room:
-        """Room in the tier and in the staging memory on the way to it. Raises ``TierFullError``."""
+        """Reserve space in the tier and in the staging memory on the way to it. Raises ``TierFullError``."""
         extent = tier.reserve(size_bytes)
         try:
             staging = self._reserve(extent.size_bytes)
@@ -85,13 +85,13 @@ class StagedHop:
         return StagedRoom(tier, extent, hop=self, staging=staging, num_users=1)
 
     def borrow(self, room: Room, lender: Handle) -> Room:
-        """A way to a room that is settled, with staging memory of this hop."""
+        """Return a way to reach settled space of another device, with staging memory of this hop."""
         return StagedRoom(
             room.tier, room.extent, checksums=room.checksums, lender=room.lender or lender, hop=self, is_written=True
         )
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, room: Room, transit: Transit) -> None:
-        """Queues the copy out into staging memory, and lets a lane write what it brings there."""
+        """Queue the copy out into staging memory, and let a lane write the bytes from there."""
         assert isinstance(room, StagedRoom) and room.staging is not None
         self._copies.send(handle, storage, transit, self.staging.tensor(room.staging))
         self._handles.begun(handle)
@@ -105,11 +105,11 @@ class StagedHop:
             self.out.submit(
                 pieces, size_bytes=handle.size_bytes, label=handle.label, on_done=partial(self._written, handle, room)
             )
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # no thread could be started
             self._write_ended(handle, room, error)
 
     def bring(self, handle: Handle, box: Box, room: Room, transit: Transit) -> None:
-        """Queues the copy in: from staging memory where that still has the bytes, else after a lane has read them."""
+        """Queue the copy in: from staging memory if the bytes are still there, else after a lane has read them."""
         assert isinstance(room, StagedRoom)
         with self.condition:
             staging = room.staging
@@ -124,19 +124,19 @@ class StagedHop:
             self._read(handle, box, room, transit)
 
     def forget(self, room: StagedRoom) -> None:
-        """The room is being given back; so is the staging memory in which a failed write left its bytes."""
+        """Free the staging memory of a room that is being given back, even if a failed write left its bytes there."""
         with self.condition:
-            room.is_written, room.num_users = True, 1  # this one, dropped here
+            room.is_written, room.num_users = True, 1  # this call itself, which is dropped below
         self._drop(room)
 
     def _reserve(self, size_bytes: int) -> Extent:
-        """Staging memory, waiting for copies under way to give theirs back."""
+        """Reserve staging memory, waiting for copies under way to free theirs."""
         while True:
             try:
                 return self.staging.reserve(size_bytes)
             except TierFullError:
                 if not self._wait_for_a_copy():
-                    return self.staging.reserve(size_bytes)  # the last may have ended in between
+                    return self.staging.reserve(size_bytes)  # the last copy may have ended in between
 
     def _write_piece(self, room: StagedRoom, piece: Piece, view: memoryview, transit: Transit, number: int) -> None:
         self._streams.synchronize(transit.left)
@@ -159,7 +159,7 @@ class StagedHop:
         size_bytes = room.extent.size_bytes
         try:
             staging = self._reserve(size_bytes)
-        except TierFullError:  # failed writes hold all of it, maybe for long, and these bytes are needed now
+        except TierFullError:  # failed writes occupy all of it, maybe for long, and these bytes are needed now
             memory, on_passed = as_bytes(allocate(size_bytes, address_remainder=0)), None
         else:
             memory, on_passed = self.staging.tensor(staging), partial(self._drop, room)
@@ -177,7 +177,7 @@ class StagedHop:
                 label=handle.label,
                 on_done=partial(self._have_read, handle, box, room, transit, memory, on_passed),
             )
-        except RuntimeError:  # no thread to be had
+        except RuntimeError:  # no thread could be started
             if on_passed is not None:
                 on_passed()
             raise
@@ -203,16 +203,16 @@ class StagedHop:
             try:
                 self._copies.bring(handle, box, transit, memory, on_passed)
                 return
-            except RuntimeError as raised:  # the device's; whoever waits for the bytes is to see it
+            except RuntimeError as raised:  # an error of the device, for the caller that waits for the bytes
                 error = raised
         if on_passed is not None:
             on_passed()
         self._handles.arrived(handle, box, error)
-        del error  # else its traceback keeps this frame, and the frame the handle and its room
+        del error  # its traceback would keep this frame alive, and so the handle and its space
         transit.is_queued.set()
 
     def _drop(self, room: StagedRoom) -> None:
-        """One user less; the last gives the staging memory back, unless it alone has the bytes."""
+        """Remove one user; the last one frees the staging memory, unless only that has the bytes."""
         with self.condition:
             if room.staging is None:
                 return

@@ -1,4 +1,4 @@
-"""What a waterfall has done, as frozen numbers."""
+"""Counters of a waterfall, as frozen numbers."""
 
 from dataclasses import dataclass, field
 
@@ -10,32 +10,32 @@ _TERABYTES_WRITTEN_PER_TERABYTE = 600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """Sums since the waterfall was made. All sizes are bytes, all durations seconds."""
+    """Sums since the waterfall was made. All sizes are in bytes, all durations in seconds."""
 
     parked_bytes: int
-    """Copied from the device into a tier."""
+    """Bytes copied from the device into a tier."""
     fetched_bytes: int
-    """Copied back."""
+    """Bytes copied back to the device."""
     forwarded_bytes: int
-    """Asked for while still on the device, so that no copy back was made."""
+    """Bytes asked for while still on the device, so that no copy back was made."""
     kept_bytes: int
-    """Meant to be parked, but left on the device: no room, or a failed copy."""
+    """Bytes that should have been parked but stayed on the device: no space, or a failed copy."""
     bounced_bytes: int
-    """Copied by the processor on the way: the unaligned edges of storages, below 8 KiB each."""
+    """Bytes copied by the processor on the way: the unaligned edges of storages, below 8 KiB each."""
     written_to_disk_bytes: int
-    """Written to disks: what wears an SSD."""
+    """Bytes written to disks, which wear out SSDs."""
     stall_s: float
-    """Time the computation waited for a copy, in either direction."""
+    """Time that the computation waited for a copy, in either direction."""
     num_live_handles: int
-    """Handles not yet released."""
+    """Number of handles not yet released."""
     num_failed_writes: int
-    """Copies into a tier that failed; their storages stayed on the device."""
+    """Number of copies into a tier that failed; their storages stayed on the device."""
     in_flight_peak_bytes: int
-    """The most bytes that were on their way out at once."""
+    """The most bytes that were being copied out at once."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes in live extents, per tier."""
     reserved_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes taken from the system, per tier (nameless files do not show in ``du``)."""
+    """Bytes taken from the system, per tier (``du`` does not show unnamed files)."""
 
 
 @checked(
@@ -45,10 +45,10 @@ class TierStatistics:
     duration_s=0,
 )
 def ssd_life_s(*, capacity_bytes: int, written_bytes: int, duration_s: float) -> float:
-    """Seconds until an SSD of ``capacity_bytes`` reaches its rated endurance at this rate of writing.
+    """Return the seconds until an SSD of ``capacity_bytes`` reaches its rated endurance at this rate of writing.
 
-    The rating assumed is 600 bytes written per byte of capacity, that of common consumer drives; drives made for
-    servers stand three to thirty times as much. Infinite where nothing is written.
+    The assumed rating is 600 bytes written per byte of capacity, as for common consumer drives; server drives endure
+    three to thirty times as much. Infinite if nothing is written.
     """
     if not written_bytes:
         return float("inf")

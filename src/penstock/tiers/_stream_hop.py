@@ -1,6 +1,6 @@
-"""The hop between device memory and pinned host memory: copies on two streams of their own, one each way.
+"""The hop between device memory and pinned host memory: copies on two streams, one for each direction.
 
-The host runs ahead of the device, so a copy is queued here, not done here. `poll` notices what has passed.
+The host runs ahead of the device, so a copy is only queued here. `poll` notices which copies have finished.
 """
 
 import threading
@@ -20,7 +20,7 @@ from penstock.tiers._transit import Transit
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy queued on a stream and not yet seen to have passed."""
+    """A copy that is queued on a stream and not yet known to have finished."""
 
     handle: Handle
     box: Box
@@ -28,9 +28,9 @@ class _Copy:
     started: StreamEvent
     passed: StreamEvent
     source: torch.Tensor | None = None
-    """Of a copy in: the host memory it reads, which may live for this copy alone."""
+    """For a copy in: the host memory that it reads, which may exist for this copy alone."""
     on_passed: Callable[[], None] | None = None
-    """Of a copy in: what becomes possible when it has passed."""
+    """For a copy in: called when it has finished."""
 
     @property
     def size_bytes(self) -> int:
@@ -53,25 +53,25 @@ class _Rate:
 
 
 class StreamHop:
-    """Copies between a device with streams and host memory, both ways."""
+    """Copies between a device with streams and host memory, in both directions."""
 
     way_out = Link(DEVICE, HOST)
     way_in = Link(HOST, DEVICE)
 
     def __init__(self, streams: Streams, handles: Handles, events: EventLog):
         self.in_flight_bytes = 0
-        """On their way out, and not given up by the device."""
+        """Bytes being copied out whose memory the device still holds."""
         self.peak_in_flight_bytes = 0
-        """The most that ``in_flight_bytes`` was."""
+        """The highest value of ``in_flight_bytes``."""
         self.out_rate, self.in_rate = _Rate(), _Rate()
         self._streams = streams
         self._handles = handles
         self._events = events
         self._out, self._in = streams.create(), streams.create()
         self._timeline = DeviceTimeline(streams)
-        self._lock = threading.Lock()  # of the copies in, which lane threads queue too
+        self._lock = threading.Lock()  # guards the copies in, which lane threads queue too
         self._leaving: deque[_Copy] = deque()
-        self._passing: deque[_Copy] = deque()  # the device has given their storages up, and waits for them
+        self._passing: deque[_Copy] = deque()  # the device has given their storages up and waits for the copies
         self._arriving: deque[_Copy] = deque()
         self._stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
         self._stall_s = 0.0
@@ -83,11 +83,11 @@ class StreamHop:
 
     @property
     def holds_handles(self) -> bool:
-        """Whether it holds handles that may be nobody's by now."""
+        """Whether it holds handles that nobody else may hold by now."""
         return bool(self._arriving or self._passing)
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, transit: Transit, target: torch.Tensor) -> None:
-        """Queues the copy out, into host memory of at least the storage's size, after what produced the bytes."""
+        """Queue the copy out, into host memory of at least the storage's size, after the work that made the bytes."""
         self._streams.wait(self._out, transit.produced)
         started = self._streams.record(self._out)
         self._streams.copy(self._out, target[: handle.size_bytes], as_bytes(storage))
@@ -104,7 +104,10 @@ class StreamHop:
         source: torch.Tensor,
         on_passed: Callable[[], None] | None = None,
     ) -> None:
-        """Queues the copy in, after what used its memory before and its own copy out. May run on a lane thread."""
+        """Queue the copy in, after the work that used its memory before and its own copy out.
+
+        May run on a lane thread.
+        """
         with self._lock:
             self._streams.wait(self._in, transit.ready)
             if transit.left is not None:
@@ -116,7 +119,7 @@ class StreamHop:
         transit.is_queued.set()
 
     def let_wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Lets ``stream`` wait for a copy, and notes how long that takes the device."""
+        """Make ``stream`` wait for a copy, and record how long the device waits."""
         if self._streams.is_done(event):
             return
         start = self._streams.record(stream)
@@ -124,24 +127,24 @@ class StreamHop:
         self._stalls.append((start, self._streams.record(stream)))
 
     def let_oldest_leave(self) -> None:
-        """The device waits for the oldest copy out, so that what is queued from now on may take its memory."""
+        """Make the device wait for the oldest copy out, so that work queued from now on may use its memory."""
         oldest, current = self._leaving[0], self._streams.current()
         self.let_wait(oldest.transit.home, oldest.passed)
-        if current != oldest.transit.home:  # which may have allocated it, and may get it back
+        if current != oldest.transit.home:  # this stream may have allocated the memory, and may get it back
             self.let_wait(current, oldest.passed)
-        self._handles.begun(oldest.handle)  # its room is in use until the copy has passed
+        self._handles.begun(oldest.handle)  # its space in the tier is in use until the copy has finished
         self._passing.append(oldest)
         self._finish_leaving()
 
     def let_go(self, transit: Transit) -> None:
-        """The computation waits for that copy in; what is queued from now on comes after it."""
+        """Drop the reference to the storage of a copy in, once the computation was told to wait for that copy."""
         with self._lock:
             for copy in self._arriving:
                 if copy.transit is transit:
                     copy.box.clear()
 
     def wait_for_a_copy(self) -> bool:
-        """Blocks until a copy has passed whose end may give room back; ``False`` when there is none."""
+        """Block until a copy has finished whose end may free space; return ``False`` if there is none."""
         for copies in (self._arriving, self._passing, self._leaving):
             if copies:
                 self._streams.synchronize(copies[0].passed)
@@ -149,7 +152,7 @@ class StreamHop:
         return False
 
     def poll(self) -> None:
-        """Reports what has passed."""
+        """Report the copies that have finished."""
         self._sum_stalls()
         while self._passing and self._streams.is_done(self._passing[0].passed):
             copy = self._passing.popleft()
@@ -169,7 +172,7 @@ class StreamHop:
             self._handles.arrived(copy.handle, copy.box, None)
 
     def stall_s(self) -> float:
-        """Seconds that the device's streams waited for copies."""
+        """Return the seconds that the device's streams waited for copies."""
         self._sum_stalls()
         return self._stall_s
 
@@ -178,7 +181,7 @@ class StreamHop:
             self._stall_s += self._streams.elapsed_s(*self._stalls.popleft())
 
     def drain(self) -> None:
-        """Blocks until all copies have passed, and reports them."""
+        """Block until all copies have finished, and report them."""
         for copies in (self._passing, self._leaving, self._arriving):
             for copy in list(copies):
                 self._streams.synchronize(copy.passed)
@@ -190,7 +193,7 @@ class StreamHop:
         self._handles.left(copy.handle, copy.box, None)
 
     def _note(self, link: Link, kind: str, copy: _Copy, rate: _Rate) -> None:
-        """A copy has passed: what it took by the device's clock, and when that was."""
+        """Record a finished copy: its duration by the device's clock, and when it ran."""
         rate.add(copy, self._streams)
         start_s, end_s = self._timeline.host_s(copy.started), self._timeline.host_s(copy.passed)
         label = copy.handle.label
@@ -200,5 +203,5 @@ class StreamHop:
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The storage as ``uint8``."""
+    """Return the storage as a ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,19 +1,19 @@
-"""Moving bytes of a device with streams: each tier is reached by one route of one hop or two.
+"""Copies for a device with streams. Each tier is reached by a route of one or two hops.
 
 - `_NearRoute`: to host memory, by one copy on a stream (`_stream_hop.py`).
 - `StagedHop`: to a disk, by such a copy into staging memory and a lane thread from there.
-- `DirectHop`: to a disk that talks to the device, by a lane thread alone.
+- `DirectHop`: to a disk that the device can reach, by a lane thread alone.
 
-The host runs ahead of the device, so a copy is queued here, not done here. What keeps it right, each rule bought with
-somebody's published bug (docs/design/streams.md lists them):
+The host runs ahead of the device, so a copy is only queued here. These rules keep it correct; each avoids a bug that
+somebody has published (docs/design/streams.md lists them):
 
 - A copy out waits for the work that produced its bytes: an event of the stream that is current at that moment.
 - A copy in waits for the copy out of the same bytes, and for the work queued before its memory was allocated.
-- The device copy of a storage is dropped when the copy out has passed, or after its stream was told to wait for it.
-- Room in a tier is given back only when the last copy that touches it has passed.
-- The bytes on their way out are bounded by letting the computing stream wait, so the host never has to.
+- The device copy of a storage is dropped when the copy out has finished, or after its stream was told to wait for it.
+- Space in a tier is given back only when the last copy that touches it has finished.
+- The bytes being copied out are bounded by making the computing stream wait, so that the host never has to.
 
-``verify`` covers the way to disk and back; checksums need the bytes in host memory, so it goes by staging memory.
+``verify`` covers the way to disk and back. Checksums need the bytes in host memory, so it always uses staging memory.
 """
 
 import time
@@ -39,23 +39,23 @@ from penstock.tiers._transit import Transit
 
 
 class Route(Protocol):
-    """How bytes get to one tier and back."""
+    """The way that bytes take to one tier and back."""
 
     def reserve(self, tier: Tier, size_bytes: int) -> Room:
-        """Room there, and on the way. Raises ``TierFullError``."""
+        """Reserve space in the tier, and on the way to it. Raises ``TierFullError``."""
 
     def borrow(self, room: Room, lender: Handle) -> Room:
-        """A way to a room that another device has filled."""
+        """Return a way to reach space that another device has filled."""
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, room: Room, transit: Transit) -> None:
-        """Begins the copy out, after ``transit.produced``."""
+        """Begin the copy out, after ``transit.produced``."""
 
     def bring(self, handle: Handle, box: Box, room: Room, transit: Transit) -> None:
-        """Begins the copy in, after ``transit.ready``."""
+        """Begin the copy in, after ``transit.ready``."""
 
 
 class _NearRoute:
-    """To host memory and back, by one copy."""
+    """The route to host memory and back, by one copy."""
 
     def __init__(self, copies: StreamHop):
         self._copies = copies
@@ -136,17 +136,17 @@ class StreamMover:
         raise TierFullError("; ".join(reasons) or "there is no tier below the device")
 
     @property
-    def holds_handles(self) -> bool:  # the lanes first: they pass on to the stream
+    def holds_handles(self) -> bool:  # lanes first, because their copies continue on the stream
         back = self._staged.back.in_flight_bytes or self._direct.back.in_flight_bytes
         return bool(back or self._copies.holds_handles)
 
     def wait_for_a_copy(self) -> bool:
-        is_lane_busy = any(lane.in_flight_bytes for lane in self._lanes())  # first, as above
+        is_lane_busy = any(lane.in_flight_bytes for lane in self._lanes())  # lanes first, as in holds_handles
         if not self._copies.wait_for_a_copy():
             if not is_lane_busy:
                 return False
             with self._staged.condition:
-                self._staged.condition.wait(timeout=0.01)  # bounded, since the end of a copy may come before the wait
+                self._staged.condition.wait(timeout=0.01)  # the copy may end just before this wait begins
         self.poll()
         return True
 
@@ -156,7 +156,7 @@ class StreamMover:
         self._route(room.tier).send(handle, storage, room, transit)
 
     def cancel_out(self, handle: Handle) -> bool:
-        transit = handle._transit  # what is on a stream cannot be taken back
+        transit = handle._transit  # a copy on a stream cannot be canceled
         return isinstance(transit, Transit) and transit.direct is not None and self._direct.out.cancel(transit.direct)
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
@@ -249,7 +249,7 @@ class StreamMover:
 
 
 def _whole_blocks(handle: Handle, tier: Tier) -> int:
-    """What the handle takes in ``tier``: direct transfers move whole blocks, and staging memory has them to spare."""
+    """Return the bytes that the handle takes in ``tier``: direct transfers and staging memory need whole blocks."""
     return -(-max(1, handle.size_bytes) // tier.alignment_bytes) * tier.alignment_bytes
 
 

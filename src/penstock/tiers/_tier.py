@@ -1,4 +1,4 @@
-"""What a tier is: a place where bytes live, which hands out extents and moves bytes in and out of them."""
+"""Tiers: places where bytes live. A tier hands out extents and moves bytes in and out of them."""
 
 import abc
 import mmap
@@ -16,7 +16,7 @@ from penstock.links import Place
 
 _SAMPLE_BYTES = 32 * 2**20
 _MAX_IDLE = 3
-"""Calls in a row that may move less than a block before a transfer counts as failed."""
+"""Number of calls in a row that may move less than a block before a transfer counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +24,21 @@ class Piece:
     """A contiguous part of an extent: one request's worth of one file or slab."""
 
     file: int
-    """Which of the tier's files or slabs."""
+    """Index of the tier's file or slab."""
     offset: int
-    """Bytes before it there."""
+    """Bytes before the piece in that file or slab."""
     size_bytes: int
     """Its length, which may be less than the range reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Room for ``size_bytes`` in a tier, in order of the bytes it holds."""
+    """Space for ``size_bytes`` in a tier."""
 
     size_bytes: int
-    """What was asked for."""
+    """The bytes that were asked for."""
     pieces: tuple[Piece, ...]
-    """Where, in order of the bytes."""
+    """The pieces, in order of the bytes that they hold."""
 
 
 class _Where(TypedDict):
@@ -51,34 +51,34 @@ class _Where(TypedDict):
 class Tier(abc.ABC):
     """A place where bytes live. Safe to use from any thread.
 
-    ``reserve`` room, ``write`` and ``read`` its pieces, ``release`` it. A subclass implements the abstract methods;
-    ``_write_some`` and ``_read_some`` may move fewer bytes than asked, as the system calls do.
+    ``reserve`` an extent, ``write`` and ``read`` its pieces, ``release`` it. A subclass implements the abstract
+    methods; ``_write_some`` and ``_read_some`` may move fewer bytes than asked, as system calls do.
     """
 
     _rates: tuple[float, float] | None = None
     place: Place
-    """What errors, events and reports call it: `DISK`, `HOST`, or a place of your own."""
+    """The place that errors, events and reports name: `DISK`, `HOST`, or one of your own."""
     alignment_bytes: int
-    """What direct transfers want of address, offset and length; 1 where any will do."""
+    """Alignment in bytes that direct transfers require of address, offset and length; 1 if they require none."""
     is_disk: bool = False
-    """Whether what it holds is written to a disk, and wears it."""
+    """Whether its bytes are written to a disk, and wear it out."""
     is_memory: bool = False
-    """Whether what it holds lies in host memory, so that a device copies to and from ``tensor(extent)``."""
+    """Whether its bytes are in host memory, so that a device copies to and from ``tensor(extent)``."""
 
     @property
     def name(self) -> str:
-        """Of its place."""
+        """Name of its place."""
         return self.place.name
 
     @property
     def talks_to_device(self) -> bool:
-        """Whether a device exchanges bytes with it by ``write_storage`` and ``read_storage``."""
+        """Whether a device can reach it directly, by ``write_storage`` and ``read_storage``."""
         return False
 
     @property
     @abc.abstractmethod
     def capacity_bytes(self) -> int:
-        """Bytes that it can hold at most."""
+        """The most bytes that it can hold."""
 
     @property
     @abc.abstractmethod
@@ -88,29 +88,30 @@ class Tier(abc.ABC):
     @property
     @abc.abstractmethod
     def reserved_bytes(self) -> int:
-        """Bytes taken from the system, which ``du`` does not show for nameless files."""
+        """Bytes taken from the system (``du`` does not show unnamed files)."""
 
     @abc.abstractmethod
     def reserve(self, size_bytes: int) -> Extent:
-        """Room for ``size_bytes`` (more than 0). Raises ``TierFullError`` where there is none."""
+        """Reserve ``size_bytes`` (more than 0). Raises ``TierFullError`` if there is no space."""
 
     @abc.abstractmethod
     def release(self, extent: Extent) -> None:
-        """Gives the room of ``extent`` back. Nobody may read or write it any more."""
+        """Give the space of ``extent`` back. Nobody may read or write it after that."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives everything back to the system. May be called again."""
+        """Give everything back to the system. May be called again."""
 
     @abc.abstractmethod
     def file_name(self, piece: Piece) -> str:
-        """The file or slab of a piece, for messages."""
+        """Return the name of a piece's file or slab, for messages."""
 
     @final
     def rates_bytes_per_s(self) -> tuple[float, float]:
-        """What it carries in and out, in bytes per second, for plans; measured when first asked, with 32 MiB at most.
+        """Return the write and read rates in bytes per second, for plans.
 
-        Raises ``TierFullError`` where it has no room for that, ``TierWriteError`` and ``TierReadError``.
+        The first call measures them with at most 32 MiB. Raises ``TierFullError`` if there is no space for that,
+        ``TierWriteError`` and ``TierReadError``.
         """
         if self._rates is None:
             self._rates = self._measured()
@@ -118,7 +119,10 @@ class Tier(abc.ABC):
 
     @checked("tier.tensor(extent)")
     def tensor(self, extent: Extent) -> torch.Tensor:
-        """The extent's memory as ``uint8``, valid until it is released. Raises ``ValueError`` unless ``is_memory``."""
+        """Return the extent's memory as ``uint8``, valid until the extent is released.
+
+        Raises ``ValueError`` unless ``is_memory``.
+        """
         raise ValueError(
             f"the {extent.size_bytes} bytes of this extent are not in memory: tier.read(piece, memoryview(buffer)) "
             f"brings those of one piece from this {self.name} tier"
@@ -126,12 +130,12 @@ class Tier(abc.ABC):
 
     @checked("tier.write_storage(piece, storage)")
     def write_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
-        """Writes device memory into ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
+        """Write device memory into ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
         raise ValueError(_not_talking(self, piece, storage, "tier.write(piece, memoryview(buffer))"))
 
     @checked("tier.read_storage(piece, storage)")
     def read_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
-        """Fills device memory from ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
+        """Fill device memory from ``piece``, by a blocking call. Raises ``ValueError`` unless ``talks_to_device``."""
         raise ValueError(_not_talking(self, piece, storage, "tier.read(piece, memoryview(buffer))"))
 
     @abc.abstractmethod
@@ -148,13 +152,13 @@ class Tier(abc.ABC):
     @final
     @checked("tier.write(piece, memoryview(buffer))")
     def write(self, piece: Piece, view: memoryview) -> None:
-        """Writes ``view`` (``piece.size_bytes`` long) into ``piece``. Raises ``TierWriteError``."""
+        """Write ``view`` (``piece.size_bytes`` long) into ``piece``. Raises ``TierWriteError``."""
         self._transfer(self._write_some, piece, view, TierWriteError)
 
     @final
     @checked("tier.read(piece, memoryview(buffer))")
     def read(self, piece: Piece, view: memoryview) -> None:
-        """Fills ``view`` (``piece.size_bytes`` long) from ``piece``. Raises ``TierReadError``."""
+        """Fill ``view`` (``piece.size_bytes`` long) from ``piece``. Raises ``TierReadError``."""
         self._transfer(self._read_some, piece, view, TierReadError)
 
     def _transfer(
@@ -164,7 +168,7 @@ class Tier(abc.ABC):
         view: memoryview,
         failure: type[TierReadError] | type[TierWriteError],
     ) -> None:
-        """Moves a whole piece by calls that may move less. A direct one goes on at the block it stopped in."""
+        """Move a whole piece by calls that may move less. A direct transfer continues at the block it stopped in."""
         if view.nbytes < piece.size_bytes:
             raise ValueError(f"`view` must have the {piece.size_bytes} bytes of the piece, got {view.nbytes}")
         done = num_idle = 0
@@ -186,7 +190,7 @@ class Tier(abc.ABC):
         size_bytes = min(_SAMPLE_BYTES, self.capacity_bytes) // self.alignment_bytes * self.alignment_bytes
         extent = self.reserve(max(size_bytes, self.alignment_bytes))
         memory = memoryview(mmap.mmap(-1, sum(piece.size_bytes for piece in extent.pieces)))
-        memory[:] = os.urandom(len(memory))  # what compresses gains nothing
+        memory[:] = os.urandom(len(memory))  # compression gains nothing on random bytes
         rates = []
         try:
             for transfer in (self.write, self.read):

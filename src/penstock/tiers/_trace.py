@@ -1,4 +1,4 @@
-"""Events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Export of events as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ from penstock.tiers._events import Event
 def write_trace(
     path: str | Path, events: Iterable[Event], *, memory: Sequence[tuple[float, int]] = (), name: str = "penstock"
 ) -> None:
-    """Writes ``events`` as a Chrome trace (JSON): a track per lane, one for stalls, one counter for memory.
+    """Write ``events`` as a Chrome trace (JSON) with one track per lane, one for stalls, and one counter for memory.
 
-    ``memory`` is a timeline of ``(seconds of time.time(), bytes)``; times in the trace begin at the first of all.
+    ``memory`` is a timeline of ``(seconds of time.time(), bytes)``; times in the trace count from the earliest one.
     """
     events = list(events)
     for event in events:

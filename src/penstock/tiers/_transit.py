@@ -1,4 +1,4 @@
-"""What a mover with streams knows of one handle on its way."""
+"""A stream mover's record of one handle's copies."""
 
 import threading
 from dataclasses import dataclass, field
@@ -9,24 +9,24 @@ from penstock.tiers._lane import LaneJob
 
 @dataclass(slots=True, eq=False)
 class Transit:
-    """The marks that copies of one handle wait for."""
+    """The stream events that copies of one handle wait for."""
 
     home: Stream = None
-    """The stream that owns the memory of the copy under way."""
+    """The stream that owns the memory of the current copy."""
     produced: StreamEvent = None
-    """Passed when the bytes are there to be copied out."""
+    """Done when the bytes are ready to be copied out."""
     left: StreamEvent = None
-    """Passed when the bytes are in host memory."""
+    """Done when the bytes are in host memory."""
     ready: StreamEvent = None
-    """Passed when the memory of the copy in may be written."""
+    """Done when the memory of the copy in may be written."""
     arrived: StreamEvent = None
-    """Passed when the bytes are back on the device; set when that copy is queued."""
+    """Done when the bytes are back on the device; set when that copy is queued."""
     is_queued: threading.Event = field(default_factory=threading.Event)
-    """Set when ``arrived`` is, or when there will be no such copy: it went another way, or failed."""
+    """Set when ``arrived`` is set, or when there will be no such copy because it took another route or failed."""
     direct: LaneJob | None = None
-    """The copy straight out of the device, begun or done."""
+    """The copy directly from device to disk, begun or finished."""
 
     def begin_in(self, home: Stream, ready: StreamEvent) -> None:
-        """Another copy in, into memory of the stream ``home``."""
+        """Start another copy in, into memory of the stream ``home``."""
         self.home, self.ready, self.arrived = home, ready, None
         self.is_queued = threading.Event()

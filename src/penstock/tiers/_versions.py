@@ -1,4 +1,4 @@
-"""The check for changes in place that autograd makes of what it saved, for those who save in its stead."""
+"""Autograd's check that saved tensors were not changed in place, for code that saves tensors in its place."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from penstock.arguments import checked, must_be
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was changed in place; 0 for an inference tensor, which does not count."""
+    """Return how many times ``tensor`` was changed in place; 0 for an inference tensor, which has no counter."""
     if not isinstance(tensor, torch.Tensor):
         raise must_be("tensor", "a torch.Tensor", tensor, "version_of(tensor)")
     return 0 if tensor.is_inference() else tensor._version
@@ -18,9 +18,9 @@ def version_of(tensor: torch.Tensor) -> int:
 def check_version(
     tensor: torch.Tensor, version: int, *, dtype: torch.dtype | None = None, shape: Sequence[int] | None = None
 ) -> None:
-    """Raises autograd's ``RuntimeError`` if ``tensor`` was changed since it was at ``version``.
+    """Raise autograd's ``RuntimeError`` if ``tensor`` was changed since ``version``.
 
-    ``dtype`` and ``shape`` are those to name, where ``tensor`` is an alias without them.
+    The message names ``dtype`` and ``shape``, for a ``tensor`` that is an alias with others.
     """
     if version_of(tensor) != version:
         kind, size = str(dtype or tensor.dtype).removeprefix("torch."), list(tensor.shape if shape is None else shape)

@@ -1,13 +1,13 @@
-"""The waterfall: storages leave the device for the first tier that has room, and come back byte for byte.
+"""The waterfall: storages leave the device for the first tier that has space, and come back byte for byte.
 
-What happens to each handle is in `_handles.py`, under one lock; how bytes move is the mover's business
-(`_memory_mover.py` where the device is main memory, `_stream_mover.py` for accelerators). Rules kept here:
+The state changes of each handle are in `_handles.py`, under one lock. The mover moves the bytes (`_memory_mover.py` if
+the device is main memory, `_stream_mover.py` for accelerators). This module keeps these rules:
 
-- The device copy is dropped only after the copy out is complete, and by the computing thread alone, so that its
+- The device copy is dropped only after the copy out is complete, and only by the computing thread, so that its
   allocator and its profiler see it.
-- A storage somebody still holds is handed back from memory (forwarding), never read.
-- No room, or a failed copy out: the storage stays where it is, one warning is given, and a counter shows it.
-- A failed copy in raises at ``get``; no other bytes are ever returned.
+- A storage that somebody still holds is returned from memory (forwarded), never read.
+- If there is no space, or the copy out failed, the storage stays where it is; there is one warning and a counter.
+- A failed copy in raises at ``get``; other bytes are never returned.
 """
 
 import os
@@ -33,88 +33,92 @@ from penstock.tiers._tier import Tier
 
 
 class Mover(Protocol):
-    """How bytes move between one device and the tiers. Called by the computing thread, never under the lock.
+    """The interface of the code that moves bytes between one device and its tiers.
 
-    It reports to the `Handles` of its waterfall how copies end.
+    The computing thread calls it, never under the lock. It reports the ends of copies to the `Handles` of its
+    waterfall.
     """
 
     max_in_flight_bytes: int
-    """Bound on the bytes on their way out. Changed by ``bound_in_flight``."""
+    """Bound on the bytes being copied out. Changed by ``bound_in_flight``."""
 
     @property
     def has_staging(self) -> bool:
-        """Whether bytes on their way out take as much host memory."""
+        """Whether bytes being copied out take the same amount of host memory."""
 
     def bound_in_flight(self, size_bytes: int) -> None:
-        """Lets that many bytes be on their way out at once."""
+        """Set the bound on the bytes being copied out at once."""
 
     def link_to(self, tier: Tier) -> Link:
-        """The first link from the device on the way to ``tier``, for events."""
+        """Return the first link from the device on the way to ``tier``, for events."""
 
     @property
     def in_flight_peak_bytes(self) -> int:
-        """The most bytes that were on their way out at once."""
+        """The most bytes that were being copied out at once."""
 
     def make_room(self, size_bytes: int) -> float:
-        """Waits until ``size_bytes`` more may be on their way out; returns the seconds the computation waited."""
+        """Wait until ``size_bytes`` more may be copied out; return the seconds that the computation waited."""
 
     def reserve(self, tiers: Sequence[Tier], handle: Handle) -> Room:
-        """Room for the handle in the first tier that has it. Raises ``TierFullError``."""
+        """Reserve space for the handle in the first tier that has it. Raises ``TierFullError``."""
 
     @property
     def holds_handles(self) -> bool:
-        """Whether it holds handles for copies that go on after ``park`` or ``get``; they may be nobody's by now."""
+        """Whether copies after ``park`` or ``get`` still hold handles, which nobody else may hold by now."""
 
     def wait_for_a_copy(self) -> bool:
-        """Waits for a copy whose end may give room back; ``False`` when there is none to wait for."""
+        """Wait for a copy whose end may free space; return ``False`` if there is none."""
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        """Begins the copy out. Raises ``RuntimeError`` where it cannot; then there is none."""
+        """Begin the copy out. Raises ``RuntimeError`` if it cannot begin."""
 
     def cancel_out(self, handle: Handle) -> bool:
-        """Takes a copy out back, if it has not begun."""
+        """Cancel a copy out that has not begun; return whether it was canceled."""
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
-        """Lets the computation use ``storage``, which has not left, on a stream other than the one that parked it."""
+        """Let the computation use ``storage``, which has not left, on another stream than the one that parked it."""
 
     def finish_out(self, handle: Handle) -> float:
-        """Waits for the copy out, or lets the device wait; returns the seconds the computation waited."""
+        """Wait for the copy out, or make the device wait; return the seconds that the computation waited."""
 
     def before_write(self, handle: Handle) -> None:
-        """Lets the device's later work wait until the copy out has read the storage."""
+        """Make later work of the device wait until the copy out has read the storage."""
 
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
-        """Memory on the device for a copy in. Raises ``RuntimeError`` where there is none."""
+        """Allocate device memory for a copy in. Raises ``RuntimeError`` if there is none."""
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        """Begins the copy into ``storage``. Raises ``RuntimeError`` where it cannot; then there is none."""
+        """Begin the copy into ``storage``. Raises ``RuntimeError`` if it cannot begin."""
 
     def finish_in(self, handle: Handle) -> float:
-        """Lets the computation wait for the copy in; returns the seconds it waited."""
+        """Make the computation wait for the copy in; return the seconds that it waited."""
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
-        """What the way out and the way in carried while busy; ``None`` before anything went that way."""
+        """Return the rates out and in while copies were under way; ``None`` before the first copy in that direction."""
 
     def poll(self) -> None:
-        """Notices finished copies."""
+        """Notice finished copies."""
 
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
-        """A way to ``room``, that of ``original``, which another mover has filled, for ``handle``."""
+        """Return a way for ``handle`` to reach ``room``, the space of ``original``, which another mover has filled."""
 
     def device_stall_s(self) -> float:
-        """Seconds that the device's own queue waited for copies, beside what ``make_room`` and ``finish_in`` report."""
+        """Return the seconds that the device's own queue waited.
+
+        They do not include what ``make_room`` and ``finish_in`` report.
+        """
 
     def drain(self) -> None:
-        """Waits for all copies."""
+        """Wait for all copies."""
 
     def close(self) -> None:
-        """Drains and ends the lanes."""
+        """Drain and end the lanes."""
 
 
 class Waterfall:
-    """Parks storages of one device in the first of ``tiers`` that has room. Made by ``waterfall_for``.
+    """A device's way to its tiers: parks storages in the first of ``tiers`` that has space. Made by ``waterfall_for``.
 
-    ``park`` and the handles' ``get`` belong to the computing thread; several may compute, one after another.
+    ``park`` and the handles' ``get`` belong to the computing thread. Several threads may compute, one after another.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class Waterfall:
         self._handles = handles
         self._abandoned: deque[Handle] = deque()
         self.device_changes: list[tuple[float, int]] | None = None
-        """Set to a list to collect ``(seconds of time.time(), change in bytes)`` of what handles hold on the device."""
+        """``(time.time(), change in bytes)`` of what handles hold on the device; set it to a list to collect them."""
         self._has_warned = False
         self._is_forked_copy = self._is_closed = self._is_gone = False
         self._stall_s = 0.0
@@ -141,10 +145,10 @@ class Waterfall:
 
     @checked("waterfall.park(tensor.untyped_storage())")
     def park(self, storage: torch.UntypedStorage, label: str = "") -> Handle:
-        """Begins to copy ``storage`` out and returns its handle, which keeps the storage alive until that is done.
+        """Begin to copy ``storage`` out and return its handle, which keeps the storage alive until the copy is done.
 
-        Waits while too many bytes are on their way. The storage must not be written to before the copy is done; whoever
-        shares it checks versions. Where no tier has room the handle keeps the storage (state ``KEPT``).
+        Waits while too many bytes are being copied out. The storage must not be written to before the copy is done; if
+        it is shared, check its version. If no tier has space, the handle keeps the storage (state ``KEPT``).
         """
         self._refuse_if_gone()
         handle = Handle(self, storage, label)
@@ -163,16 +167,16 @@ class Waterfall:
             self._handles.give(handle, room)
             try:
                 self._mover.start_out(handle, storage, room)
-            except RuntimeError as error:  # nothing has begun: no thread or no event to be had
+            except RuntimeError as error:  # nothing has begun: no thread or no event was available
                 self._handles.keep(handle, str(error))
         self._warn_of_troubles()
         return handle
 
     @checked("waterfall.borrow(handle)")
     def borrow(self, original: Handle) -> Handle:
-        """A handle on this device to bytes that another waterfall of the same tiers parked; nothing is copied.
+        """Return a handle on this device to bytes that another waterfall of the same tiers parked. Nothing is copied.
 
-        The room is that of ``original``, which the new handle keeps alive. Raises ``InternalError`` unless ``original``
+        The new handle uses the space of ``original`` and keeps it alive. Raises ``InternalError`` unless ``original``
         ``is_settled``.
         """
         room = original._room
@@ -184,7 +188,7 @@ class Waterfall:
         return handle
 
     def reap(self) -> None:
-        """Drops device copies whose copy out is complete, and gives back the room of abandoned handles."""
+        """Drop device copies whose copy out is complete, and free the space of garbage-collected handles."""
         self._mover.poll()
         while self._abandoned:
             self._release(self._abandoned.popleft())
@@ -196,13 +200,13 @@ class Waterfall:
                 self._note_change(-gone.size_bytes)
 
     def drain(self) -> None:
-        """Waits for all copies under way and drops what they free."""
+        """Wait for all copies under way and drop what they free."""
         self._mover.drain()
         self.reap()
         self._warn_of_troubles()
 
     def statistics(self) -> TierStatistics:
-        """Sums since the beginning."""
+        """Return the sums since the waterfall was made."""
         self.reap()
         with self._handles.lock:
             return TierStatistics(
@@ -214,37 +218,37 @@ class Waterfall:
             )
 
     def counts(self) -> dict[str, int]:
-        """The sums alone, from any thread."""
+        """Return only the counters; safe to call from any thread."""
         with self._handles.lock:
             return dict(self._handles.counts)
 
     @property
     def stall_s(self) -> float:
-        """Seconds the computation has waited for copies, as far as the host knows."""
+        """Seconds that the computation has waited for copies, as far as the host knows."""
         return self._stall_s
 
     @property
     def max_in_flight_bytes(self) -> int:
-        """How many bytes may be on their way out at once: the computation waits above it."""
+        """The most bytes that may be copied out at once; above it the computation waits."""
         return self._mover.max_in_flight_bytes
 
     @property
     def has_staging(self) -> bool:
-        """Whether bytes on their way out take as much host memory, so that it bounds them."""
+        """Whether bytes being copied out take the same amount of host memory, which then limits them."""
         return self._mover.has_staging
 
     @checked("waterfall.bound_in_flight(2**27)", size_bytes=0)
     def bound_in_flight(self, size_bytes: int) -> None:
-        """Lets that many bytes be on their way out from now on, and staging memory grow with it."""
+        """Set the bound on the bytes being copied out at once, and let staging memory grow with it."""
         if size_bytes != self._mover.max_in_flight_bytes:
             self._mover.bound_in_flight(size_bytes)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
-        """Bandwidth out of and into the device while copies were under way; ``None`` before there were any."""
+        """Return the bandwidth out of and into the device while copies were under way; ``None`` before the first."""
         return self._mover.rates_bytes_per_s()
 
     def close(self) -> None:
-        """Waits for the copies, ends the lanes and closes the tiers, but for those of the user's own.
+        """Wait for the copies, end the lanes and close the tiers, except your own.
 
         What is parked can no longer be fetched.
         """
@@ -261,7 +265,7 @@ class Waterfall:
 
     def _reserve(self, handle: Handle) -> Room:
         while True:
-            may_come_back = self._handles.num_leaving_room or self._mover.holds_handles  # first: it may end meanwhile
+            may_come_back = self._handles.num_leaving_room or self._mover.holds_handles  # asked before it can end
             try:
                 return self._mover.reserve(self.tiers, handle)
             except TierFullError:
@@ -286,7 +290,7 @@ class Waterfall:
             if waited_s:
                 self._note_stall(handle, start_s, waited_s, is_back=True)
         storage = self._handles.take(handle)
-        self.reap()  # the copy in held it as well; from now on its life is the caller's affair
+        self.reap()  # the copy in held it as well; from now on only the caller holds it
         return storage
 
     def _finish_out(self, handle: Handle) -> None:
@@ -314,8 +318,8 @@ class Waterfall:
             return False
 
     def _start_in(self, handle: Handle, into: torch.UntypedStorage | None) -> bool:
-        """Whether a copy in has begun: not of what another thread has released meanwhile."""
-        self._note_change(handle.size_bytes)  # before the allocation, so that no sum of both ever shows it twice
+        """Begin a copy in and return whether it began; it does not if another thread has released the handle."""
+        self._note_change(handle.size_bytes)  # before the allocation, so that sums never count it twice
         room = None
         try:
             storage = self._mover.allocate(handle, into)
@@ -324,7 +328,7 @@ class Waterfall:
                 self._mover.start_in(handle, storage, room)
         except BaseException:
             if into is not None:
-                into.resize_(0)  # or it would pass for the bytes that are still below
+                into.resize_(0)  # otherwise it would be taken for the bytes that are still in the tier
             self._note_change(-handle.size_bytes)
             if room is not None:
                 self._handles.refuse(handle)
@@ -338,14 +342,14 @@ class Waterfall:
         self._handles.release(handle)
 
     def _cancel_out(self, handle: Handle) -> None:
-        """Takes the copy out back, if it has not begun: the storage is wanted, or wanted no more."""
+        """Cancel the copy out if it has not begun, because the storage is wanted or no longer needed."""
         if handle._state is HandleState.LEAVING and self._mover.cancel_out(handle):
             self._handles.take_back(handle)
 
     def _abandon(self, handle: Handle) -> None:
-        """Notes a handle to be released: finalisers run anywhere, even while this thread holds the lock."""
+        """Note a handle for release later: finalizers run anywhere, even while this thread holds the lock."""
         if self._is_gone:
-            self._release(handle)  # nobody comes to reap it, and its edges are still in memory
+            self._release(handle)  # nobody calls reap() any more, and its edges are still in memory
         elif not self._is_forked_copy:
             self._abandoned.append(handle)
 
@@ -362,7 +366,7 @@ class Waterfall:
         self.events.add(lane="compute", kind="stall", label=str(link), size_bytes=handle.size_bytes, start_s=start_s)
 
     def _warn_of_troubles(self) -> None:
-        """Says once, on the computing thread, that storages stay on the device."""
+        """Warn once, on the computing thread, that storages stay on the device."""
         if not self._handles.troubles or self._has_warned:
             return
         self._has_warned = True

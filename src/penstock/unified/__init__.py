@@ -1,4 +1,4 @@
-"""Feature tables larger than the device, or than memory, that index like a tensor (PyTorch-Direct, and past it).
+"""Feature tables larger than the device, or than memory, that you index like a tensor (extends PyTorch-Direct).
 
 >>> import torch
 >>> from penstock import unified
@@ -7,16 +7,17 @@
 tensor([[6., 7., 8.],
         [0., 1., 2.]])
 
-- `wrap`, `empty`, `from_file`: a `UnifiedTensor`; `is_unified` tells one; `gather` reads rows, with more to choose;
-  `advise` tells the driver about its memory (`Advice`).
-- `place`, `Operand`, `operand_of`, `Preference`: the rules of where an operator with unified operands runs.
-- `TieredFeatures`: rows on the device, in host memory and on an SSD, one index for all; `FeatureStatistics`.
-- `plan_tiers`: which rows lie where; `TierProblem`, `TierPlan`, and `verify`, which checks one.
-- `expected_accesses`, `count_accesses`: what a sampler will read, before and after.
-- `write_features`: rows as a file that is read row by row at the disk's rate; `check` reads all of it and compares.
+- `wrap`, `empty`, `from_file`: make a `UnifiedTensor`; `is_unified` tests for one. `gather` reads rows with more
+  options; `advise` tells the driver how its memory is used (`Advice`).
+- `place`, `Operand`, `operand_of`, `Preference`: the rules for where an operator with unified operands runs.
+- `TieredFeatures`: rows on the device, in host memory and on an SSD under one index; `FeatureStatistics`.
+- `plan_tiers`: decides which rows lie where; `TierProblem`, `TierPlan`, and `verify`, which checks a plan.
+- `expected_accesses`, `count_accesses`: predict what a sampler will read, or count what it has read.
+- `write_features`: writes rows to a file that can be read row by row at the disk's rate; `check` verifies its
+  checksums.
 - `Graph`, `NeighborSampler`, `Sample`, `Block`; `HeteroNeighborSampler`, `HeteroSample` for several types of nodes.
-- `Loader`: mini-batches that are sampled and read beside the step; `Batch`, `LoaderStatistics`. `in_advance` does so
-  for loaders of others.
+- `Loader`: mini-batches that are sampled and read while the step runs; `Batch`, `LoaderStatistics`. `in_advance` does
+  the same for other loaders.
 """
 
 from penstock.unified._advice import Advice as Advice

@@ -1,4 +1,4 @@
-"""What the driver is told about memory that devices read in place, where it listens."""
+"""Advice to the driver about memory that devices read in place, where the driver accepts it."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from penstock.arguments import checked
 from penstock.unified._tensor import UnifiedTensor
 
 Advice = Literal["read mostly", "prefer host", "prefer device"]
-"""Copies may be kept on devices; pages stay in host memory; pages move to the device."""
+"""Devices may keep copies; pages stay in host memory; pages move to the device."""
 _NAMES = {
     "read mostly": "cudaMemAdviseSetReadMostly",
     "prefer host": "cudaMemAdviseSetPreferredLocation",
@@ -18,11 +18,12 @@ _NAMES = {
 
 @checked("penstock.unified.advise(table, 'read mostly')")
 def advise(tensor: UnifiedTensor, advice: Advice) -> bool:
-    """Advises CUDA about the memory of a unified tensor (``cudaMemAdvise``); whether it was taken.
+    """Advise CUDA about the memory of a unified tensor (``cudaMemAdvise``); return whether CUDA accepted it.
 
-    Only machines whose devices read pageable memory (Grace, or Linux with HMM) take advice about host memory;
-    elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
-    Raises ``ValueError`` for advice that there is not.
+    Only machines whose devices read pageable memory (Grace, or Linux with HMM) accept advice about host memory.
+    Elsewhere, and without the package ``cuda-bindings``, which comes with PyTorch for CUDA, nothing happens.
+
+    Raises ``ValueError`` for unknown advice.
     """
     runtime = _runtime()
     if runtime is None or not tensor.nbytes:
@@ -48,7 +49,7 @@ def _runtime() -> Any:
 
 
 def _location(runtime: Any, device: int) -> Any:
-    """The host is device -1 up to CUDA 12, and a location of its own kind since."""
+    """Return the runtime's name of a device; -1 means the host, which has its own location type since CUDA 13."""
     if int(runtime.CUDART_VERSION) < 13000:
         return device
     location = runtime.cudaMemLocation()

@@ -1,9 +1,10 @@
-"""Rows in a file of our own: none straddles more sectors than it must, and damage is told from data.
+"""Penstock's file format for rows: rows touch as few sectors as possible, and checksums detect damage.
 
-A header page (magic, length and CRC-32 of a JSON text: version, shape, dtype, stride, and where and what the checksums
-are), then rows from byte 4096 on, ``stride_bytes`` apart, then a CRC-32 for each chunk of rows. Strides up to a sector
-are powers of two, larger ones multiples of it. The file is written under another name and renamed when all of it is on
-the disk, so a file of the right name is whole. Opening checks header, checksums and length; ``check`` checks the rows.
+The file has a header page (magic, length and CRC-32 of a JSON text: version, shape, dtype, stride, and the position and
+CRC-32 of the checksums), then rows from byte 4096 on, ``stride_bytes`` apart, then a CRC-32 for each chunk of rows.
+Strides up to a sector are powers of two, larger ones multiples of a sector. The file is written under a temporary name
+and renamed when all of it is on the disk, so a file with the right name is complete. Opening a file checks the header,
+the checksums' own CRC-32 and the length; ``check`` checks the rows.
 """
 
 import os
@@ -38,25 +39,25 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the first page of a file says."""
+    """The contents of a file's header page."""
 
     table: Table
-    """Where the rows are."""
+    """The rows' place in the file."""
     chunk_rows: int
-    """Rows with one checksum."""
+    """Number of rows that share a checksum."""
     checksums: tuple[int, ...]
     """CRC-32 of every chunk, padding included."""
 
 
 def stride_for(row_bytes: int) -> int:
-    """Bytes from row to row, so that rows touch as few sectors as they can."""
+    """Return the bytes from row to row with which rows touch as few sectors as possible."""
     if row_bytes <= SECTOR_BYTES:
         return 1 << max(0, row_bytes - 1).bit_length()
     return -(-row_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
 def read_header(path: Path, file: Any) -> Header:
-    """The header of an open file, checked. Raises ``FeatureFileError``."""
+    """Return the header of an open file after checking it. Raises ``FeatureFileError``."""
     size = os.fstat(file.fileno()).st_size
     file.seek(0)
     page = file.read(PAGE_BYTES)
@@ -95,7 +96,10 @@ def read_header(path: Path, file: Any) -> Header:
 
 @checked("penstock.unified.check('rows.features')")
 def check(path: str | os.PathLike[str]) -> None:
-    """Reads a whole aligned file and compares checksums. Raises ``FeatureFileError`` that names the damaged rows."""
+    """Read a whole aligned file and compare its checksums.
+
+    Raises ``FeatureFileError``, which names the damaged rows.
+    """
     path = Path(path)
     check_is_file(path)
     with path.open("rb", buffering=0) as file:
@@ -104,7 +108,7 @@ def check(path: str | os.PathLike[str]) -> None:
 
 
 def read_all(table: Table, raw: torch.Tensor) -> None:
-    """Rows without their padding into ``uint8 [rows * row_bytes]``, chunks checked."""
+    """Read all rows without padding into ``raw``, ``uint8 [rows * row_bytes]``, and check every chunk."""
     if not table.size_bytes:
         return check(table.path)
     rows = raw.view(table.shape[0], -1)
@@ -116,7 +120,7 @@ def read_all(table: Table, raw: torch.Tensor) -> None:
 
 
 def verified(table: Table, file: Any) -> Iterator[tuple[int, bytearray]]:
-    """As ``chunks``, of an aligned file. Raises ``FeatureFileError`` at a chunk that is not what was written."""
+    """Yield the ``chunks`` of an aligned file. Raises ``FeatureFileError`` at a chunk whose checksum differs."""
     header = read_header(table.path, file)
     for number, (begin, raw) in enumerate(chunks(table, file, header.chunk_rows)):
         if zlib.crc32(raw) != header.checksums[number]:
@@ -126,7 +130,7 @@ def verified(table: Table, file: Any) -> Iterator[tuple[int, bytearray]]:
 
 
 def chunks(table: Table, file: Any, chunk_rows: int) -> Iterator[tuple[int, bytearray]]:
-    """First row and bytes of every chunk, padding included."""
+    """Yield the first row and the bytes of every chunk, including padding."""
     for begin in range(0, table.shape[0], chunk_rows):
         raw = bytearray(min(chunk_rows, table.shape[0] - begin) * table.stride_bytes)
         offset, at = table.first_byte + begin * table.stride_bytes, 0

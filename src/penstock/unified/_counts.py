@@ -1,4 +1,4 @@
-"""Sums that several threads add to, read as frozen statistics."""
+"""Counters that several threads add to, read as frozen statistics."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ Statistics = TypeVar("Statistics")
 
 
 class Counts(Generic[Statistics]):
-    """A frozen dataclass of numbers, replaced by a larger one whenever something happens."""
+    """A frozen dataclass of numbers, and a lock under which it is replaced when a number changes."""
 
     def __init__(self, empty: Statistics):
         self._empty = self._now = empty
@@ -18,28 +18,28 @@ class Counts(Generic[Statistics]):
         _all.add(self)
 
     def renew(self) -> None:
-        """Takes another lock: in a forked child the thread that held the old one does not exist."""
+        """Take a new lock: in a forked child, the thread that held the old one does not exist."""
         self._lock = threading.Lock()
 
     def add(self, **more: Any) -> None:
-        """Each field grows by its number."""
+        """Add to each field."""
         with self._lock:
             grown = {name: getattr(self._now, name) + value for name, value in more.items()}
             self._now = replace(self._now, **grown)  # type: ignore[type-var]
 
     def raise_to(self, **values: Any) -> None:
-        """Each field is at least that."""
+        """Raise each field to at least the given value."""
         with self._lock:
             raised = {name: max(getattr(self._now, name), value) for name, value in values.items()}
             self._now = replace(self._now, **raised)  # type: ignore[type-var]
 
     def now(self) -> Statistics:
-        """So far."""
+        """Return the counts so far."""
         with self._lock:
             return self._now
 
     def reset(self) -> Statistics:
-        """So far, and begin anew."""
+        """Return the counts so far, and start again."""
         with self._lock:
             found, self._now = self._now, self._empty
             return found

@@ -1,4 +1,4 @@
-"""Rows of files, many at once: the whole batch is one call into C, with as many open requests as the disk can take."""
+"""Batched reads of rows from files: one call into C per batch, with enough open requests to keep the disk busy."""
 
 import ctypes
 import errno
@@ -18,23 +18,23 @@ from penstock.unified._rows import RowType
 from penstock.unified._table import Table
 
 DEPTH = 64
-"""Requests at once. docs/design/unified.md has the rates by depth."""
+"""Number of requests open at once. docs/design/unified.md has the rates by depth."""
 MOST_BYTES = 32 * 1024
-"""Of a request that reads several rows."""
+"""Largest request that reads several rows."""
 _GAP_BYTES = 4096
-"""Rows that are no farther apart are read in one request: a disk reads as much more in less than a request's time."""
+"""Largest gap between rows that are read in one request: a disk reads the gap in less time than a request takes."""
 _PAGE_BYTES = 4096
 _PYTHON_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadReport:
-    """What a batch of rows cost."""
+    """The cost of reading a batch of rows."""
 
     num_requests: int
-    """To the disk."""
+    """Number of requests to the disk."""
     read_bytes: int
-    """By these requests: whole sectors, and gaps that were read along."""
+    """Bytes that these requests read: whole sectors, including gaps between rows."""
 
 
 class _CFiles(ctypes.Structure):
@@ -55,9 +55,10 @@ class _CReport(ctypes.Structure):
 
 
 class RowFiles:
-    """Tables of one kind in one or several files: row ``r`` is row ``r // n`` of file ``r % n``.
+    """Tables of the same layout in one or several files: row ``r`` is row ``r // n`` of file ``r % n``.
 
-    Reads go past the page cache (``O_DIRECT``) where the file system allows it, else through it, and say so once.
+    Reads bypass the page cache (``O_DIRECT``) if the file system allows it. Otherwise they use it, and one warning says
+    so.
     """
 
     def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH):
@@ -80,9 +81,9 @@ class RowFiles:
             )
 
     def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
-        """Rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
+        """Read rows (``int64 [n]``, in range) into ``out`` (contiguous; at ``positions``, ``int64 [n]``).
 
-        Raises ``TierReadError`` where a request fails or the file has become too short.
+        Raises ``TierReadError`` if a request fails or the file has become too short.
         """
         if not len(rows) or not kind.row_bytes:
             return ReadReport(num_requests=0, read_bytes=0)
@@ -105,13 +106,13 @@ class RowFiles:
         return ReadReport(num_requests=report.num_requests, read_bytes=report.bytes)
 
     def close(self) -> None:
-        """Closes the files, which nobody may be reading. May be called again."""
+        """Close the files; nobody may be reading them. May be called again."""
         self._closer()
 
     def _read_by_python(
         self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None
     ) -> ReadReport:
-        """One buffered request a row, from a few threads."""
+        """Read with one buffered request per row, from a few threads."""
         distinct, inverse = rows.unique(return_inverse=True)
         raw = torch.empty(len(distinct), kind.row_bytes, dtype=torch.uint8, device="cpu")
         view = memoryview(raw.numpy()).cast("B")  # type: ignore[arg-type]
@@ -134,12 +135,12 @@ class RowFiles:
 
 
 def buffer_bytes_for(stride_bytes: int) -> int:
-    """Memory that a batch of reads takes beside the rows, at most."""
+    """Return the most memory that a batch of reads takes in addition to the rows."""
     return DEPTH * (max(MOST_BYTES, stride_bytes) + 2 * _PAGE_BYTES)
 
 
 def _open(table: Table, direct: bool) -> tuple[int, int]:
-    """A descriptor, and what offsets and lengths must be multiples of."""
+    """Return a descriptor, and the number that offsets and lengths must be multiples of."""
     for flag in (os.O_DIRECT, 0) if direct else (0,):
         try:
             descriptor = os.open(table.path, os.O_RDONLY | os.O_CLOEXEC | flag)

@@ -1,8 +1,8 @@
-"""Neighbours of nodes, drawn by compiled loops, by a kernel, or by PyTorch; and the numbering of what was drawn.
+"""Drawing neighbors of nodes, by compiled loops, by a kernel or by PyTorch, and numbering the nodes drawn.
 
-Without replacement by Floyd's method (Bentley and Floyd, CACM 30(9), 1987): every subset is equally likely. Random
-numbers are counters: what a node draws depends on the seed and the node, whatever threads there are, and all three ways
-draw the same.
+Draws without replacement use Floyd's method (Bentley and Floyd, CACM 30(9), 1987), which makes every subset equally
+likely. Random numbers are computed from counters: a node's draws depend only on the seed and the node, not on the
+number of threads, and all three ways draw the same.
 """
 
 import functools
@@ -19,22 +19,22 @@ _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9
 _BLOCK = 64
 _MOST_SLOTS = 128
-"""Of draws that the kernel holds for a node."""
+"""The most draws per node that the kernel can hold."""
 
 
 class Drawn(NamedTuple):
-    """What nodes drew."""
+    """The draws of several nodes."""
 
     offsets: torch.Tensor
-    """Where each node's draws begin, ``int64 [nodes + 1]``."""
+    """Start of each node's draws, ``int64 [nodes + 1]``."""
     neighbours: torch.Tensor
-    """Sources of the edges drawn, ``int64 [draws]``."""
+    """Sources of the drawn edges, ``int64 [draws]``."""
     edges: torch.Tensor
-    """Places of the edges in the graph's arrays."""
+    """Positions of the drawn edges in the graph's arrays."""
 
 
 class Drawer:
-    """Draws from one graph on one device."""
+    """A drawer of neighbors from one graph on one device."""
 
     def __init__(self, graph: Graph, device: torch.device):
         self.graph, self.device = graph, device
@@ -45,7 +45,7 @@ class Drawer:
             self._positions = None if graph.positions is None else wrap(graph.positions)
 
     def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
-        """Up to ``fanout`` (-1: all) of the edges that enter each node."""
+        """Draw up to ``fanout`` (-1: all) of the edges that enter each node."""
         replace = replace and fanout > 0
         link = self._on_link
         if link is None:
@@ -62,12 +62,12 @@ class Drawer:
             return found
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
-        """Which edges of the graph as it was given."""
+        """Return the numbers of these edges in the graph as the user gave it."""
         return edges if self._positions is None else self._positions[edges]
 
 
 def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
-    """By the CPU's cores."""
+    """Draw on the CPU's cores."""
     compiled = library()
     if compiled is None:
         return draw_by_torch(graph, nodes, fanout, seed, replace=replace)
@@ -89,7 +89,7 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
 
 
 def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
-    """By the device, which reads the graph over the link."""
+    """Draw on the device, which reads the graph over the link."""
     starts, sources = graph.starts, graph.sources
     degrees = _degrees(starts, nodes)
     counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
@@ -112,7 +112,7 @@ def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *,
 
 
 def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
-    """By PyTorch's operators, for machines without a compiler."""
+    """Draw with PyTorch's operators, for machines without a compiler."""
     starts, sources = graph.starts, graph.sources
     first = starts[nodes]
     degrees = starts[nodes + 1] - first
@@ -139,7 +139,7 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
 
 
 def mixed(number: int, hop: int) -> int:
-    """The seed of one hop: 63 bits."""
+    """Return the seed of one hop: 63 bits."""
     value = (number + (hop + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -147,12 +147,12 @@ def mixed(number: int, hop: int) -> int:
 
 
 def numbering_for(device: torch.device) -> "Numbering | SortedNumbering":
-    """An empty one."""
+    """Return an empty numbering for nodes on ``device``."""
     return Numbering() if device.type == "cpu" and library() is not None else SortedNumbering(device)
 
 
 class Numbering:
-    """Places of nodes in the order in which they are first met, by a hash table that grows."""
+    """A numbering of nodes in the order in which they first occur, with a hash table that grows."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -161,11 +161,11 @@ class Numbering:
         self._values = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def nodes(self) -> torch.Tensor:
-        """Node numbers by place."""
+        """Return the node numbers by place."""
         return self._nodes[: self.count]
 
     def add(self, ids: torch.Tensor) -> torch.Tensor:
-        """The places of nodes, new ones last."""
+        """Return the places of nodes; new nodes get the next places."""
         most = self.count + len(ids)
         if most * 2 > len(self._keys):
             self._grow(most)
@@ -195,22 +195,22 @@ class Numbering:
 
 
 class SortedNumbering:
-    """The same by sorting, on any device; the same order of nodes."""
+    """The same numbering by sorting, which works on any device and gives the same order."""
 
     def __init__(self, device: torch.device):
         self._nodes = torch.empty(0, dtype=torch.int64, device=device)
 
     @property
     def count(self) -> int:
-        """Nodes so far."""
+        """Number of nodes so far."""
         return len(self._nodes)
 
     def nodes(self) -> torch.Tensor:
-        """Node numbers by place."""
+        """Return the node numbers by place."""
         return self._nodes
 
     def add(self, ids: torch.Tensor) -> torch.Tensor:
-        """The places of nodes, new ones last."""
+        """Return the places of nodes; new nodes get the next places."""
         every = torch.cat([self._nodes, ids])
         distinct, inverse = every.unique(return_inverse=True)
         first = torch.full((len(distinct),), len(every), device=ids.device)
@@ -243,7 +243,7 @@ def _hashed(value: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(word: int) -> int:
-    """The same 32 bits as a signed number, which is how kernels take them."""
+    """Return the same 32 bits as a signed number, which kernels expect."""
     return word - 2**32 if word >= 2**31 else word
 
 

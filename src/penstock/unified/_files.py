@@ -1,4 +1,4 @@
-"""Where a table lies in a file: .npy, .safetensors, raw numbers, and our own aligned rows."""
+"""Finding a table in a file: .npy, .safetensors, raw numbers, and our own aligned rows."""
 
 import ast
 import math
@@ -18,7 +18,7 @@ from penstock.units import format_bytes
 
 _NPY = b"\x93NUMPY"
 _MOST_NPY_BYTES = 2**16
-"""A literal of Python is read from it, which takes memory and depth."""
+"""Largest .npy header that is read: parsing its Python literal takes memory and recursion depth."""
 _NPY_TYPES = {
     "f2": torch.float16, "f4": torch.float32, "f8": torch.float64, "i1": torch.int8, "i2": torch.int16,
     "i4": torch.int32, "i8": torch.int64, "u1": torch.uint8, "b1": torch.bool, "c8": torch.complex64,
@@ -34,10 +34,12 @@ def find_table(
     shape: tuple[int, ...] | None = None,
     offset: int = 0,
 ) -> Table:
-    """Reads a file's header. ``key`` names a tensor of a .safetensors file; ``dtype`` and ``shape`` describe raw ones.
+    """Read a file's header and return the table in it.
 
-    Raises ``FeatureFileError`` for a file that is damaged, too short or of no known kind, ``ValueError`` for arguments
-    that do not go with it, and what ``open`` raises.
+    ``key`` names a tensor of a .safetensors file; ``dtype``, ``shape`` and ``offset`` describe raw numbers.
+
+    Raises ``FeatureFileError`` for a file that is damaged, too short or of unknown format, ``ValueError`` for arguments
+    that do not fit the file, and what ``open`` raises.
     """
     path = Path(path)
     check_is_file(path)

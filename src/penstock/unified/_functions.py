@@ -1,8 +1,8 @@
-"""PyTorch's functions on tiered features: some read rows, some only ask about the table, all others are refused.
+"""PyTorch's functions on tiered features: some read rows, some only ask about the table, all others raise an error.
 
 A function that is not listed here would need the whole table as one tensor, or write to it. It raises ``ValueError``
-with the call that works, so that no caller reads a table larger than memory, or other rows, without knowing. Not
-``TypeError``: PyTorch's operators take that for "try the other operand", and ``features == 1`` would be ``False``.
+with the call that works, so that nobody reads a table larger than memory, or the wrong rows, without noticing. It is
+not ``TypeError``, because PyTorch's operators then try the other operand, and ``features == 1`` would be ``False``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +19,11 @@ _ABOUT = frozenset((
     "numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_conj",
     "is_neg", "get_device", "stride",
 ))  # fmt: skip
-"""Names of what only asks about the table."""
+"""Names of functions and attributes that only ask about the table."""
 
 
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Any) -> Any:
-    """The result of a function of PyTorch with ``features`` among its arguments. Raises ``ValueError`` for most."""
+    """Return the result of a PyTorch function with ``features`` among its arguments. Raises ``ValueError`` for most."""
     if func is torch.nn.functional.embedding:
         return _embedding(*args, **kwargs)
     if not args and kwargs.get("input") is features:
@@ -37,7 +37,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def refusal(name: str, features: Any) -> ValueError:
-    """The error for a function that needs the whole table, or writes to it."""
+    """Return the error for a function that needs the whole table, or writes to it."""
     return ValueError(
         f"{name} needs all {format_bytes(features.nbytes)} of the tiered features as one tensor, or writes to them; "
         "they are read by rows, and only read. Read rows first: rows = features[index]"
@@ -45,7 +45,7 @@ def refusal(name: str, features: Any) -> ValueError:
 
 
 def _short_name(func: Callable[..., Any]) -> str:
-    """Of functions, methods and attributes that are read; by name, since PyG replaces ``torch.index_select``."""
+    """Return the name of a function, method or attribute; by name, since PyG replaces ``torch.index_select``."""
     name: str = getattr(func, "__name__", str(func))
     return str(func.__self__.__name__) if name == "__get__" else name  # type: ignore[attr-defined]
 
@@ -77,7 +77,10 @@ def _embedding(
 
 
 def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
-    """The features themselves where they are as asked. Raises ``ValueError`` where they would have to be others."""
+    """Return the features themselves if they already are as asked.
+
+    Raises ``ValueError`` if they would have to change.
+    """
     device, dtype, copies = kwargs.get("device"), kwargs.get("dtype"), bool(kwargs.get("copy"))
     flags = [value for value in args if isinstance(value, bool)]  # non_blocking, copy
     for value in (*args, kwargs.get("other")):
@@ -103,7 +106,7 @@ def _on_cuda(features: Any, device: Any = None, **_: Any) -> Any:
 
 
 def _maker(name: str) -> Callable[..., Any]:
-    """Of new tensors of the same type: nothing of the table is read."""
+    """Return a function that makes new tensors of the same type without reading the table."""
     return lambda features, *args, **kwargs: getattr(
         torch.empty(0, dtype=features.dtype, device=features.device), name
     )(*args, **kwargs)
@@ -121,5 +124,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "untyped_storage": lambda features: torch.UntypedStorage(0),  # noqa: ARG005
     **{name: _maker(name) for name in ("new", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")},
 }
-"""What is answered here, by name; features are the first argument. PyG's workers make shared memory of an empty
-storage for the rows that they select (``untyped_storage``, ``new``)."""
+"""Functions that are handled here, by name; the features are their first argument.
+
+PyG's workers make shared memory of an empty storage for the rows that they select (``untyped_storage``, ``new``).
+"""

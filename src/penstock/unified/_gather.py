@@ -1,4 +1,4 @@
-"""Rows of a table in host memory to where the index wants them: by the CPU's cores, or read by a device in place."""
+"""Gathering rows of a table in host memory, by the CPU's cores, or by a device that reads them in place."""
 
 import functools
 import importlib.util
@@ -15,13 +15,17 @@ from penstock.unified._rows import RowType, as_index, check_range, gather, is_pl
 _LINE_BYTES = 128
 _TILE_NUMBERS = 4096
 _SHORT_BYTES, _MANY_ROWS = 2048, 16_384
-"""Rows shorter than this, and so many of them, are read in the order in which they lie. An H100 translates 35 to 60
-million addresses a second, the fewer the larger the table: rows of 512 bytes in any order come at 54% of the link, in
-order at 90%, sorting included (benchmarks/results/2026-11-26-gpu-h100.json).
+"""Row size below which, and number of rows from which, rows are read in the order in which they lie in memory.
+
+An H100 translates 35 to 60 million addresses a second, fewer for larger tables. Rows of 512 bytes in random order come
+at 54% of the link's rate, sorted rows at 90%, including the sort (benchmarks/results/2026-11-26-gpu-h100.json).
 """
 _MOST_READERS = 256
-"""Instances of the gather kernel at once: enough to fill a link (each has 4 KiB and more on its way), and no more,
-since every further reader takes a place on the device from the computation."""
+"""The most instances of the gather kernel at once.
+
+They are enough to keep a link busy (each has at least 4 KiB under way); every further one takes space on the device
+from the computation.
+"""
 
 
 def gather_rows(
@@ -35,15 +39,15 @@ def gather_rows(
     sort: bool | None = None,
     verify: bool = False,
 ) -> torch.Tensor:
-    """Rows ``index``, of any shape, of a table in host memory: ``[*index.shape, *row]`` on ``device`` (``None``: CPU).
+    """Gather rows of a table in host memory: ``[*index.shape, *row]`` on ``device`` (``None``: CPU).
 
-    ``memory`` is the table's where it is registered. Raises ``IndexError`` for rows that are not there; on a device at
-    its next gather, or at once where it is to ``verify``.
+    ``index`` has any shape. ``memory`` is the table's if it is registered. Raises ``IndexError`` for rows that do not
+    exist; on a device, the next gather raises it, or this one if ``verify`` is set.
     """
     if not len(table) and index.numel():
         raise out_of_range(int(index.reshape(-1)[0]), 0, 0, wraps=wraps)
     if device is not None and memory is not None and memory.is_registered and is_plain_table(table):
-        raise_bad(device)  # of an earlier gather
+        raise_bad(device)  # raised for an earlier gather
         memory.order.before_device(device, writes=False)
         found = _on_device(table, index, device, memory, kind, wraps=wraps, sort=sort)
         memory.order.after_device(device, writes=False)
@@ -56,7 +60,7 @@ def gather_rows(
     flat = as_index(index)
     if is_plain_table(table):
         _by_cpu(table, flat, kind, out, wraps=wraps, sort=sort)
-    else:  # rows in pieces
+    else:  # rows are not contiguous
         out.copy_(kind.convert(table.index_select(0, check_range(flat, len(table), wraps=wraps))).view(out.shape))
     return out if device is None else out.to(device)
 
@@ -64,9 +68,9 @@ def gather_rows(
 def in_order(
     table: torch.Tensor, index: torch.Tensor, positions: torch.Tensor | None, kind: RowType, sort: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of a table in host memory as they lie there, and their places in the result.
+    """Return row numbers sorted by their place in memory, and their positions in the result.
 
-    ``sort=None``: where a device that reads them saves more time by that than sorting takes.
+    With ``sort=None`` they are sorted only if that saves the reading device more time than the sort takes.
     """
     is_short = table.device.type == "cpu" and kind.width * table.element_size() < _SHORT_BYTES
     if not (is_short and index.numel() >= _MANY_ROWS if sort is None else sort):
@@ -76,12 +80,12 @@ def in_order(
 
 
 def launch(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], flags: dict[str, Any], warps: int) -> None:
-    """Starts a kernel, in a form that its tests can look into."""
+    """Start a kernel. Tests replace this function to look at the arguments."""
     function[grid](*arguments, **flags, num_warps=warps)
 
 
 def has_triton() -> bool:
-    """Whether kernels can be compiled."""
+    """Return whether kernels can be compiled."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -96,7 +100,7 @@ def start_gather(
     wraps: bool,
     readers: int = _MOST_READERS,
 ) -> None:
-    """Launches the kernel; ``table`` is a plain table that the device reaches, the rest is on the device."""
+    """Launch the gather kernel. ``table`` is a plain table that the device can reach; all else is on the device."""
     if not index.numel() or not kind.width:
         return
     stored, result, width = _in_words(table, out, kind)
@@ -124,7 +128,7 @@ def start_gather(
 
 
 def raise_bad(device: torch.device, *, now: bool = False) -> None:
-    """Raises for an index that a kernel found out of range; ``now``: after waiting for the device."""
+    """Raise the error for an index that a kernel found out of range; with ``now``, after waiting for the device."""
     flags = _flags.get(device)
     if flags is None:
         return
@@ -134,7 +138,7 @@ def raise_bad(device: torch.device, *, now: bool = False) -> None:
 
 
 class _Flags:
-    """Where kernels of one device say that an index was out of range: pinned, so that looking costs nothing."""
+    """The out-of-range flag of one device's kernels, in pinned memory, so that looking at it costs nothing."""
 
     def __init__(self) -> None:
         self.bad = torch.zeros(1, dtype=torch.int64, pin_memory=True)
@@ -178,13 +182,13 @@ def _by_cpu(
     if not sort:
         gather(table, flat, kind, out, wraps=wraps)
         return
-    check_range(flat, len(table), wraps=wraps)  # the place in the index as it was given
+    check_range(flat, len(table), wraps=wraps)  # with the position in the original index
     order = flat.argsort()
     gather(table, flat[order], kind, out, order, wraps=wraps)
 
 
 def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """What is only copied goes as the largest words that rows, strides and addresses are made of."""
+    """Return table and result viewed as the largest words that fit rows, strides and addresses, for plain copies."""
     rows = table.as_strided((len(table), kind.width), (table.stride(0), 1))
     if kind.is_converted:
         return rows, out, kind.width
@@ -198,7 +202,7 @@ def _in_words(table: torch.Tensor, out: torch.Tensor, kind: RowType) -> tuple[to
 
 
 def _begins_lines(width: int, stride: int, first: int, line: int) -> bool:
-    """Whether no row straddles more lines than it must: rows begin at lines, or fit into one with their neighbours."""
+    """Return whether rows start at lines, or several fill one exactly, so that none straddles more than it must."""
     return first == 0 and (stride % line == 0 or (line % stride == 0 and width <= stride))
 
 

@@ -1,4 +1,4 @@
-"""A graph by the edges that enter each node, and what a sampler will ask of its nodes."""
+"""A graph stored by the edges that enter each node, and estimates of how often a sampler reads each node."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,17 +10,18 @@ from penstock.unified._library import address, library
 from penstock.unified._seeds import as_seeds
 
 _MOST_EDGES = 4 * 2**20
-"""Gone through at once by PyTorch's operators."""
+"""Number of edges that PyTorch's operators process at once."""
 _MOST_CHANCE = 1 - 1e-12
-"""Whose logarithm is still a number."""
+"""The largest probability for which the logarithm of its complement is finite."""
 
 
 class Graph:
-    """Edges by target: the sources of the edges that enter node ``v`` are ``sources[starts[v]:starts[v + 1]]``.
+    """A graph with its edges by target.
 
-    Made from ``edge_index`` (``int64 [2, edges]``: sources, then targets, as PyG has it) by counting sort; edges keep
-    their order. Sources and targets are the same nodes, unless ``num_sources`` says how many of another kind there are.
-    ``Graph.from_csc`` takes the two arrays as they are.
+    The sources of the edges that enter node ``v`` are ``sources[starts[v]:starts[v + 1]]``. It is made from
+    ``edge_index`` (``int64 [2, edges]``: sources, then targets, as in PyG) by counting sort; edges keep their order.
+    Sources and targets are the same nodes, unless ``num_sources`` gives the number of sources of another type.
+    ``Graph.from_csc`` uses the two arrays as they are.
 
     Raises ``ValueError`` for edges whose ends are not nodes.
     """
@@ -45,20 +46,20 @@ class Graph:
         self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
 
     starts: torch.Tensor
-    """Where each node's edges begin, ``int64 [nodes + 1]``."""
+    """Start of each node's edges, ``int64 [nodes + 1]``."""
     sources: torch.Tensor
-    """``int32`` where node numbers allow, else ``int64``, ``[edges]``."""
+    """Source of each edge, ``[edges]``; ``int32`` if node numbers fit, else ``int64``."""
     positions: torch.Tensor | None
-    """Which edge of ``edge_index`` each is, ``int64 [edges]``; ``None``: the same."""
+    """Number of each edge in ``edge_index``, ``int64 [edges]``; ``None`` if the order is the same."""
     num_nodes: int
-    """Targets, isolated ones included."""
+    """Number of targets, including isolated ones."""
     num_sources: int
-    """Sources; ``num_nodes`` where they are the same nodes."""
+    """Number of sources; equal to ``num_nodes`` if they are the same nodes."""
 
     @staticmethod
     @checked("Graph.from_csc(colptr, row)")
     def from_csc(starts: torch.Tensor, sources: torch.Tensor, positions: torch.Tensor | None = None) -> "Graph":
-        """From arrays as the class describes them; nothing is copied that has the right type."""
+        """Make a graph from arrays as the class describes them; arrays of the right type are not copied."""
         starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
         positions = None if positions is None else positions.cpu()
         if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(sources):
@@ -78,20 +79,20 @@ class Graph:
 
     @property
     def num_edges(self) -> int:
-        """Of all nodes."""
+        """Number of edges of all nodes."""
         return len(self.sources)
 
     @property
     def nbytes(self) -> int:
-        """Of the arrays."""
+        """Size of the arrays in bytes."""
         return sum(one.nbytes for one in (self.starts, self.sources, self.positions) if one is not None)
 
     def degrees(self) -> torch.Tensor:
-        """How many edges enter each node, ``int64 [nodes]``."""
+        """Return the number of edges that enter each node, ``int64 [nodes]``."""
         return self.starts[1:] - self.starts[:-1]
 
     def out_degrees(self) -> torch.Tensor:
-        """How many edges leave each source, ``int64 [sources]``: how often a sampler can come by."""
+        """Return the number of edges that leave each source, ``int64 [sources]``: how often a sampler can reach it."""
         return torch.bincount(self.sources, minlength=self.num_sources)
 
 
@@ -99,11 +100,12 @@ class Graph:
 def expected_accesses(
     graph: Graph, seeds: torch.Tensor, fanouts: Sequence[int], *, batch_size: int, replace: bool = False
 ) -> torch.Tensor:
-    """How often each node's row is expected to be read in a mini-batch, ``float64 [nodes]``, 0 to 1.
+    """Return how often each node's row is expected to be read in a mini-batch, ``float64 [nodes]``, 0 to 1.
 
-    Reverse PageRank from the training seeds along sampled edges, hop by hop, with each edge weighted by the chance that
-    its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A row is read once a mini-batch however often its
-    node is visited: chances multiply, as if a node's visits were independent. Cost: one pass over the edges a hop.
+    This is reverse PageRank from the training seeds along sampled edges, hop by hop. Each edge is weighted by the
+    probability that its target draws it (Data Tiering, arXiv 2111.05894, section 4.2). A row is read once per
+    mini-batch however often its node is visited; probabilities are multiplied as if a node's visits were independent.
+    Cost: one pass over the edges per hop.
     """
     degrees = graph.degrees().double()
     reached = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
@@ -120,7 +122,7 @@ def expected_accesses(
 
 @checked("penstock.unified.count_accesses((batch.nodes for batch in loader), num_rows=len(features))", num_rows=0)
 def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torch.Tensor:
-    """How often each row was read in a trial epoch, ``float64 [num_rows]``.
+    """Count how often each row is read in a trial epoch, ``float64 [num_rows]``.
 
     ``indexes`` yields the rows of every mini-batch, or mini-batches with ``n_id`` (PyG's loaders) or ``nodes`` (ours).
     """
@@ -141,7 +143,7 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
 
 
 def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tensor:
-    """That a node draws one of its edges."""
+    """Return the probability that a node draws a given one of its edges."""
     if fanout < 0:
         return (degrees > 0).double()
     if replace:
@@ -150,10 +152,10 @@ def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tenso
 
 
 def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
-    """Every edge's target gives its value to the source."""
+    """Add the value of every edge's target to its source."""
     found = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
     degrees, at = graph.degrees(), 0
-    while at < graph.num_nodes:  # nodes with about so many edges at once
+    while at < graph.num_nodes:  # nodes with about that many edges at once
         wanted = graph.starts[at] + _MOST_EDGES
         end = max(at + 1, int(torch.searchsorted(graph.starts, wanted, right=True)) - 1)
         end = min(end, graph.num_nodes)
@@ -166,7 +168,7 @@ def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
 def _by_target(
     sources: torch.Tensor, targets: torch.Tensor, num_nodes: int, num_sources: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    if bool((targets[1:] >= targets[:-1]).all()):  # in order already
+    if bool((targets[1:] >= targets[:-1]).all()):  # already in order
         starts = torch.zeros(num_nodes + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(torch.bincount(targets, minlength=num_nodes), 0, out=starts[1:])
         return starts, sources.to(_type_for(num_sources)).clone(), None

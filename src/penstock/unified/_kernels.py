@@ -1,23 +1,24 @@
-"""Kernels for CUDA in Triton: rows read over the link in whole lines, and neighbours drawn from a pinned graph.
+"""CUDA kernels in Triton: gather rows over the link in whole lines, and draw neighbors from a pinned graph.
 
-A line of 128 bytes is what a warp reads at once. A tile begins at the line in which its row begins, so no line is asked
-for twice, whatever the rows' size (PyTorch-Direct, arXiv 2101.07956, section 4.4, shifts in a circle to the same end).
+A warp reads lines of 128 bytes. A tile starts at the line in which its row starts, so no line is requested twice,
+whatever the size of the rows (PyTorch-Direct, arXiv 2101.07956, section 4.4, uses a circular shift for the same
+purpose).
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_wanted"])  # another number of rows is no other kernel
+@triton.jit(do_not_specialize=["num_wanted"])  # another number of rows needs no other kernel
 def gather_rows(
     table, index, positions, out, bad, scale, num_wanted, num_rows, first, stride,
     WIDTH: tl.constexpr, LINE: tl.constexpr, VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WRAPS: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of ``WIDTH`` numbers, ``stride`` apart; the table begins ``first`` numbers after a line's begin.
+    """Gather rows of ``WIDTH`` numbers, ``stride`` apart; the table starts ``first`` numbers after the start of a line.
 
-    ``LINE``: numbers in a line. ``VECTOR``: numbers read at once; divides ``WIDTH``, ``stride`` and ``first``.
-    ``bad`` (``int64 [1]``) takes a position, plus one, whose row is not there; such rows become zeros.
+    ``LINE``: numbers in a line. ``VECTOR``: numbers read at once; divides ``WIDTH``, ``stride`` and ``first``. ``bad``
+    (``int64 [1]``) receives a position, plus one, whose row does not exist; such rows become zeros.
     """
     columns = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0), tl.cdiv(num_wanted, ROWS), tl.num_programs(0)):
@@ -34,7 +35,7 @@ def gather_rows(
         if HAS_POSITIONS:
             to = tl.load(positions + at, mask=wanted, other=0)
         for block in range(0, WIDTH + LINE - 1, COLUMNS):
-            # in vectors, so that a vector's numbers are visibly all inside or all outside
+            # in vectors, so that the compiler sees that a vector's numbers are all inside or all outside
             unit = ((block + columns) // VECTOR)[None, :] - (shift // VECTOR)[:, None]
             inside = (unit >= 0) & (unit < WIDTH // VECTOR) & wanted[:, None]
             column = unit * VECTOR + (columns % VECTOR)[None, :]
@@ -51,12 +52,12 @@ def _hashed(value):
     return value ^ (value >> 16)
 
 
-@triton.jit(do_not_specialize=["size", "seed_low", "seed_high"])  # 1 would be a constant, which has no dtype
+@triton.jit(do_not_specialize=["size", "seed_low", "seed_high"])  # 1 would become a constant, which has no dtype
 def sample_neighbours(
     starts, index, nodes, offsets, neighbours, edges, size, seed_low, seed_high,
     FANOUT: tl.constexpr, SLOTS: tl.constexpr, REPLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The draws of native/unified.c, bit for bit; ``SLOTS`` is the power of two above ``FANOUT``."""
+    """Draw like native/unified.c, bit for bit; ``SLOTS`` is ``FANOUT`` rounded up to a power of two, at least 2."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     asked = at < size
     node = tl.load(nodes + at, mask=asked, other=0)

@@ -1,4 +1,4 @@
-"""The compiled loops of this room, and with how many threads to call them."""
+"""The compiled loops of this room, and the number of threads to call them with."""
 
 import ctypes
 import functools
@@ -10,9 +10,9 @@ import torch
 from penstock import native
 
 _PROCESS = os.getpid()
-"""OpenMP's threads do not survive a fork: children stay with one."""
+"""The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
 _SERIAL_BYTES = 256 * 1024
-"""So little is copied sooner than threads wake up."""
+"""Size below which a copy on one thread is faster than waking the others."""
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "penstock_gather": (
@@ -33,12 +33,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         _NUMBER, _POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER, _POINTER, _POINTER, _POINTER,
     ),
 }  # fmt: skip
-"""Results and arguments, as in the source."""
+"""Result and argument types, as in the C source."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """``native/unified.c``; ``None`` on a machine without a compiler."""
+    """Return the library of ``native/unified.c``; ``None`` on a machine without a compiler."""
     found = native.load("unified", openmp=True)
     if found is not None:
         for name, (result, *arguments) in _SIGNATURES.items():
@@ -48,10 +48,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def threads_for(size_bytes: int) -> int:
-    """How many threads go through so many bytes."""
+    """Return the number of threads to process that many bytes."""
     return 1 if os.getpid() != _PROCESS or size_bytes < _SERIAL_BYTES else torch.get_num_threads()
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """Of a tensor's first number."""
+    """Return the address of a tensor's first number; ``None`` for ``None``."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""`from_file`: tables of files as unified tensors."""
+"""`from_file`: tables in files as unified tensors."""
 
 import mmap
 import os
@@ -32,13 +32,14 @@ def from_file(
     prefer: Preference = "device",
     budget: Budget | None = None,
 ) -> UnifiedTensor:
-    """The table of a .npy, .safetensors (``key``) or raw file (``dtype``, ``shape``, ``offset`` in bytes), unified.
+    """Load the table of a file as a unified tensor.
 
-    By default it is read into memory of its own, of exactly its size, which ``budget`` is charged for. With ``shared``
-    the file is mapped instead: all processes of the machine that do so share one copy, writes go to the file, and the
-    tensor is pickled as the path. For CUDA keep such a file in ``/dev/shm``; not every system registers others.
+    The file is .npy, .safetensors (``key``) or raw numbers (``dtype``, ``shape``, ``offset`` in bytes). By default the
+    table is read into memory of exactly its size, which ``budget`` is charged for. With ``shared`` the file is mapped
+    instead: all processes of the machine that do so share one copy, writes go to the file, and the tensor is pickled as
+    the path. For CUDA keep such a file in ``/dev/shm``; not every system can register other files.
 
-    Raises as ``find_table`` does, and ``BudgetError``.
+    Raises what ``find_table`` raises, and ``BudgetError``.
     """
     table = find_table(path, key, dtype=dtype, shape=shape, offset=offset)
     if table.stride_bytes != table.row_bytes and shared:

@@ -1,4 +1,4 @@
-"""Mini-batches whose sampling and reading of rows run beside the training step."""
+"""Mini-batches that are sampled and read while the training step runs."""
 
 import contextlib
 import queue
@@ -20,7 +20,7 @@ from penstock.unified._tiered import TieredFeatures
 
 Item = TypeVar("Item")
 Features = torch.Tensor | TieredFeatures
-"""What is indexed by nodes."""
+"""A table that is indexed by nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,11 +30,11 @@ class Batch:
     sample: Sample
     """Nodes and edges around the seeds."""
     seeds: torch.Tensor
-    """Node numbers that the step is about, ``int64 [seeds]``, in host memory; they are the first of ``nodes``."""
+    """Seed nodes of the mini-batch, ``int64 [seeds]``, in host memory; they come first in ``nodes``."""
     x: Any
-    """Rows of the features for every node of the sample, ``[nodes, ...]``; a dict where several features were given."""
+    """Feature rows of every node of the sample, ``[nodes, ...]``; a dict if several features were given."""
     y: torch.Tensor | None
-    """Labels of the seeds; ``None`` where none were given."""
+    """Labels of the seeds; ``None`` if none were given."""
 
     @property
     def nodes(self) -> torch.Tensor:
@@ -43,46 +43,46 @@ class Batch:
 
     @property
     def edge_index(self) -> torch.Tensor:
-        """Of the sample, as places in ``nodes``."""
+        """Edges of the sample, as places in ``nodes``."""
         return self.sample.edge_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStatistics:
-    """Where an epoch's time went. Sampling and reading run in threads of their own, beside the step."""
+    """The time that an epoch spent, by activity. Sampling and reading run in their own threads, next to the step."""
 
     num_batches: int = 0
-    """That were taken."""
+    """Mini-batches that were taken."""
     num_nodes: int = 0
-    """Whose rows were read."""
+    """Nodes whose rows were read."""
     sample_s: float = 0.0
-    """Sampling, in seconds."""
+    """Seconds of sampling."""
     gather_s: float = 0.0
-    """Reading rows, in seconds."""
+    """Seconds of reading rows."""
     stall_s: float = 0.0
-    """That the step waited for a mini-batch, in seconds; what overlapping did not hide."""
+    """Seconds that the step waited for a mini-batch; the time that overlapping did not hide."""
     peak_in_flight_bytes: int = 0
-    """Of rows that tiered features had read in advance, at most at once; a mini-batch that a step has is the step's."""
+    """The most bytes of tiered rows that were read in advance. Mini-batches that the step has taken do not count."""
     wall_s: float = 0.0
-    """From the first request of an epoch to its end, in seconds."""
+    """Seconds from the first request of an epoch to its end."""
 
     @property
     def hidden_share(self) -> float:
-        """Share of sampling and reading that ran behind the step, 0 to 1."""
+        """Share of sampling and reading that overlapped with the step, 0 to 1."""
         total = self.sample_s + self.gather_s
         return max(0.0, 1 - self.stall_s / total) if total else 1.0
 
 
 class Loader:
-    """Mini-batches of seeds, whose neighbourhoods are sampled and features read ``ahead`` batches in advance.
+    """A loader that samples the neighborhoods of seeds and reads their features ``ahead`` batches in advance.
 
-    ``features`` is a `TieredFeatures`, a tensor, or a dict of them; ``labels`` a tensor of all nodes. No more is read
-    in advance than tiered features allow (``in_flight_bytes``), but for one mini-batch. Order and draws
-    depend on ``seed`` and the epoch alone. An epoch that is left early ends its threads; an error in one is raised
-    here. With ``ahead=0`` everything runs in the calling thread.
+    ``features`` is a `TieredFeatures`, a tensor, or a dict of them; ``labels`` is a tensor for all nodes. The loader
+    reads no more in advance than tiered features allow (``in_flight_bytes``), except that one mini-batch is always
+    allowed. Order and draws depend only on ``seed`` and the epoch. If you leave an epoch early, its threads end; an
+    error in a thread is raised here. With ``ahead=0`` everything runs in the calling thread.
 
-    Raises ``ValueError`` for a batch size or a number of batches in advance that says nothing, for labels of fewer
-    nodes, and for seeds that are given twice; ``IndexError`` and ``TypeError`` for other seeds that are not nodes.
+    Raises ``ValueError`` for an invalid ``batch_size`` or ``ahead``, for labels of fewer nodes, and for repeated seeds;
+    ``IndexError`` and ``TypeError`` for other seeds that are not nodes.
     """
 
     @checked("Loader(sampler, features, seeds, batch_size=512)")
@@ -115,7 +115,7 @@ class Loader:
         self.batch_size, self.ahead, self.seed = batch_size, ahead, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
-        """The number of the next epoch; set it to go on where another run stopped."""
+        """Number of the next epoch; set it to continue where another run stopped."""
         self._counts = Counts(LoaderStatistics())
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Loader:
         with contextlib.closing(made):
             try:
                 for batch, mark, held in made:
-                    gate.give(held)  # the user's from here on
+                    gate.give(held)  # from here on the user holds it
                     beside.hand_over(batch, mark)
                     self._counts.add(num_batches=1, num_nodes=len(batch.nodes))
                     yield batch
@@ -152,11 +152,11 @@ class Loader:
                 self._counts.add(wall_s=time.perf_counter() - start_s)
 
     def statistics(self) -> LoaderStatistics:
-        """Since the last `reset_statistics`."""
+        """Return the statistics since the last `reset_statistics`."""
         return self._counts.now()
 
     def reset_statistics(self) -> LoaderStatistics:
-        """The statistics so far, which begin anew."""
+        """Return the statistics so far, and start again."""
         return self._counts.reset()
 
     def _seeds_of(self, epoch: int) -> Iterator[torch.Tensor]:
@@ -200,7 +200,7 @@ def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
 
 
 class _Beside:
-    """A stream of the accelerator that samples or reads, for what it does in advance; without one it does nothing."""
+    """A stream for what an accelerator samples or reads in advance; does nothing without an accelerator."""
 
     def __init__(self, sampler: torch.device, tables: list[Features]):
         devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
@@ -209,18 +209,18 @@ class _Beside:
         if self._streams is not None:
             self._stream = self._streams.create()
             now = self._streams.record(self._streams.current(), is_timed=False)
-            self._streams.wait(self._stream, now)  # labels and features may just have been made there
+            self._streams.wait(self._stream, now)  # labels and features may just have been made on the current stream
 
     def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        """Within, the stream is the current one."""
+        """Return a context in which this stream is the current one."""
         return contextlib.nullcontext() if self._streams is None else self._stream
 
     def mark(self) -> StreamEvent | None:
-        """What was asked of it so far."""
+        """Record an event after all work on the stream so far."""
         return None if self._streams is None else self._streams.record(self._stream, is_timed=False)
 
     def hand_over(self, batch: Batch, mark: StreamEvent | None) -> None:
-        """The step's stream waits for a batch, whose memory is not taken back before the step is done with it."""
+        """Make the step's stream wait for a batch, and keep the batch's memory until the step is done with it."""
         if self._streams is None or mark is None:
             return
         rows = batch.x.values() if isinstance(batch.x, Mapping) else [batch.x]
@@ -228,30 +228,30 @@ class _Beside:
         self._streams.wait(stream, mark)
         for one in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
             if one is not None and is_accelerator(one.device):
-                # the user's from here on: when it is let go, nobody tells us
+                # the user holds it from here on, and nobody tells us when it is freed
                 self._streams.share(one.untyped_storage(), stream)
 
 
 @checked("penstock.unified.in_advance(batches, ahead=2)", ahead=0)
 def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None, None]:
-    """What an iterable yields, made by a thread of its own up to ``ahead`` items in advance.
+    """Yield the items of an iterable, which a separate thread produces up to ``ahead`` items in advance.
 
-    For loaders of others: PyG's read rows in the process that iterates, between steps; here that runs beside the step.
-    Items in advance are on nobody's account, and on CUDA they are made on the default stream.
-    Leaving the loop early ends the thread; an error in it is raised here.
+    Use it for other loaders. PyG's loaders read rows in the process that iterates, between steps; with this they read
+    while the step runs. Items in advance are not charged to any account, and on CUDA they are made on the default
+    stream. If you leave the loop early, the thread ends; an error in it is raised here.
     """
     yield from _pipeline(iter(batches), [lambda one: one], ahead, Counts(LoaderStatistics()))
 
 
 class _Gate:
-    """Bytes in flight: waits until there is room, or nothing is in flight, so that a large batch passes alone."""
+    """A limit on bytes in flight: waits until they fit, or nothing else is in flight, so a large batch passes alone."""
 
     def __init__(self, limit: int | None):
         self._limit, self._held, self.peak_bytes = limit, 0, 0
         self._changed = threading.Condition()
 
     def take(self, size_bytes: int) -> None:
-        """Blocks until these bytes may be held."""
+        """Block until these bytes may be held."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not self._held or self._limit is None or self._held + size_bytes <= self._limit
@@ -260,20 +260,20 @@ class _Gate:
             self.peak_bytes = max(self.peak_bytes, self._held)
 
     def give(self, size_bytes: int) -> None:
-        """They are somebody else's now."""
+        """Give the bytes back: somebody else holds them now."""
         with self._changed:
             self._held -= size_bytes
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Nobody waits any more."""
+        """Remove the limit, so that nobody waits any more."""
         with self._changed:
             self._limit = None
             self._changed.notify_all()
 
 
 class _Failure:
-    """An error on its way to the thread that takes mini-batches."""
+    """An error that is passed to the thread that takes mini-batches."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -289,7 +289,7 @@ def _pipeline(
     counts: Counts[LoaderStatistics],
     let_go: Callable[[], None] = lambda: None,
 ) -> Generator[Any, None, None]:
-    """What the steps make of the source, each step in a thread of its own, at most ``ahead`` results waiting."""
+    """Yield the source's items after all steps; each step has its own thread, and at most ``ahead`` results wait."""
     if not ahead:
         for one in source:
             start_s = time.perf_counter()
@@ -299,7 +299,7 @@ def _pipeline(
             yield one
         return
     ends = threading.Event()
-    room = threading.Semaphore(ahead)  # taken when a mini-batch is begun, given back when it is taken
+    room = threading.Semaphore(ahead)  # acquired when a mini-batch is begun, released when it is taken
     pipes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in steps]
     threads = []
     for number, step in enumerate(steps):
@@ -320,7 +320,7 @@ def _pipeline(
             yield one
     finally:
         ends.set()
-        let_go()  # whoever waits for something else
+        let_go()  # wakes threads that wait for something else
         room.release()
         for pipe in pipes:
             pipe.put(_END)

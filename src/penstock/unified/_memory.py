@@ -1,4 +1,4 @@
-"""Host memory that devices read in place: registered at its exact size, and let go when nothing can reach it."""
+"""Host memory that devices read in place: registered at its exact size, and unregistered when nothing can reach it."""
 
 import mmap
 import threading
@@ -16,26 +16,26 @@ from penstock.unified._order import Order
 from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
-"""By address and size: memory is registered once, however often it is wrapped."""
-_lock = threading.RLock()  # finalizers run wherever memory is asked for
+"""Memory by address and size, so that it is registered once however often it is wrapped."""
+_lock = threading.RLock()  # finalizers may run wherever memory is allocated
 _pinned: dict[int, int] = {}
-"""Bytes from each address that we registered and have not let go."""
+"""Bytes from each address that we have registered and not yet unregistered."""
 _let_go_some = threading.Condition(_lock)
 
 
 _PATIENCE_S = 10.0
-"""Until unregistering by another thread is given up on."""
+"""Seconds to wait for another thread to unregister memory."""
 
 
 class Memory:
-    """One storage in host memory. Views share it, and with it the order of accesses."""
+    """One storage in host memory. Views share it, and its order of accesses."""
 
     def __init__(self, tensor: torch.Tensor, *, reference: tuple[Any, ...] | None = None):
         self.storage = tensor.untyped_storage()
         self.whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        """Where all of the table lies in it, and how."""
+        """Address, shape, strides and dtype of the whole table."""
         self.reference = reference
-        """Arguments of ``from_file`` that give the same memory in another process; ``None`` where none do."""
+        """Arguments of ``from_file`` that give the same memory in another process; ``None`` if there are none."""
         self._owner = _owner_of(self.storage)
         self.order: Order = self._owner.order if self._owner else Order()
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
@@ -43,7 +43,7 @@ class Memory:
 
     @staticmethod
     def of(tensor: torch.Tensor, reference: tuple[Any, ...] | None = None) -> "Memory":
-        """That of a tensor's storage, whoever wrapped it first."""
+        """Return the memory of a tensor's storage, the same object for every wrap."""
         storage = tensor.untyped_storage()
         with _lock:
             _let_go_some.wait_for(lambda: not _is_being_let_go(storage), timeout=_PATIENCE_S)
@@ -54,10 +54,10 @@ class Memory:
             return found
 
     def on(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor ``host`` over this memory as one of the device, without a copy.
+        """Return the tensor ``host`` over this memory as a tensor of the device, without a copy.
 
-        On ``meta`` it has no memory, which is how shapes are found. Raises ``ValueError`` for devices that cannot
-        read host memory.
+        On ``meta`` the result has no memory; PyTorch infers shapes that way. Raises ``ValueError`` for devices that
+        cannot read host memory.
         """
         if device.type == "meta":
             return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
@@ -102,7 +102,7 @@ class Memory:
 
 
 def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
-    """Registered memory of ours in which all of this lies; who has it keeps it."""
+    """Return the registered memory of ours that contains all of this storage; the caller keeps it alive."""
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     for (address, size_bytes), one in list(_known.items()):
         if one.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
@@ -111,7 +111,7 @@ def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
 
 
 def _is_being_let_go(storage: torch.UntypedStorage) -> bool:
-    """Whether another thread has yet to unregister memory of ours that overlaps with this."""
+    """Return whether another thread has yet to unregister memory of ours that overlaps with this storage."""
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(
         begin < address + size_bytes and address < end and not any(key[0] == address for key in list(_known))
@@ -120,7 +120,7 @@ def _is_being_let_go(storage: torch.UntypedStorage) -> bool:
 
 
 def _is_pinned(storage: torch.UntypedStorage) -> bool:
-    """Whether somebody else registered it, to the last byte."""
+    """Return whether somebody else has registered all of it."""
     if not storage.nbytes():
         return False
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
@@ -128,7 +128,7 @@ def _is_pinned(storage: torch.UntypedStorage) -> bool:
 
 
 class _Exported:
-    """Bytes for ``torch.as_tensor``, which keeps this object, and so the storage, while its result lives."""
+    """An object for ``torch.as_tensor`` that exports bytes; the result keeps it alive, and so the storage."""
 
     def __init__(self, address: int, size_bytes: int, storage: torch.UntypedStorage):
         self._storage = storage
@@ -138,9 +138,9 @@ class _Exported:
 
 
 def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
-    """Zeroed host memory, ``uint8 [size_bytes]``, in whole pages and no more; ``budget`` is charged for its life.
+    """Allocate zeroed host memory, ``uint8 [size_bytes]``, in whole pages; ``budget`` is charged while it lives.
 
-    Raises ``BudgetError`` where it would exceed the budget, ``MemoryError`` where the system has none.
+    Raises ``BudgetError`` if it would exceed the budget, ``MemoryError`` if the system has none left.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,7 +1,8 @@
-"""Accesses of one piece of host memory by streams and by the host, in the order in which they were asked for.
+"""The order of accesses to one piece of host memory by streams and by the host.
 
-Work on a device runs when its stream comes to it. So before the host reads, it waits for the device's last write;
-before it writes, for reads, too; and a stream waits for what other streams wrote, or, where it writes, read.
+Work on a device runs later than it is queued. So before the host reads, it waits for the device's last write; before it
+writes, it waits for reads too. A stream waits for what other streams have written, and, if it writes, for what they
+read.
 """
 
 import threading
@@ -20,7 +21,7 @@ def _streams_of(device: torch.device) -> Streams:
 
 
 class Order:
-    """What devices have yet to do with one piece of memory."""
+    """The pending accesses of devices to one piece of memory."""
 
     def __init__(self, streams_of: Callable[[torch.device], Streams] = _streams_of):
         self._streams_of = streams_of
@@ -29,7 +30,7 @@ class Order:
         self._reads: dict[Any, _Access] = {}
 
     def before_device(self, device: torch.device, *, writes: bool) -> None:
-        """Lets the current stream wait for what other streams did first."""
+        """Make the current stream wait for earlier accesses by other streams."""
         streams = self._streams_of(device)
         stream = streams.current()
         for other, _, mark in self._pending(writes=writes):
@@ -37,7 +38,7 @@ class Order:
                 streams.wait(stream, mark)
 
     def after_device(self, device: torch.device, *, writes: bool) -> None:
-        """Notes what was just queued on the current stream."""
+        """Note the access that was just queued on the current stream."""
         streams = self._streams_of(device)
         stream = streams.current()
         access = stream, streams, streams.record(stream, is_timed=False)
@@ -49,24 +50,24 @@ class Order:
                 self._reads[stream] = access
 
     def before_host(self, *, writes: bool) -> None:
-        """Blocks until the device has written, and where the host will write, has read."""
+        """Block until the device has written, and, if the host will write, until it has read."""
         if self._write is None and not self._reads:
             return
         passed = self._pending(writes=writes)
         for _, streams, mark in passed:
             streams.synchronize(mark)
-        with self._lock:  # what came since from other threads has no order with us
+        with self._lock:  # accesses that other threads added meanwhile are not ordered with ours
             if self._write in passed:
                 self._write = None
             if writes:
                 self._reads = {stream: one for stream, one in self._reads.items() if one not in passed}
 
     def _pending(self, *, writes: bool) -> list["_Access"]:
-        """What an access comes after."""
+        """Return the accesses that a new access must wait for."""
         with self._lock:
             found = [] if self._write is None else [self._write]
             return found + (list(self._reads.values()) if writes else [])
 
 
 _Access = tuple[Any, Streams, Any]
-"""A stream, whose it is, and the mark behind the access."""
+"""A stream, its device's streams, and the event after the access."""

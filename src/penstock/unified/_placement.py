@@ -16,11 +16,11 @@ import torch
 from penstock.arguments import checked
 
 Preference = Literal["device", "host"]
-"""Where operators of unified operands alone run."""
+"""Where an operator runs if all its operands are unified."""
 
 
 class Operand(Enum):
-    """What an operand is to the rules."""
+    """The kind of an operand, for these rules."""
 
     DEVICE = "on a device"
     HOST = "in host memory"
@@ -29,7 +29,7 @@ class Operand(Enum):
 
 @checked("penstock.unified.operand_of(tensor)")
 def operand_of(tensor: torch.Tensor) -> Operand:
-    """The kind of a plain tensor."""
+    """Return the kind of a plain tensor."""
     if tensor.device.type != "cpu":
         return Operand.DEVICE
     return Operand.HOST if tensor.dim() else Operand.SCALAR
@@ -37,7 +37,7 @@ def operand_of(tensor: torch.Tensor) -> Operand:
 
 @checked("penstock.unified.place([Operand.HOST], ['device'])")
 def place(others: Iterable[Operand], preferences: Iterable[Preference]) -> Preference:
-    """Where an operator runs; ``others`` are its operands that are not unified, ``preferences`` of those that are."""
+    """Return where an operator runs, from its operands that are not unified and the preferences of those that are."""
     kinds = set(others)
     if Operand.DEVICE in kinds:
         return "device"

@@ -1,8 +1,8 @@
-"""Which rows lie where: the most wanted on the device, the next in host memory, the rest on the disk (Data Tiering).
+"""The plan of which rows lie where: the most wanted on the device, the next in host memory, the rest on disk.
 
-The problem: every access of a row costs as much as its tier; rows are of one size, so taking them by descending score
-is optimal for the scores given. Source: Min et al., "Graph Neural Network Training with Data Tiering" (arXiv
-2111.05894). Cost: one partial sort. Ties fall to the lower row number, so that plans are repeatable.
+The problem: every access to a row costs as much as its tier. All rows have the same size, so taking them by descending
+score is optimal for the given scores. Source: Min et al., "Graph Neural Network Training with Data Tiering" (arXiv
+2111.05894). Cost: one partial sort. For equal scores the lower row number comes first, so that plans are repeatable.
 """
 
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TierPlan:
-    """Where every row is, and what share of the accesses each tier is expected to serve."""
+    """The tier of every row, and the share of the accesses that each tier is expected to serve."""
 
     device_rows: torch.Tensor
-    """In ascending order, ``int32`` where row numbers allow, else ``int64``."""
+    """Rows on the device, ascending; ``int32`` if row numbers fit, else ``int64``."""
     host_rows: torch.Tensor
-    """As ``device_rows``."""
+    """Rows in host memory, in the same format as ``device_rows``."""
     num_disk_rows: int
-    """All others."""
+    """Number of all other rows."""
     device_share: float
-    """Of accesses, expected, 0 to 1."""
+    """Expected share of accesses to the device, 0 to 1."""
     host_share: float
-    """Of accesses, expected, 0 to 1."""
+    """Expected share of accesses to host memory, 0 to 1."""
     row_bytes: int
-    """Of a row in memory."""
+    """Bytes of a row in memory."""
 
     @property
     def disk_share(self) -> float:
-        """Of accesses, expected, 0 to 1."""
+        """Expected share of accesses to the disk, 0 to 1."""
         return max(0.0, 1.0 - self.device_share - self.host_share) if self.num_disk_rows else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of accesses that no disk has to serve, expected."""
+        """Expected share of accesses that need no disk."""
         return 1.0 - self.disk_share
 
     def explain(self) -> str:
-        """A table: rows, bytes and expected accesses of every tier."""
+        """Return a table of the rows, bytes and expected accesses of every tier."""
         lines = [f"{'tier':<8}{'rows':>14}{'bytes':>12}{'accesses':>10}"]
         for name, count, share in (
             ("device", len(self.device_rows), self.device_share),
@@ -55,7 +55,7 @@ class TierPlan:
 
 @checked("penstock.unified.plan_tiers(problem)")
 def plan_tiers(problem: TierProblem) -> TierPlan:
-    """Deals rows out by descending score. Raises ``ValueError`` for scores that are not one number for each row."""
+    """Assign rows to tiers by descending score. Raises ``ValueError`` unless there is one finite score for each row."""
     num_device = min(problem.num_rows, problem.device_bytes // max(1, problem.row_bytes))
     num_left = problem.num_rows - num_device
     num_host = num_left

@@ -1,4 +1,4 @@
-"""What is known before rows are dealt out to tiers."""
+"""The input for assigning rows to tiers."""
 
 from dataclasses import dataclass
 
@@ -9,19 +9,21 @@ from penstock.arguments import check_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TierProblem:
-    """Rows, and the room there is for them."""
+    """The rows, and the space that each tier has for them."""
 
     num_rows: int
-    """Of the table."""
+    """Number of rows of the table."""
     row_bytes: int
-    """Of a row in memory."""
+    """Bytes of a row in memory."""
     device_bytes: int
-    """Room on the device; 0: none."""
+    """Space on the device; 0 for none."""
     host_bytes: int | None
-    """Room in host memory; ``None``: enough for all."""
+    """Space in host memory; ``None`` if all rows fit."""
     scores: torch.Tensor | None = None
-    """Expected accesses of every row in a mini-batch, or anything proportional to them, ``float [num_rows]``; ``None``:
-    all alike."""
+    """Expected accesses to every row in a mini-batch, or anything proportional, ``float [num_rows]``.
+
+    ``None`` if all rows are alike.
+    """
 
     def __post_init__(self) -> None:
         check_fields(

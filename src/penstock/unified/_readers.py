@@ -1,4 +1,4 @@
-"""Who reads something that may be closed."""
+"""A lock that lets readers finish before something is closed."""
 
 import os
 import threading
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Readers:
-    """A context for reading. ``close`` waits until everybody has left it, and lets nobody in."""
+    """A context for reading. ``close`` waits until all readers have left, and admits no new ones."""
 
     def __init__(self, closed: str):
         self._closed_message, self._is_closed, self._count = closed, False, 0
@@ -15,7 +15,7 @@ class Readers:
         _all.add(self)
 
     def forget(self) -> None:
-        """In a forked child, where threads that were reading do not exist."""
+        """Reset the count in a forked child, where the threads that were reading do not exist."""
         self._count, self._left = 0, threading.Condition()
 
     def __enter__(self) -> Self:
@@ -31,7 +31,7 @@ class Readers:
             self._left.notify_all()
 
     def close(self) -> None:
-        """May be called again."""
+        """Wait until all readers have left, and admit no new ones. May be called again."""
         with self._left:
             self._is_closed = True
             self._left.wait_for(lambda: not self._count)

@@ -1,4 +1,4 @@
-"""Rows of a table in host memory, by index: copied, or widened from the type they are stored in, by all cores."""
+"""Reading rows of a table in host memory on all cores: copied, or widened from the type they are stored in."""
 
 import ctypes
 import math
@@ -10,11 +10,11 @@ import torch
 from penstock.unified._library import address, library, threads_for
 
 _KINDS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
-"""Stored types that are widened to float32, by the C library's numbers; 0 copies."""
+"""Stored types that are widened to float32, with the C library's number for each; 0 means copy."""
 
 
 class CResult(ctypes.Structure):
-    """``Result`` of native/unified.c."""
+    """The ``Result`` struct of native/unified.c."""
 
     _fields_ = (
         ("rows", ctypes.c_void_p),
@@ -28,22 +28,22 @@ class CResult(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowType:
-    """How rows are stored, and what they become when they are read."""
+    """The type of stored rows, and the type they are read as."""
 
     shape: tuple[int, ...]
-    """Of a row."""
+    """Shape of a row."""
     stored: torch.dtype
-    """Of its numbers in the table."""
+    """Dtype of the stored numbers."""
     dtype: torch.dtype
-    """Of its numbers in results: the stored one, or float32."""
+    """Dtype of the numbers in results: the stored one, or float32."""
     scale: torch.Tensor | None = None
-    """What integers are multiplied by, ``float32 [width]`` in host memory; ``None`` where nothing is."""
+    """Factors for integers, ``float32 [width]`` in host memory; ``None`` if there are none."""
 
     @staticmethod
     def of(
         shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None, scale: torch.Tensor | float | None
     ) -> "RowType":
-        """Checked. ``ValueError`` for a conversion that there is not."""
+        """Return a checked row type. Raises ``ValueError`` for an unsupported conversion."""
         dtype = dtype or (torch.float32 if scale is not None else stored)
         width = math.prod(shape)
         if dtype is stored and scale is None:
@@ -72,16 +72,16 @@ class RowType:
 
     @property
     def row_bytes(self) -> int:
-        """Of a stored row."""
+        """Bytes of a stored row."""
         return self.width * self.stored.itemsize
 
     @property
     def is_converted(self) -> bool:
-        """Whether results are of another type."""
+        """Whether results have another dtype."""
         return self.stored is not self.dtype
 
     def into(self, out: torch.Tensor) -> CResult:
-        """``out``, ``[rows, *shape]`` and contiguous, for the C library."""
+        """Return ``out``, ``[rows, *shape]`` and contiguous, as a struct for the C library."""
         return CResult(
             rows=out.data_ptr(), stride_bytes=self.width * out.element_size(), row_bytes=self.row_bytes,
             width=self.width, scale=None if self.scale is None else self.scale.data_ptr(),
@@ -89,24 +89,24 @@ class RowType:
         )  # fmt: skip
 
     def empty(self, *leading: int, device: torch.device | str = "cpu", is_pinned: bool = False) -> torch.Tensor:
-        """Room for rows; in main memory it may be pinned, from where a device takes them by itself."""
+        """Allocate rows; in main memory they may be pinned, so that a device copies them by itself."""
         return torch.empty((*leading, *self.shape), dtype=self.dtype, device=device, pin_memory=is_pinned)
 
     def convert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Stored rows ``[.., *shape]`` as they are read, by PyTorch."""
+        """Convert stored rows ``[.., *shape]`` to the dtype in which they are read, with PyTorch."""
         rows = rows.to(self.dtype)
         return rows if self.scale is None else rows * self.scale.to(rows.device).view(self.shape)
 
 
 def is_plain_table(table: torch.Tensor) -> bool:
-    """Whether rows are contiguous, so that a row is one copy."""
+    """Return whether rows are contiguous, so that a row is one copy."""
     if table.is_conj() or table.is_neg():
         return False
     return table.dim() > 0 and (table.is_contiguous() or (len(table) > 0 and table[0].is_contiguous()))
 
 
 def as_index(index: torch.Tensor) -> torch.Tensor:
-    """Row numbers as ``int64``, one after the other, in host memory."""
+    """Return row numbers as a contiguous ``int64`` vector in host memory."""
     if index.dim() == 1 and index.dtype is torch.int64 and index.device.type == "cpu" and index.is_contiguous():
         return index
     return index.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1)
@@ -121,9 +121,9 @@ def gather(
     *,
     wraps: bool = True,
 ) -> None:
-    """Rows ``index`` (``int64 [n]``, negative where it ``wraps``) of ``table`` into ``out`` (at ``positions``).
+    """Copy rows ``index`` (``int64 [n]``, negative if it ``wraps``) of ``table`` into ``out`` (at ``positions``).
 
-    ``table`` satisfies ``is_plain_table``; ``out`` is contiguous. Raises ``IndexError`` for a row that is not there.
+    ``table`` satisfies ``is_plain_table``; ``out`` is contiguous. Raises ``IndexError`` for a row that does not exist.
     """
     compiled = library()
     if compiled is None:
@@ -140,7 +140,7 @@ def gather(
 
 
 def out_of_range(row: int, position: int, num_rows: int, *, wraps: bool = True) -> IndexError:
-    """The error for a row that is not there."""
+    """Return the error for a row that does not exist."""
     return IndexError(
         f"index {row} at position {position} is out of range: the table has {num_rows} rows, "
         f"{-num_rows if wraps else 0} to {num_rows - 1}"
@@ -148,7 +148,7 @@ def out_of_range(row: int, position: int, num_rows: int, *, wraps: bool = True) 
 
 
 def check_range(index: torch.Tensor, num_rows: int, *, wraps: bool = True) -> torch.Tensor:
-    """The index without negative numbers. Raises ``IndexError`` as ``gather`` does."""
+    """Return the index without negative numbers. Raises ``IndexError`` like ``gather``."""
     bad = ((index < (-num_rows if wraps else 0)) | (index >= num_rows)).nonzero()
     if len(bad):
         raise out_of_range(int(index[bad[0, 0]]), int(bad[0, 0]), num_rows, wraps=wraps)
@@ -166,11 +166,11 @@ def _gather_by_torch(
 
 
 _NO_ROW_NUMBERS = (list, tuple, range, slice, torch.Tensor, type(Ellipsis), type(None))
-"""What makes a list a tuple of indexes."""
+"""Element types for which PyTorch reads a list as a tuple of indexes."""
 
 
 def as_rows(index: Any) -> torch.Tensor:
-    """Row numbers or a mask from lists, arrays and the like. Raises ``IndexError`` for what is neither."""
+    """Convert lists, arrays and the like to row numbers or a mask. Raises ``IndexError`` for anything else."""
     if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
         raise IndexError(
             "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "

@@ -1,4 +1,4 @@
-"""The neighbourhood of a mini-batch's seeds: in each hop the nodes that are new draw some of their edges."""
+"""Samplers of a mini-batch's neighborhood: in each hop, the new nodes draw some of their edges."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -17,30 +17,30 @@ EdgeType = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """Nodes around a mini-batch's seeds, and the edges that were drawn. Tensors are on the sampler's device."""
+    """The nodes around a mini-batch's seeds, and the drawn edges. Tensors are on the sampler's device."""
 
     nodes: torch.Tensor
     """Node numbers in the graph, seeds first, then hop by hop, ``int64 [nodes]``."""
     rows: torch.Tensor
-    """Where an edge begins, as a place in ``nodes``, ``int64 [edges]``."""
+    """Source of each edge, as a place in ``nodes``, ``int64 [edges]``."""
     cols: torch.Tensor
-    """Where it ends."""
+    """Target of each edge, as a place in ``nodes``."""
     edges: torch.Tensor
-    """Which edge of the graph it is, as the graph was given, ``int64 [edges]``."""
+    """Number of each edge in the graph as it was given, ``int64 [edges]``."""
     num_sampled_nodes: tuple[int, ...]
-    """Seeds, then new nodes of every hop."""
+    """Number of seeds, then of the new nodes of every hop."""
     num_sampled_edges: tuple[int, ...]
-    """Of every hop."""
+    """Number of edges of every hop."""
     seeds: torch.Tensor
-    """Where each given seed is in ``nodes``, ``int64 [seeds]``; seeds that were given twice are there once."""
+    """Place of each given seed in ``nodes``, ``int64 [seeds]``; repeated seeds share a place."""
 
     @property
     def edge_index(self) -> torch.Tensor:
-        """``int64 [2, edges]``, sources above targets, as places in ``nodes``."""
+        """Edges ``int64 [2, edges]``, sources above targets, as places in ``nodes``."""
         return torch.stack([self.rows, self.cols])
 
     def block(self, layer: int) -> "Block":
-        """What layer ``layer`` of a model needs, 0 being the first: the last hop matters to the first layer alone."""
+        """Return the edges for layer ``layer`` of a model, from 0; only the first layer uses the last hop."""
         hops = len(self.num_sampled_edges) - layer
         if not 0 < hops <= len(self.num_sampled_edges):
             raise IndexError(f"layer {layer}: {len(self.num_sampled_edges)} hops were sampled, for as many layers")
@@ -53,23 +53,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """The edges of one layer. Targets are the first of the sources."""
+    """The edges of one layer. The targets come first among the sources."""
 
     edge_index: torch.Tensor
-    """``int64 [2, edges]``, sources above targets."""
+    """Edges ``int64 [2, edges]``, sources above targets."""
     edges: torch.Tensor
-    """Which edge of the graph each is, ``int64 [edges]``."""
+    """Number of each edge in the graph, ``int64 [edges]``."""
     num_sources: int
-    """Nodes whose values the layer reads."""
+    """Number of nodes whose values the layer reads."""
     num_targets: int
-    """Nodes whose values it makes."""
+    """Number of nodes whose values it computes."""
 
 
 class NeighborSampler:
-    """Draws up to ``fanouts[hop]`` of the edges that enter each node; -1 takes all of them.
+    """A sampler that draws up to ``fanouts[hop]`` of the edges that enter each node; -1 takes all of them.
 
-    With ``device`` on CUDA the graph is registered and kernels draw from it over the link; else the CPU's cores do.
-    ``replace`` draws with replacement.
+    With ``device`` on CUDA the graph is registered and kernels draw from it over the link; otherwise the CPU's cores
+    do. ``replace`` draws with replacement.
 
     Raises ``ValueError`` for fanouts that are not positive or -1.
     """
@@ -88,10 +88,10 @@ class NeighborSampler:
 
     @checked("sampler.sample(torch.tensor([0, 1]))")
     def sample(self, seeds: torch.Tensor, *, number: int | None = None) -> Sample:
-        """The neighbourhood of ``seeds``, node numbers ``[seeds]``, or a mask of all nodes.
+        """Sample the neighborhood of ``seeds``, which are node numbers ``[seeds]`` or a mask of all nodes.
 
-        The same ``number`` gives the same draws; without one it comes from PyTorch's generator.
-        Raises ``IndexError`` for seeds that are not nodes, ``TypeError`` for what is no tensor of whole numbers.
+        The same ``number`` gives the same draws; without one, PyTorch's generator supplies it. Raises ``IndexError``
+        for seeds that are not nodes, ``TypeError`` for anything but a tensor of whole numbers.
         """
         number = _number(number)
         numbering = numbering_for(self.device)
@@ -113,26 +113,26 @@ class NeighborSampler:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeteroSample:
-    """As ``Sample``, by type of node and of edge."""
+    """Like ``Sample``, by type of node and of edge."""
 
     nodes: dict[str, torch.Tensor]
     """Node numbers within their type; those of the seeds' type begin with the seeds."""
     rows: dict[EdgeType, torch.Tensor]
-    """Where an edge begins, as a place in ``nodes`` of the source's type."""
+    """Source of each edge, as a place in ``nodes`` of the source's type."""
     cols: dict[EdgeType, torch.Tensor]
-    """Where it ends, as a place in ``nodes`` of the target's type."""
+    """Target of each edge, as a place in ``nodes`` of the target's type."""
     edges: dict[EdgeType, torch.Tensor]
-    """Which edge of that type's graph it is."""
+    """Number of each edge in that type's graph."""
     num_sampled_nodes: dict[str, tuple[int, ...]]
-    """Seeds, then new nodes of every hop."""
+    """Number of seeds, then of the new nodes of every hop."""
     num_sampled_edges: dict[EdgeType, tuple[int, ...]]
-    """Of every hop."""
+    """Number of edges of every hop."""
     seeds: dict[str, torch.Tensor]
-    """Where each given seed is in ``nodes``."""
+    """Place of each given seed in ``nodes``."""
 
 
 class HeteroNeighborSampler:
-    """As ``NeighborSampler``, with a graph for each edge type: new nodes draw from every type that enters them.
+    """A ``NeighborSampler`` with a graph for each edge type: new nodes draw from every type that enters them.
 
     ``fanouts`` is one list for all edge types, or a list for each.
     """
@@ -164,7 +164,10 @@ class HeteroNeighborSampler:
 
     @checked("sampler.sample({'paper': torch.tensor([0, 1])})")
     def sample(self, seeds: Mapping[str, torch.Tensor], *, number: int | None = None) -> HeteroSample:
-        """The neighbourhood of ``seeds``, node numbers by type. ``number`` and errors as of ``NeighborSampler``."""
+        """Sample the neighborhood of ``seeds``, which are node numbers by type.
+
+        ``number`` and the errors are those of ``NeighborSampler.sample``.
+        """
         number = _number(number)
         found = {name: numbering_for(self.device) for name in self.num_nodes}
         places = {
@@ -200,7 +203,7 @@ class HeteroNeighborSampler:
 
 
 def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
-    """As a tuple. Raises ``ValueError`` for what says nothing."""
+    """Return the fanouts as a tuple. Raises ``ValueError`` for invalid ones."""
     if not fanouts or any(isinstance(one, bool) or not isinstance(one, int) or one < -1 for one in fanouts):
         raise ValueError(
             f"fanouts are neighbours to draw, one number a hop, -1 for all, not {fanouts!r}: fanouts=[10, 5]"
@@ -213,6 +216,6 @@ def _number(number: int | None) -> int:
 
 
 def _owners(offsets: torch.Tensor, first: int) -> torch.Tensor:
-    """The node of every draw, as a place."""
+    """Return the node of every draw, as a place."""
     size = len(offsets) - 1
     return torch.arange(first, first + size, device=offsets.device).repeat_interleave(offsets[1:] - offsets[:-1])

@@ -1,4 +1,4 @@
-"""Nodes that mini-batches are about, as users give them: row numbers, or a mask of all nodes."""
+"""Conversion of the seeds that users give: node numbers, or a mask of all nodes."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 
 
 def as_seeds(seeds: Any, num_nodes: int) -> torch.Tensor:
-    """Node numbers ``int64 [seeds]`` of row numbers of any shape, or of a mask ``bool [num_nodes]``.
+    """Return node numbers ``int64 [seeds]`` from numbers of any shape, or from a mask ``bool [num_nodes]``.
 
-    Raises ``IndexError`` for seeds that are not nodes and masks of another length, ``TypeError`` for what is no tensor
-    of whole numbers.
+    Raises ``IndexError`` for seeds that are not nodes and masks of another length, ``TypeError`` for anything but a
+    tensor of whole numbers.
     """
     if not isinstance(seeds, torch.Tensor):
         raise TypeError(f"`seeds` must be a tensor of node numbers, got {type(seeds).__name__}: torch.as_tensor(seeds)")

@@ -1,4 +1,4 @@
-"""What a host budget goes to: rows that stay, and what must be held beside them."""
+"""The division of a host budget between rows that stay and other memory that must be held."""
 
 from dataclasses import dataclass
 
@@ -6,27 +6,27 @@ from penstock.errors import BudgetError
 from penstock.units import format_bytes
 
 ROW_NUMBER_BYTES = 4
-"""Of a row in the plan, and of a row's place."""
+"""Bytes of a row number in the plan, and of a row's place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostShare:
-    """A host budget dealt out, in bytes."""
+    """A divided host budget, in bytes."""
 
     rows_bytes: int | None
-    """For rows that stay; ``None``: all of them."""
+    """Bytes for rows that stay; ``None`` for all of them."""
     places_bytes: int
-    """To know where each row is; 0 where all are in host memory."""
+    """Bytes of the table that says where each row is; 0 if all are in host memory."""
     buffer_bytes: int
-    """To read from the disk; 0 where nothing is there."""
+    """Bytes of buffers for reading from the disk; 0 if no rows are there."""
     in_flight_bytes: int | None
-    """For rows that a loader has read in advance; ``None``: as many as it likes."""
+    """Bytes for rows that a loader has read in advance; ``None`` for no limit."""
     needs_disk: bool
     """Whether some rows are neither on the device nor in host memory."""
 
     @property
     def beside_bytes(self) -> int:
-        """Of all that are not rows that stay."""
+        """Bytes of everything except the rows that stay."""
         return self.places_bytes + self.buffer_bytes + (self.in_flight_bytes or 0)
 
 
@@ -39,9 +39,10 @@ def share_host(
     in_flight: int | None,
     buffer_bytes: int,
 ) -> HostShare:
-    """Deals out ``host_bytes`` (``None``: no bound); ``in_flight`` as asked, ``buffer_bytes`` if a disk is needed.
+    """Divide ``host_bytes`` (``None``: no bound) between rows and the rest.
 
-    Raises ``BudgetError``, naming the smallest budget that works, where it is less than what must be held.
+    ``in_flight`` is as asked; ``buffer_bytes`` counts only if a disk is needed. Raises ``BudgetError``, which names the
+    smallest budget that works, if it is less than what must be held.
     """
     total, places = num_rows * row_bytes, ROW_NUMBER_BYTES * num_rows
     if host_bytes is None or total <= host_bytes:
@@ -72,5 +73,5 @@ def share_host(
 
 
 def _rows_beside(fixed: int, host_bytes: int, row_bytes: int) -> int:
-    """For rows, each with its number."""
+    """Return the bytes left for rows, each with its number."""
     return max(0, host_bytes - fixed) // (row_bytes + ROW_NUMBER_BYTES) * row_bytes

@@ -1,4 +1,4 @@
-"""What is known of rows in a file, whatever its format."""
+"""A description of rows in a file, for every format."""
 
 import math
 from dataclasses import dataclass
@@ -15,37 +15,37 @@ class Table:
     """Rows in a file."""
 
     path: Path
-    """Of the file."""
+    """Path of the file."""
     shape: tuple[int, ...]
-    """Rows first."""
+    """Shape of the table, rows first."""
     dtype: torch.dtype
-    """Of the numbers."""
+    """Dtype of the numbers."""
     first_byte: int
-    """Where row 0 begins."""
+    """Offset of row 0."""
     stride_bytes: int
-    """From row to row; more than a row's bytes where rows are padded."""
+    """Bytes from row to row; more than a row's bytes if rows are padded."""
 
     is_aligned: bool = False
-    """Whether it is one of our own files, with checksums."""
+    """Whether it is a Penstock file, with checksums."""
 
     @property
     def row_bytes(self) -> int:
-        """Of a row without padding."""
+        """Bytes of a row without padding."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
     def size_bytes(self) -> int:
-        """Of all rows without padding."""
+        """Bytes of all rows without padding."""
         return self.shape[0] * self.row_bytes
 
     @property
     def end_byte(self) -> int:
-        """After the last row."""
+        """Offset of the end of the last row."""
         return self.first_byte + (self.shape[0] - 1) * self.stride_bytes + self.row_bytes if self.shape[0] else 0
 
 
 def check_shape(path: Path, shape: tuple[Any, ...]) -> None:
-    """Raises ``FeatureFileError`` for what is no shape."""
+    """Raise ``FeatureFileError`` for an invalid shape."""
     if not shape or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in shape):
         refuse(path, f"its shape is {shape!r}")
     if math.prod(max(1, one) for one in shape) > 2**60:
@@ -53,5 +53,5 @@ def check_shape(path: Path, shape: tuple[Any, ...]) -> None:
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
-    """Raises ``FeatureFileError``."""
+    """Raise ``FeatureFileError`` for a damaged file."""
     raise FeatureFileError(f"{path} is damaged: {reason}. Write it once more, or restore it from a copy")

@@ -1,12 +1,12 @@
 """Tensors in host memory that operators on a device read and write in place (PyTorch-Direct, arXiv 2101.07956).
 
-A `UnifiedTensor` is a tensor of the CPU whose operators are placed by `_placement.place`; where that is a device, they
-run there on a view of the same memory. Rows are gathered by kernels of our own (`_gather`). Views of a unified tensor
-are unified; results of other operators are plain tensors.
+A `UnifiedTensor` is a CPU tensor; `_placement.place` decides where its operators run. On a device they run on a view of
+the same memory. Our own kernels (`_gather`) gather rows. Views of a unified tensor are unified; results of other
+operators are plain tensors.
 
-A table that trains gets its gradient in host memory, where it lies itself: gradients of rows leave the device, whose
-memory need not hold the table, and the optimizer updates where the numbers are. Autograd could not take a gradient on
-the device for it anyway: for a leaf of the CPU the engine knows no stream to wait on (PyTorch 2.8 and later).
+A table that trains gets its gradient in host memory, where it lies itself. Gradients of rows leave the device, which
+need not have memory for the table, and the optimizer updates in host memory. Autograd could not take a gradient on the
+device for it anyway: for a CPU leaf the engine knows no stream to wait on (PyTorch 2.8 and later).
 """
 
 import math
@@ -44,14 +44,14 @@ class UnifiedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
-        """A unified tensor over ``host``, which lies in ``memory``."""
+        """Make a unified tensor over ``host``, which lies in ``memory``."""
         made: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
         made._host, made._memory, made._prefer = host.detach(), memory, prefer
         made._kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
         return made
 
     def __getitem__(self, index: Any) -> Any:
-        """As of a tensor. Rows by numbers take a short way, past PyTorch's dispatcher."""
+        """Index like a tensor. Row numbers take a shortcut that bypasses PyTorch's dispatcher."""
         if (
             type(index) is torch.Tensor
             and index.dtype in (torch.int64, torch.int32)
@@ -64,23 +64,26 @@ class UnifiedTensor(torch.Tensor):
         return super().__getitem__(index)
 
     def _rows(self, index: torch.Tensor, padding: int | None = None, *, is_sparse: bool = False) -> torch.Tensor:
-        """Rows by numbers, with a gradient where one is wanted."""
+        """Return rows by number, with a gradient if one is needed."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Gathered.apply(self, index, padding, is_sparse)  # type: ignore[no-untyped-call, no-any-return]
         return self._gathered(index)
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor:
-        device = None if index.device.type == "cpu" else _where([index], [self])  # an index in host memory binds
+        device = None if index.device.type == "cpu" else _where([index], [self])  # CPU indexes decide
         return gather_rows(self._host, index, device, self._memory, self._kind)
 
     @property
     def prefer(self) -> Preference:
-        """Where operators of unified tensors alone run."""
+        """Where operators run if all their operands are unified."""
         return self._prefer
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Itself, without gradients. It is not assigned to, since its memory stays: ``tensor.copy_(...)`` fills it."""
+        """The tensor without gradients.
+
+        You cannot assign to it, since its memory stays; ``tensor.copy_(...)`` fills it.
+        """
         return self.detach()
 
     @data.setter
@@ -92,40 +95,40 @@ class UnifiedTensor(torch.Tensor):
 
     @property
     def is_registered(self) -> bool:
-        """Whether CUDA devices reach the memory. Always ``False`` on a machine without one."""
+        """Whether CUDA devices can reach the memory. Always ``False`` on a machine without one."""
         return self._memory.is_registered
 
     @checked("table.cpu()")
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
-        """The same memory as a plain tensor, after what devices still write to it; gradients flow through."""
-        self._memory.order.before_host(writes=True)  # whoever has it may write
+        """Return the same memory as a plain tensor, after pending writes of devices; gradients flow through."""
+        self._memory.order.before_host(writes=True)  # the caller may write to it
         if self.requires_grad:
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
         return self._host.detach()
 
     @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
-        """The same memory as an array, after what devices still write; ``force``: also where gradients are kept."""
+        """Return the same memory as an array, after pending writes; ``force`` permits tensors with gradients."""
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
         self._memory.order.before_host(writes=True)
         return self._host.detach().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """For NumPy's functions."""
+        """Return an array for NumPy's functions."""
         return np.array(self.numpy(), dtype=dtype, copy=copy)
 
     def tolist(self) -> Any:
-        """Numbers as nested lists."""
+        """Return the numbers as nested lists."""
         self._memory.order.before_host(writes=False)
         return self._host.tolist()
 
     def is_pinned(self, device: Any = None) -> bool:  # noqa: ARG002
-        """Whether CUDA devices reach the memory."""
+        """Return whether CUDA devices can reach the memory."""
         return self._memory.is_registered
 
     def share_memory_(self) -> torch.Tensor:
-        """Itself, where its memory is shared already: another memory would not be registered with the device."""
+        """Return the tensor if its memory is shared, else raise: other memory would not be registered."""
         if self._host.is_shared():
             return self
         raise ValueError("a unified tensor keeps its memory; share it first: wrap(tensor.share_memory_())")
@@ -135,12 +138,12 @@ class UnifiedTensor(torch.Tensor):
         return f"UnifiedTensor({self._host!r}, prefer={self._prefer!r})"
 
     def __copy__(self) -> torch.Tensor:
-        """The same memory once more."""
+        """Return another tensor over the same memory."""
         made = UnifiedTensor(self._host, self._memory, self._prefer)
         return _like(made, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """As many bytes again, in memory of its own."""
+        """Return a copy in memory of its own."""
         made = _fresh(self, self.dtype)
         self._memory.order.before_host(writes=False)
         made._host.copy_(self._host)
@@ -163,7 +166,7 @@ class UnifiedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """PyTorch's own, but for rows whose gradient would be on a device."""
+        """Call PyTorch's function, except for rows whose gradient would be on a device."""
         read = _TRAINED.get(func)
         if read is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             rows = read(*args, **(kwargs or {}))
@@ -175,7 +178,7 @@ class UnifiedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Places one operator, and runs it."""
+        """Place one operator, and run it."""
         return _dispatch(func, args, kwargs or {})
 
 
@@ -192,13 +195,13 @@ class _Plain(torch.autograd.Function):
 
 
 class _Gathered(torch.autograd.Function):
-    """Rows of a table that trains. Its gradient is in host memory, as the table is."""
+    """Rows of a table that trains. Its gradient is in host memory, like the table."""
 
     @staticmethod
     def forward(
         ctx: Any, unified: UnifiedTensor, index: torch.Tensor, padding: int | None, is_sparse: bool
     ) -> torch.Tensor:
-        ctx.save_for_backward(index)  # which tells when it is written to meanwhile
+        ctx.save_for_backward(index)  # autograd then notices if it is written to meanwhile
         ctx.shape, ctx.padding, ctx.is_sparse = unified.shape, padding, is_sparse
         return unified._gathered(index)
 
@@ -218,7 +221,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _trained(table: Any, index: Any) -> bool:
-    """Whether rows of a table that trains are read by a device."""
+    """Return whether a device reads rows of a table that trains."""
     return (
         isinstance(table, UnifiedTensor)
         and table.requires_grad
@@ -255,18 +258,18 @@ _TRAINED: dict[Any, Callable[..., torch.Tensor | None]] = {
     torch.index_select: _selected,
     torch.Tensor.index_select: _selected,
 }
-"""Functions that read rows with a gradient; ``None`` where they do not."""
+"""Functions that read rows with a gradient; they return ``None`` if they do not apply."""
 
 
 @checked("penstock.unified.wrap(torch.from_numpy(array))")
 def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTensor:
-    """``tensor``'s own memory as a unified tensor; nothing is copied, and writes are seen through both.
+    """Return ``tensor``'s own memory as a unified tensor; nothing is copied, and writes show through both.
 
-    Its memory is registered with CUDA where there is a device, at its exact size, until no tensor made from it lives.
-    A tensor in shared memory may be wrapped by several processes; each registers it for its own devices.
+    If there is a CUDA device, the memory is registered with it at its exact size, as long as a tensor made from it
+    lives. Several processes may wrap a tensor in shared memory; each registers it for its own devices.
 
-    Raises ``ValueError`` for tensors that are not in the CPU's memory or that have a history of gradients,
-    ``TypeError`` for what is no dense tensor.
+    Raises ``ValueError`` for tensors that are not in CPU memory or that have a gradient history, ``TypeError`` for
+    tensors that are not dense.
     """
     if isinstance(tensor, UnifiedTensor):
         return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
@@ -291,9 +294,9 @@ def empty(
     prefer: Preference = "device",
     budget: Budget | None = None,
 ) -> UnifiedTensor:
-    """A unified tensor of zeros in memory of its own, of exactly its size; pages are taken when they are first written.
+    """Return a unified tensor of zeros in memory of exactly its size; pages are taken when they are first written.
 
-    ``budget`` is charged for the memory while it lives; ``BudgetError`` where it would exceed it.
+    ``budget`` is charged for the memory while it lives. Raises ``BudgetError`` if that would exceed it.
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
@@ -314,16 +317,16 @@ def gather(
     sort: bool | None = None,
     verify: bool = False,
 ) -> torch.Tensor:
-    """Rows ``index`` (``int64``, any shape) of a table in host memory: ``[*index.shape, *row]``, without gradients.
+    """Gather rows of a table in host memory: ``[*index.shape, *row]``, without gradients.
 
-    For a unified table the result is where the rules of placement say: with the index on a CUDA device there, read over
-    the link in place. For a plain one it is on the CPU.
-    ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8 with
-    ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which spares translations of
-    addresses in large tables; by default a device does so for many short rows. ``verify`` waits for the device and
-    raises for rows that are not there at once; without it they become zeros, and the next gather raises.
+    ``index`` is ``int64`` of any shape. For a unified table, the rules of placement decide where the result is: with
+    the index on a CUDA device it is there, and the rows are read over the link in place. For a plain table it is on the
+    CPU. ``dtype=torch.float32`` widens rows that are stored as float16, bfloat16 or int8 while they are read; int8
+    needs ``scale``, one number or one for each column. ``sort`` reads rows in ascending order, which saves address
+    translations in large tables; by default a device does so for many short rows. ``verify`` waits for the device and
+    raises at once for rows that do not exist; without it they become zeros, and the next gather raises.
 
-    Raises ``IndexError`` for rows that are not there, ``ValueError`` for conversions that there are not.
+    Raises ``IndexError`` for rows that do not exist, ``ValueError`` for unsupported conversions.
     """
     if not table.dim() or index.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"gather takes a table [rows, ...] and int64 rows, not {tuple(table.shape)} and {index.dtype}")
@@ -337,7 +340,7 @@ def gather(
 
 
 def is_unified(tensor: object) -> bool:
-    """Whether ``tensor`` is a unified tensor."""
+    """Return whether ``tensor`` is a unified tensor."""
     return isinstance(tensor, UnifiedTensor)
 
 
@@ -360,14 +363,14 @@ def _fresh(like: UnifiedTensor, dtype: torch.dtype) -> UnifiedTensor:
 
 
 def _device() -> torch.device | None:
-    """Where operators run that prefer the device."""
+    """Return the device of operators that prefer the device; ``None`` without CUDA."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a graph breaks here, and goes on behind
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = _rows(func, args, kwargs)
-    if rows is not None:  # what a table is for, without the general way's cost
+    if rows is not None:  # the main use of a table, without the cost of the general path
         table, index = rows
         device = _where([index], [table])
         _refuse_gradient(func, device, [table])
@@ -397,7 +400,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[UnifiedTensor]) -> None:
-    """Raises ``RuntimeError`` where autograd would bring a gradient on a device to a leaf that is in host memory."""
+    """Raise ``RuntimeError`` if autograd would bring a gradient on a device to a leaf in host memory."""
     if (
         device is None
         or device.type == "meta"
@@ -415,7 +418,7 @@ def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[U
 
 
 def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:
-    """The device on which an operator runs; ``None``: the CPU."""
+    """Return the device on which an operator runs; ``None`` for the CPU."""
     others, unified = list(others), list(unified)
     if place(map(operand_of, others), (one._prefer for one in unified)) == "host":
         return None
@@ -425,7 +428,7 @@ def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> 
     preferred = _device()
     if preferred is None or preferred.type != "cuda" or all(one.is_registered for one in unified):
         return preferred
-    return None  # CUDA cannot reach it, as was said when it was wrapped
+    return None  # CUDA cannot reach it; a warning said so when it was wrapped
 
 
 def _run(
@@ -454,7 +457,7 @@ def _run(
                 f"{func} gives {tuple(plain.shape)}, and out= is a unified tensor of {tuple(one.shape)}, whose memory "
                 "has its size for good: give one of the result's shape"
             )
-        if id(one) in outs:  # where the shapes differ PyTorch would have made its memory another
+        if id(one) in outs:  # otherwise PyTorch would replace its memory if the shapes differ
             (one._host if device is None else one._memory.on(one._host, device)).copy_(plain)
     if device is not None and device.type == "cuda":
         for one in unified:
@@ -464,7 +467,7 @@ def _run(
 
 
 def _outs(func: Any, flat: list[Any], spec: Any) -> list[UnifiedTensor]:
-    """Unified tensors given as ``out=`` that are not operands as well."""
+    """Return the unified tensors given as ``out=`` that are not operands as well."""
     args, kwargs = tree_unflatten(flat, spec)
     outs = [kwargs.get(one.name) for one in func._schema.arguments if one.kwarg_only and one.alias_info is not None]
     operands = [id(one) for one in tree_flatten(args)[0]]
@@ -472,7 +475,7 @@ def _outs(func: Any, flat: list[Any], spec: Any) -> list[UnifiedTensor]:
 
 
 def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:
-    """Unified operands that the operator writes to."""
+    """Return the ids of the unified operands that the operator writes to."""
     args, kwargs = tree_unflatten(flat, spec)
     found: set[int] = set()
     for at, argument in enumerate(func._schema.arguments):
@@ -483,7 +486,7 @@ def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:
 
 
 def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[UnifiedTensor, torch.Tensor] | None:
-    """The table and the rows wanted, where the operator gathers rows of a unified table."""
+    """Return the table and the row numbers if the operator gathers rows of a unified table; else ``None``."""
     if func is _aten.index.Tensor and len(args[1]) == 1 and args[1][0] is not None:
         table, index = args[0], args[1][0]
         if index.dtype in (torch.bool, torch.uint8):

@@ -37,15 +37,15 @@ from penstock.unified._write import spill
 from penstock.units import format_bytes, parse_bytes
 
 _FILL_BYTES = 4 * 2**20
-"""Of rows at once when tiers are filled."""
+"""Bytes of rows that are copied at once when tiers are filled."""
 _CLOSED = "these features were closed; read rows inside of `with TieredFeatures(...) as features:`"
 _PLAIN_INDEX = (int, slice, type(Ellipsis), type(None))
-"""What may follow the rows in an index."""
+"""Types of index that may follow the rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureStatistics:
-    """What reading rows has cost so far."""
+    """The cost of reading rows so far."""
 
     device_rows: int = 0
     """Rows that came from the device."""
@@ -54,49 +54,49 @@ class FeatureStatistics:
     disk_rows: int = 0
     """Rows that came from the disk."""
     disk_requests: int = 0
-    """To the disk; rows that lie together share one."""
+    """Requests to the disk; adjacent rows share one."""
     disk_read_bytes: int = 0
-    """By these requests, in whole sectors."""
+    """Bytes that these requests read, in whole sectors."""
     disk_row_bytes: int = 0
-    """Of the rows that came from the disk."""
+    """Bytes of the rows that came from the disk."""
     disk_s: float = 0.0
-    """Spent in reading from the disk, in whichever thread, in seconds."""
+    """Seconds spent reading from the disk, in all threads."""
 
     @property
     def hit_rate(self) -> float:
-        """Share of rows that no disk had to serve; 1 where none were read."""
+        """Share of rows that needed no disk; 1 if none were read."""
         total = self.device_rows + self.host_rows + self.disk_rows
         return 1 - self.disk_rows / total if total else 1.0
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read from the disk for each byte of a row; 1 where none were read."""
+        """Bytes read from the disk for each byte of a row; 1 if none were read."""
         return self.disk_read_bytes / self.disk_row_bytes if self.disk_row_bytes else 1.0
 
 
 class TieredFeatures(torch.Tensor):
     """A table ``[rows, ...]`` whose most wanted rows are on the device, the next in host memory, the rest on an SSD.
 
-    ``features[index]`` gives rows as ``tensor[index]`` would, on ``device``. It counts as a tensor, so that PyG's
-    loaders and PyTorch's data sets select rows of it, and is only read: ``index_select`` and ``embedding`` give rows,
-    and functions that would need the whole table as one tensor raise ``ValueError``.
+    ``features[index]`` gives rows like ``tensor[index]``, on ``device``. It is a ``torch.Tensor`` subclass, so that
+    PyG's loaders and PyTorch's data sets can select rows of it. It is read-only: ``index_select`` and ``embedding``
+    give rows, and functions that would need the whole table as one tensor raise ``ValueError``.
 
     ``source`` is a tensor in host memory, or a .npy, .safetensors (``key``) or `write_features` file, which is read in
-    place. ``scores``, one number a row, say which rows are wanted: `expected_accesses`, `count_accesses` or
+    place. ``scores``, one number per row, say which rows are wanted: `expected_accesses`, `count_accesses` or
     ``graph.out_degrees()``; without them the first rows count as the hottest. ``plan.explain()`` says what to expect,
-    ``statistics()`` what came.
+    ``statistics()`` what happened.
 
-    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, buffers of the disk, and
-    rows that a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
-    ``device_budget`` is room on a CUDA device; on a CPU there is none beside the host's.
+    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, disk buffers, and rows that
+    a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
+    ``device_budget`` is space on a CUDA device; it must be 0 on a CPU.
 
-    ``disk`` is a directory, or several, or a dict of limits, into which a tensor's rows are written where memory does
-    not hold them all; the files have no name and go with the process. ``dtype=torch.float32`` widens rows stored as
-    float16, bfloat16 or int8 (with ``scale``). ``verify`` reads all of a `write_features` file first and compares its
-    checksums. ``budget``, an account that other rooms share, is charged for what is held; ``host_budget`` and ``disk``
-    are what it has left of them, unless they are given.
+    ``disk`` is a directory, or several, or a dict of limits. A tensor's rows are written there if memory does not hold
+    them all; the files have no name and disappear with the process. ``dtype=torch.float32`` widens rows stored as
+    float16, bfloat16 or int8 (with ``scale``). ``verify`` first reads all of a `write_features` file and compares its
+    checksums. ``budget``, an account that other rooms share, is charged for what is held; unless you give
+    ``host_budget`` and ``disk``, they are what it has left.
 
-    Raises ``BudgetError`` where the host budget is below what must be held or no disk is given for what is above it,
+    Raises ``BudgetError`` if the host budget is below what must be held or no disk is given for the rest,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
     """
 
@@ -119,7 +119,7 @@ class TieredFeatures(torch.Tensor):
         verify: bool = False,
         progress: bool = True,
     ) -> Self:
-        """A table of ``source``; it has no storage as a tensor, since its rows lie in several."""
+        """Make a table from ``source``. As a tensor it has no storage, since its rows lie in several."""
         device_bytes = parse_bytes(device_budget)
         place = _device_with(device_bytes, device)
         if budget is not None:
@@ -161,9 +161,9 @@ class TieredFeatures(torch.Tensor):
         return self
 
     kind: RowType
-    """How rows are stored, and what they are read as."""
+    """The type of stored rows, and the type they are read as."""
     plan: TierPlan
-    """Which rows lie where."""
+    """The tier of every row."""
     _num_rows: int
     _place: torch.device
     _readers: Readers
@@ -178,7 +178,7 @@ class TieredFeatures(torch.Tensor):
     _table: torch.Tensor | None
     """Rows on the device."""
     _places: torch.Tensor | None
-    """Where each row is; ``None`` where all are in host memory, in order."""
+    """Place of each row; ``None`` if all are in host memory, in order."""
 
     @classmethod
     def _without_rows(cls, num_rows: int, kind: RowType, place: torch.device, readers: Readers) -> Self:
@@ -194,49 +194,49 @@ class TieredFeatures(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where rows are when they are read."""
+        """The device on which rows are returned."""
         return self._place
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """Of the whole table."""
+        """Shape of the whole table."""
         return torch.Size((self._num_rows, *self.kind.shape))
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of rows as they are read."""
+        """Dtype of rows as they are read."""
         return self.kind.dtype
 
     @property
     def row_bytes(self) -> int:
-        """Of a row as it is read."""
+        """Bytes of a row as it is read."""
         return self.kind.width * self.kind.dtype.itemsize
 
     @property
     def host_bytes(self) -> int:
-        """Held in host memory, at most: rows, where each row is, the disk's buffers, and rows read in advance."""
+        """The most bytes held in host memory: rows, their places, disk buffers, and rows read in advance."""
         numbers = 0 if self._places is None else ROW_NUMBER_BYTES * len(self.plan.host_rows)
         return self._host.nbytes + numbers + self._share.beside_bytes
 
     @property
     def in_flight_bytes(self) -> int | None:
-        """Of rows that a loader may hold in advance; ``None``: as many as it likes."""
+        """Bytes of rows that a loader may hold in advance; ``None`` for no limit."""
         return self._share.in_flight_bytes
 
     def __len__(self) -> int:
         return self._num_rows
 
     def __iter__(self) -> Iterator[torch.Tensor]:  # type: ignore[override]
-        """Row after row; a mini-batch of rows at once reads sooner."""
+        """Yield one row after the other; reading a mini-batch of rows at once is faster."""
         return (self[row] for row in range(len(self)))
 
     def dim(self) -> int:
-        """Dimensions of the whole table."""
+        """Return the number of dimensions of the whole table."""
         return 1 + len(self.kind.shape)
 
     @checked("features.size(0)")
     def size(self, dim: int | None = None) -> Any:
-        """As of a tensor."""
+        """Return the size, like a tensor's."""
         return self.shape if dim is None else self.shape[dim]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -247,9 +247,9 @@ class TieredFeatures(torch.Tensor):
         )
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Rows by an ``int``, a slice, a list, a mask or row numbers of any shape, on ``device``.
+        """Return rows by an ``int``, a slice, a list, a mask or row numbers of any shape, on ``device``.
 
-        Raises ``IndexError`` for rows that are not there, ``TierReadError`` where the disk fails.
+        Raises ``IndexError`` for rows that do not exist, ``TierReadError`` if the disk fails.
         """
         if isinstance(index, torch.Tensor) and index.dtype in (torch.int64, torch.int32):
             return self._rows(index)
@@ -278,7 +278,7 @@ class TieredFeatures(torch.Tensor):
         return self._rows(chosen)
 
     def _part(self, rows: Any = slice(None), *rest: Any) -> torch.Tensor:
-        """Rows first, then what of each."""
+        """Index rows first, then the parts of each row."""
         if rows is Ellipsis or rows is None or any(not isinstance(one, _PLAIN_INDEX) for one in rest):
             raise IndexError(
                 "the first index of tiered features chooses rows, and others are whole numbers, slices, ... or None: "
@@ -290,7 +290,7 @@ class TieredFeatures(torch.Tensor):
 
     @checked("features.index_select(0, index)")
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
-        """As of a tensor, along dimension 0: rows are numbered from 0 on, not from the end."""
+        """Select rows like a tensor, along dimension 0; negative row numbers are not allowed."""
         if dim not in (0, -self.dim()):
             raise ValueError("tiered features are read by rows: features.index_select(0, index)")
         if index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
@@ -320,26 +320,26 @@ class TieredFeatures(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reads rows, tells about the table, or refuses."""
+        """Read rows, answer questions about the table, or raise an error."""
         return call(func, args, kwargs or {}, _features_in(args, kwargs))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuses what came past ``__torch_function__``."""
+        """Raise an error for what bypassed ``__torch_function__``."""
         raise refusal(str(func), _features_in(args, kwargs))
 
     def statistics(self) -> FeatureStatistics:
-        """Rows, requests and bytes since the last `reset_statistics`."""
+        """Return the rows, requests and bytes since the last `reset_statistics`."""
         return self._counts.now()
 
     def reset_statistics(self) -> FeatureStatistics:
-        """The statistics so far, which begin anew."""
+        """Return the statistics so far, and start again."""
         return self._counts.reset()
 
     def close(self) -> None:
-        """Lets files and memory go, when nobody reads any more. May be called again; then no rows can be read."""
+        """Close files and free memory once nobody reads. Idempotent; later reads raise an error."""
         self._readers.close()
         if self._files is not None:
             self._files.close()
@@ -355,7 +355,7 @@ class TieredFeatures(torch.Tensor):
         self.close()
 
     def __copy__(self) -> Self:
-        """Itself: there is one table, with one budget, whoever has it."""
+        """Return the table itself: all copies share one table and one budget."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -398,7 +398,7 @@ class TieredFeatures(torch.Tensor):
         return out
 
     def _rows_for_device(self, index: torch.Tensor) -> torch.Tensor:
-        """Cold rows are read into pinned memory first; the others by the device itself."""
+        """Read cold rows into pinned memory first; the device reads the others by itself."""
         if self._places is None:
             self._counts.add(host_rows=index.numel())
             return gather_rows(self._host, index, self.device, self._memory, self.kind)
@@ -445,14 +445,14 @@ class TieredFeatures(torch.Tensor):
         )  # fmt: skip
 
     def _fill(self, tensor: torch.Tensor | None) -> None:
-        """Takes rows into the tiers above the disk."""
+        """Fill the tiers above the disk."""
         plan, stored = self.plan, RowType(self.kind.shape, self.kind.stored, self.kind.stored)
         num_device, num_host = len(plan.device_rows), len(plan.host_rows)
         holds_all = num_host == self._num_rows
         stays = tensor is not None and num_host + num_device == self._num_rows and (holds_all or self._files is None)
         numbers = 0 if holds_all else ROW_NUMBER_BYTES * num_host
         self._account.charge("host", self._share.beside_bytes + numbers)
-        if stays:  # where it is; nothing is copied
+        if stays:  # used in place; nothing is copied
             assert tensor is not None
             self._account.charge("host", 0 if is_plain_table(tensor) else tensor.nbytes)
             self._host = tensor if is_plain_table(tensor) else tensor.contiguous()
@@ -488,7 +488,7 @@ class TieredFeatures(torch.Tensor):
 
 
 def _absent(num_rows: int, kind: RowType) -> TieredFeatures:
-    """What a spawned process gets, so that PyG's workers can sample: shape and type, and an error for each read."""
+    """Return features for a spawned process: PyG's workers can sample with them, but every read raises."""
     readers = Readers(
         "tiered features cannot be read in a process that was spawned. Workers only sample with "
         "filter_per_worker=False (PyG), and read rows with multiprocessing_context='fork'"
@@ -512,11 +512,10 @@ def _features_in(args: Any, kwargs: Any) -> TieredFeatures:
 def split(
     places: torch.Tensor, num_device: int, index: torch.Tensor, *, is_pinned: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Rows by tier, the device's first, then the host's and the disk's: slots and positions in the index, and how many
-    each.
+    """Split rows by tier: device, host, disk. Return slots and positions in the index, and the counts.
 
-    The former are ``int64 [2, rows]``, in memory that a device copies from by itself where it ``is_pinned``. Raises
-    ``IndexError`` for rows that are not there.
+    The former are ``int64 [2, rows]``, in memory that a device copies from by itself if ``is_pinned``. Raises
+    ``IndexError`` for rows that do not exist.
     """
     made = torch.empty(2, len(index), dtype=torch.int64, device="cpu", pin_memory=is_pinned)
     compiled = library()
@@ -572,7 +571,7 @@ def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | 
 
 
 def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: bool) -> RowFiles:
-    """A tensor's rows in files without names, one in each directory."""
+    """Write a tensor's rows to unnamed files, one in each directory."""
     limits = Budget(disk=disk).disk_bytes
     warn_of_memory(limits, stacklevel=3)
     with contextlib.ExitStack() as stack:
@@ -588,7 +587,7 @@ def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: b
             account.charge(str(directory), size_bytes)
             file = stack.enter_context(spill(directory, rows, progress=progress))
             tables.append(find_table(f"/proc/self/fd/{file.fileno()}"))
-        files = RowFiles(tables)  # which opens them once more
+        files = RowFiles(tables)  # this opens them again
     files.tables = [
         dataclasses.replace(one, path=Path(directory) / "<nameless file of rows>")
         for one, directory in zip(tables, limits, strict=True)

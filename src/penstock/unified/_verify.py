@@ -1,4 +1,4 @@
-"""An independent check of a plan of tiers."""
+"""An independent check of a tier plan."""
 
 import torch
 
@@ -10,7 +10,7 @@ from penstock.unified._problem import TierProblem
 
 @checked("penstock.unified.verify(problem, plan)")
 def verify(problem: TierProblem, plan: TierPlan) -> None:
-    """Raises ``InternalError`` where rows are missing or doubled, budgets are exceeded, or a better row stays below."""
+    """Raise ``InternalError`` if rows are missing or doubled, budgets exceeded, or a better row is in a lower tier."""
     seen = torch.zeros(problem.num_rows, dtype=torch.int64, device="cpu")
     for rows in (plan.device_rows, plan.host_rows):
         seen.index_add_(0, rows, torch.ones(len(rows), dtype=torch.int64, device="cpu"))

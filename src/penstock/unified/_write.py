@@ -1,4 +1,4 @@
-"""Writes aligned files of rows, whole or not at all, in memory of a few chunks."""
+"""Writing aligned files of rows, completely or not at all, with memory for a few chunks."""
 
 import contextlib
 import json
@@ -29,12 +29,12 @@ def write_features(
     key: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes rows as an aligned file, in memory of a few chunks. Returns the path.
+    """Write rows as an aligned file, with memory for a few chunks. Return the path.
 
     ``source`` is a tensor ``[rows, ...]``, a .npy or .safetensors file (``key``), or anything that yields tensors
-    ``[any, ...]`` of one type and one shape of row, such as a generator, so that rows need never be in memory together.
-    A bar shows progress on a terminal. A file of that name is replaced when the new one is whole; until then, and after
-    a failure before that, it is what it was.
+    ``[any, ...]`` with the same dtype and row shape, such as a generator, so that the rows need never be in memory
+    together. A bar shows progress on a terminal. An existing file with that name is replaced once the new one is
+    complete; until then, and after a failure before that, it is unchanged.
 
     Raises ``ValueError`` for sources without a row type, ``OSError`` for a disk that is full or cannot be written.
     """
@@ -63,7 +63,7 @@ def write_features(
 
 
 def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> Any:
-    """A tensor's rows in an open file without a name, which goes with whoever has it open."""
+    """Write a tensor's rows to an open unnamed file, which disappears when it is closed."""
     file: Any = tempfile.TemporaryFile(dir=directory, buffering=0)
     try:
         blocks, num_rows = _blocks(source, None)
@@ -77,7 +77,7 @@ def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> An
 
 
 class _Writer:
-    """One file in the making. Chunks are padded in one buffer of pages and written past the page cache."""
+    """A file that is being written. Chunks are padded in one buffer of pages and dropped from the page cache."""
 
     def __init__(self, file: Any, first: torch.Tensor):
         self._file = file
