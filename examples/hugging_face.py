@@ -26,12 +26,12 @@ def main() -> None:
 
     config = GPT2Config(vocab_size=512, n_positions=256, n_embd=given.width, n_layer=given.layers, n_head=4)
     texts = [{"input_ids": row, "labels": row} for row in torch.randint(512, (64, 256))]
-    less = PenstockCallback(budget=given.budget, disk=given.disk)
+    callback = PenstockCallback(budget=given.budget, disk=given.disk)
     with tempfile.TemporaryDirectory() as folder:
         settings = {"max_steps": given.steps, "logging_steps": 1, "report_to": "none", "save_strategy": "no"}
         arguments = TrainingArguments(folder, learning_rate=3e-4, **settings)
-        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[less]).train()
-    summary = less.summary()
+        Trainer(GPT2LMHeadModel(config), arguments, train_dataset=texts, callbacks=[callback]).train()
+    summary = callback.summary()
     assert summary is not None
     print(f"{format_bytes(summary.parked_bytes)} moved in {summary.num_cycles} steps")
     print(summary)

@@ -42,11 +42,11 @@ def main() -> None:
 
     tokens = (torch.randint(VOCABULARY, (64, 1)) + torch.arange(LENGTH + 1)) % VOCABULARY
     loader = torch.utils.data.DataLoader(tokens, batch_size=8)
-    less = LightningOffload(budget=given.budget, disk=given.disk)
+    callback = LightningOffload(budget=given.budget, disk=given.disk)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_steps=given.steps, callbacks=[less], **quiet)
+    trainer = lightning.Trainer(max_steps=given.steps, callbacks=[callback], **quiet)
     trainer.fit(Counting(given.layers, given.width), loader)
-    summary = less.summary()
+    summary = callback.summary()
     assert summary is not None
     print(f"loss {trainer.callback_metrics['loss']:.3f}")
     print(f"{format_bytes(summary.parked_bytes)} moved in {summary.num_cycles} steps")

@@ -114,8 +114,8 @@ SHOWN = {
     "docs/start.md": (2, "offloader.statistics()"),
     "docs/rooms/offload.md": (0, "offloader.statistics()"),
     "docs/rooms/report.md": (0, "offloader.statistics()"),
-    "docs/integrations/hugging-face.md": (0, "less.summary()"),
-    "docs/integrations/lightning.md": (0, "less.summary()"),
+    "docs/integrations/hugging-face.md": (0, "callback.summary()"),
+    "docs/integrations/lightning.md": (0, "callback.summary()"),
     "docs/integrations/accelerate.md": (0, "offloader.summary()"),
 }
 """Blocks that show offloading first on their page, and what says what they moved."""
