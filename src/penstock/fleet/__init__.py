@@ -1,18 +1,18 @@
-"""Many models, each larger than a device, trained together on few devices that never idle (Hydra, and past it).
+"""Training of many models, each of which may exceed a device, on a few devices that are kept busy (after Hydra).
 
 - `run`: trains `Job`s on `Device`s under a byte budget and returns `Results` (a `JobResult` per job with its
-  `JobState`, `DeviceStatistics` per device); `Fleet` does it for jobs that come, pause, stop and are cloned
-  (`JobSource`) meanwhile.
-- `stored_result`: a job's result from its folder.
-- `Stopper`, `Tracker`: what decides to stop a job early, and where metrics go; `UnitRecord`: what ran when.
-- `FleetState`, `JobRow`: what other processes see of a fleet, and how they ask something of it; `jobs_table` shows it.
-- `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share; a job
+  `JobState`, `DeviceStatistics` per device). `Fleet` does the same for jobs that are added, paused, stopped and cloned
+  while it runs (`JobSource`).
+- `stored_result`: a job's result, read from its folder.
+- `Stopper`, `Tracker`: a rule that stops a job early, and a receiver of metrics. `UnitRecord`: which unit ran when.
+- `FleetState`, `JobRow`: how other processes see a fleet and send requests to it. `jobs_table` prints it.
+- `FleetProblem`: jobs (`JobCost`) cut into shards (`ShardCost`), and the devices (`DeviceCost`) that they share. A job
   is a chain of `Unit`s of a `UnitKind`.
 - `measure`: the costs of jobs, from pilot runs. `simulate`: a `Schedule` on a virtual clock, made of `ScheduledUnit`s
   and a `DeviceUse` per device.
-- `Scheduler`: which job comes next, from its `Progress`; by `SchedulerName`, or one of yours.
-- `lower_bound_s`, `model_parallel_s`, `pipeline_s`: what no schedule beats, and what others reach.
-- `verify`: an independent check of a schedule. `Ablation`: what the engine does, switched off for comparison.
+- `Scheduler`: chooses the next job from its `Progress`. Give a `SchedulerName` or a function of your own.
+- `lower_bound_s`, `model_parallel_s`, `pipeline_s`: a bound that no schedule beats, and what other methods reach.
+- `verify`: an independent check of a schedule. `Ablation`: parts of the engine, switched off for comparison.
 """
 
 from penstock.fleet._bounds import lower_bound_s as lower_bound_s

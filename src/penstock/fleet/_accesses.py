@@ -1,8 +1,8 @@
-"""Which of a model's tensors an operator is about to use.
+"""Detection of the model's tensors that an operator is about to use.
 
-A model that is run whole (`_whole.py`) has most of its tensors elsewhere: on the device they are *hollow*, shapes and
-strides over a storage without bytes. Modules announce their own tensors when they are called; whatever is used in
-another way, such as a weight that a module's parent reads, is seen here, one operator at a time, before it runs.
+A model that is run whole (`_whole.py`) keeps most of its tensors off the device. There they are *hollow*: shapes and
+strides over a storage without bytes. Modules announce their own tensors when they are called. Any other use, such as a
+weight that a module's parent reads, is detected here, one operator at a time, before the operator runs.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +17,12 @@ from penstock.errors import CaptureError
 
 
 class Watch(TorchDispatchMode):
-    """Asks for tensors that an operator uses and that are hollow.
+    """A dispatch mode that asks for the hollow tensors which an operator uses.
 
-    ``names`` gives hollow storages, by identity, the names of their tensors, which ``tensors`` has. ``bring(names)`` is
-    called for those that an operator uses; it may send others away, so ``keep(names)`` then brings back what of the
-    operator's arguments has left, and sends nothing away. ``writes(tensors)`` is told of what one is about to write to.
+    ``names`` maps hollow storages, by identity, to the names of their tensors in ``tensors``. ``bring(names)`` is
+    called for those that an operator uses. It may send others away, so ``keep(names)`` then brings back those of the
+    operator's arguments that have left, and sends nothing away. ``writes(tensors)`` receives the tensors that an
+    operator is about to write to.
     """
 
     def __init__(
@@ -36,11 +37,11 @@ class Watch(TorchDispatchMode):
         self._names, self._tensors = names, tensors
         self._bring, self._keep, self._writes = bring, keep, writes
         self.note: Callable[[Any], None] | None = None
-        """Told what operators make, results of any kind, where somebody wants to know."""
+        """A callback that receives the results, of any kind, of every operator; ``None`` if nobody needs them."""
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that Dynamo, in this thread or another, does not give up because of it."""
+        """Return ``True``, so that Dynamo, in this thread or another, does not give up because of this mode."""
         return True
 
     # any: PyTorch's
@@ -56,11 +57,11 @@ class Watch(TorchDispatchMode):
         return result
 
     def need(self, tensors: Sequence[Any]) -> bool:  # any: arguments of an operator
-        """Brings what is hollow of ``tensors``; returns whether anything was."""
+        """Bring the hollow ones of ``tensors`` to the device, and return whether there were any."""
         hollow = self._hollow(tensors)
         if not hollow:
             return False
-        with _disable_current_modes(), torch.no_grad():  # what copies do is nobody's operator
+        with _disable_current_modes(), torch.no_grad():  # the operators of these copies are not the model's
             self._bring(hollow)
             left = self._hollow(tensors)
             if left:
@@ -72,7 +73,7 @@ class Watch(TorchDispatchMode):
         return [name for name in found if name is not None]
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, or, for an alias made while its storage was hollow (``parameter.data``), the same view."""
+        """Return the tensor, or the same view of the filled storage for a hollow alias (``parameter.data``)."""
         name = self._names.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if name is None:
             return tensor
@@ -81,36 +82,36 @@ class Watch(TorchDispatchMode):
 
 
 class Made:
-    """Storages that operators made and that are alive still."""
+    """Storages that operators made and that are still alive."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def note(self, result: Any) -> None:  # any: an operator's
-        """Remembers the storages of ``result``."""
+        """Remember the storages of ``result``."""
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._found and storage.nbytes():
                 self._found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
     def alive_bytes(self, others: Iterable[int]) -> int:
-        """Their bytes, without those of ``others``, which are known by identity."""
+        """Return the bytes of these storages, without those whose identities are in ``others``."""
         self._found = {key: found for key, found in self._found.items() if not found[0].expired()}
         others = set(others)
         return sum(size_bytes for key, (_, size_bytes) in self._found.items() if key not in others)
 
 
 class Recorder(TorchDispatchMode):
-    """Notes in which order operators use a model's tensors, and the bytes that they make in between.
+    """A dispatch mode that records the order in which operators use a model's tensors, and the bytes made in between.
 
-    Raises ``CaptureError`` where one is about to write to ``parameters``.
+    Raises ``CaptureError`` if an operator is about to write to ``parameters``.
     """
 
     def __init__(self, names: Mapping[int, Sequence[str]], parameters: Collection[str]):
         super().__init__()  # type: ignore[no-untyped-call]
         self._names, self._parameters = names, parameters
         self.uses: list[tuple[Sequence[str], int]] = []
-        """Names of the tensors that an operator used, and bytes that were made until the next such operator."""
+        """Per operator that uses tensors: their names, and the bytes made until the next such operator."""
         self._known: set[int] = set()
 
     # any: PyTorch's
@@ -137,7 +138,7 @@ class Recorder(TorchDispatchMode):
 
 
 def writes_to(name: str) -> CaptureError:
-    """The error for a model whose forward writes to a parameter."""
+    """Return the error for a model whose forward writes to a parameter."""
     return CaptureError(
         f"forward writes to the parameter {name}, or to one beside it, which would be lost or happen twice, since its "
         "bytes have copies elsewhere. Register what forward changes as a buffer, or change it in the optimizer"
@@ -145,7 +146,7 @@ def writes_to(name: str) -> CaptureError:
 
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:  # any: PyTorch's
-    """What an operator writes to in place."""
+    """Yield the tensors that an operator writes to in place."""
     if not func._schema.is_mutable:
         return
     writes = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
@@ -154,7 +155,7 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
 
 
 def tensors_in(things: Iterable[Any]) -> Iterator[torch.Tensor]:  # any: arguments or results of operators
-    """The strided tensors in nests of lists and tuples."""
+    """Yield the strided tensors in nested lists and tuples."""
     for thing in things:
         if isinstance(thing, torch.Tensor):
             if thing.layout is torch.strided:

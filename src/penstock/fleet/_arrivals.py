@@ -1,4 +1,4 @@
-"""Gradients of a model that is run whole, as backward brings them, and when a group's are complete."""
+"""Arrival of gradients during the backward of a model that is run whole, and detection of complete groups."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,47 +11,47 @@ from penstock.fleet._work import Work
 
 
 class Arrivals:
-    """Those of one mini-batch. ``on_device(item)`` gives an item's storages."""
+    """The gradients of one mini-batch. ``on_device(item)`` returns an item's storages."""
 
     def __init__(self, work: Work, on_device: Callable[[Item], list[torch.UntypedStorage]]):
         self._work, self._on_device = work, on_device
         self._open: dict[Group, set[str]] = {}
-        """Groups whose gradients arrive, and of which parameters they have."""
+        """Groups whose gradients are arriving, and the parameters whose gradients have arrived."""
         self._collected: set[Group] = set()
 
     @property
     def open_groups(self) -> set[Group]:
-        """Groups of which gradients have arrived, and others have not."""
+        """Groups for which some gradients have arrived and others have not."""
         return set(self._open)
 
     def items(self) -> list[Item]:
-        """Gradients of the batches before that autograd is adding to."""
+        """Return the gradients of earlier batches that autograd is adding to."""
         gradients = {} if self._work.behaviour.is_pilot else self._work.training.gradients
         return [gradients[one].item for one in self._open if one in gradients]
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """While backward runs. In the end no parameter has a gradient."""
+        """Register hooks on the parameters while backward runs. On exit no parameter has a gradient."""
         training = self._work.training
         with ExitStack() as stack:
             for name, parameter in training.weights.parameters.items():
                 if name in training.optimizer.trained:
                     stack.callback(parameter.register_hook(self._lays_out(name)).remove)
                     stack.callback(parameter.register_post_accumulate_grad_hook(self._notes(name)).remove)
-                elif parameter.requires_grad:  # nobody steps it
+                elif parameter.requires_grad:  # the optimizer does not step it
                     stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
             stack.callback(self._drop)
             yield
 
     def collect_complete(self) -> None:
-        """Of the groups that have all of theirs."""
+        """Collect the groups whose gradients have all arrived."""
         tensors = self._work.training.weights.tensors
         for one, names in list(self._open.items()):
             if names >= {name for name in one.layouts if tensors[name].requires_grad}:
                 self._collect(one)
 
     def collect_all(self) -> None:
-        """Backward has ended: no more will come."""
+        """Collect all remaining groups. Call it after backward, when no more gradients can arrive."""
         for one in list(self._open):
             self._collect(one)
         for one, packed in self._work.training.gradients.items() if self._work.steps else ():
@@ -75,7 +75,7 @@ class Arrivals:
         return note
 
     def _collect(self, one: Group) -> None:
-        """The group's gradients become an item, or go back into theirs."""
+        """Turn the group's gradients into an item, or put them back into theirs."""
         del self._open[one]
         self._collected.add(one)
         self._work.collect(one)
@@ -83,7 +83,7 @@ class Arrivals:
             self._work.training.weights.tensors[name].grad = None
 
     def _drop(self) -> None:
-        """Those that were not collected: a pilot's, or of a backward that did not end."""
+        """Drop the gradients that were not collected: those of a pilot, or of a backward that did not finish."""
         self._open = {}
         for parameter in self._work.training.weights.parameters.values():
             parameter.grad = None

@@ -1,9 +1,9 @@
-"""Forward and backward of one shard, so that gradients come out as if the model had never been cut.
+"""Forward and backward of one shard, with the gradients of an uncut model.
 
-Values enter a shard through `_Enter`, which ends the graph there and hands out the gradient that arrives. A value that
-shards after this one used as well has a gradient already; it is put in as a root of this shard's backward, so that
-autograd adds the uses up in the order in which it would have met them in the whole graph: the sums are equal to the
-bit. Tied parameters travel the same way, from the last shard that uses them to the one that owns them.
+Values enter a shard through `_Enter`, which ends the graph there and hands out the gradient that arrives. If later
+shards used a value as well, it has a gradient already. That gradient becomes a root of this shard's backward, so that
+autograd adds the uses in the same order as in the whole graph: the sums are bit-identical. Gradients of tied parameters
+travel the same way, from the last shard that uses a parameter to the one that owns it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,79 +21,83 @@ from penstock.fleet._writes import run_watched
 from penstock.tiers import ViewLayout
 
 TIED = "@"
-"""Prefix of the names under which gradients of tied parameters travel."""
+"""Prefix of the names under which the gradients of tied parameters travel."""
 
 
 Place = tuple[Item, int, int]
-"""An item, which of its storages, and where in it, in bytes."""
+"""An item, the index of one of its storages, and an offset in it, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """A tensor between shards: where its bytes are, and how they are read."""
+    """A tensor that passes between shards: where its bytes are, and how to read them."""
 
     item: Item
-    """Its storage, alone."""
+    """An item that contains only this tensor's storage."""
     layout: ViewLayout
-    """Over that storage."""
+    """Shape, strides, dtype and offset of the tensor over that storage."""
     needs_gradient: bool
     """Whether backward goes through it."""
 
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """What forward of a shard left behind for its backward."""
+    """The autograd graph that forward of a shard leaves behind for its backward."""
 
     entered: dict[str, tuple[GradientEdge, list[torch.Tensor]]] = field(default_factory=dict)
-    """Per input that needs a gradient: where it entered, and where its gradient will be put."""
+    """Per input that needs a gradient: its edge in the graph, and the list that receives its gradient."""
     left: dict[str, GradientEdge] = field(default_factory=dict)
-    """Per output that needs a gradient."""
+    """Per output that needs a gradient: its edge in the graph."""
     saved: "Saved | None" = None
-    """What autograd saved, if backward comes in another unit."""
+    """The tensors that autograd saved, if backward runs in another unit."""
 
 
 class Saved:
-    """What autograd saved in one forward, by storage. Small ones share one of their own, others' stay in their items.
+    """The tensors that autograd saved in one forward, by storage.
 
-    Saved tensors that are not on ``device`` stay in the graph, as do storages without bytes.
+    Small storages share one storage. Storages that belong to other items stay there. Saved tensors that are not on
+    ``device`` stay in the graph, as do storages without bytes.
     """
 
     def __init__(self, homes: Mapping[int, Item], device: torch.device):
         self.item: Item | None = None
-        """The storages that nobody else has; set when forward has ended."""
+        """The storages that belong to no other item; set when forward has ended."""
         self.fetched: Callable[[Item], list[torch.UntypedStorage]]
-        """Gives an item's storages; set before backward."""
+        """A function that returns an item's storages; set before backward."""
         self.homes: dict[Item, None] = {}
-        """Items of others that backward reads."""
+        """Other owners' items that backward reads."""
         self._device = device
         self._known = dict(homes)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._places: dict[int, Place] = {}
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """While forward runs."""
+        """Return the context manager that applies to autograd's saved tensors while forward runs."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
     def add_home(self, storage: torch.UntypedStorage, item: Item) -> None:
-        """Another item that outlives the unit, and its storage."""
+        """Register another item that outlives the unit, and its storage."""
         self._known[storage._cdata] = item
 
     def add_place(self, key: int, place: Place) -> None:
-        """Where the bytes of a storage are already, in an item of another unit or value."""
+        """Register where the bytes of a storage already are, in an item of another unit or value."""
         self.homes[place[0]] = None
         self._places[key] = place
 
     def place(self, key: int) -> Place | None:
-        """Where the bytes of a storage are; ``None`` as long as it is not in an item."""
+        """Return where the bytes of a storage are; ``None`` while it is not in an item."""
         return self._places.get(key)
 
     @property
     def storages(self) -> Mapping[int, torch.UntypedStorage]:
-        """What was saved so far and nobody else has, by identity; nothing once forward has ended."""
+        """The storages saved so far that belong to no other item, by identity; empty once forward has ended."""
         return self._storages
 
     def finish(self, label: str, outputs: Mapping[int, Item]) -> None:
-        """Forward has ended; ``outputs`` are items of values, by the identity of their storage."""
+        """Move the saved storages into an item.
+
+        ``outputs`` are the items of values, by the identity of their storage.
+        """
         own = {key: storage for key, storage in self._storages.items() if key not in outputs}
         for key, item in outputs.items():
             if key in self._storages:
@@ -113,7 +117,7 @@ class Saved:
         self._known = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:  # any: a tensor, or where its bytes will be
-        """What autograd keeps instead of ``tensor``."""
+        """Return what autograd keeps instead of ``tensor``."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
@@ -125,11 +129,11 @@ class Saved:
         elif not storage.nbytes() or tensor.device != self._device:
             return tensor
         else:
-            self._storages[key] = storage  # alive until `finish`, so that no other gets its identity
+            self._storages[key] = storage  # alive until `finish`, so that no other storage gets its identity
         return key, ViewLayout.of(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:  # any: as `pack` returned it
-        """The tensor that `pack` was given."""
+        """Return the tensor that `pack` was given."""
         if isinstance(packed, torch.Tensor):
             return packed
         key, layout = packed
@@ -145,17 +149,17 @@ class Saved:
 
 
 def is_large(storage: torch.UntypedStorage) -> bool:
-    """Whether what autograd saved of it is worth a copy of its own."""
+    """Whether a saved storage is large enough for a copy of its own."""
     return storage.nbytes() >= SMALL_BYTES
 
 
 def dropping() -> AbstractContextManager[Any]:
-    """Lets autograd save nothing: the same kernels run, and backward will run forward again."""
+    """Return hooks that let autograd save nothing: the same kernels run, and backward runs forward again."""
     return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
 
 
 class _Enter(torch.autograd.Function):
-    """A tensor that was made elsewhere; its gradient goes into ``slot``."""
+    """An operator that lets in a tensor made elsewhere. Its gradient goes into ``slot``."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, slot: list[torch.Tensor], value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004  # any: PyTorch's
@@ -178,11 +182,10 @@ def forward(
     device: torch.device,
     buffers: frozenset[str] = frozenset(),
 ) -> tuple[Graph, Sequence[torch.Tensor]]:
-    """Runs a shard on ``device`` with a graph of its own.
+    """Run a shard on ``device`` with a graph of its own.
 
-    ``travelling`` names those of its tensors that another shard owns.
-
-    It may write to ``buffers``; raises ``CaptureError`` if it writes to anything else that it is given.
+    ``travelling`` names those of its tensors that another shard owns. It may write to ``buffers``. Raises
+    ``CaptureError`` if it writes to any other tensor that it is given.
     """
     graph = Graph()
 
@@ -209,9 +212,10 @@ def forward(
 
 
 def backward(graph: Graph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Runs a shard's backward from ``gradients``, which then hold those of what entered instead of what left.
+    """Run a shard's backward from ``gradients``, which then hold the gradients of the inputs instead of the outputs.
 
-    ``parameters`` are the shard's own that others use as well; their gradients so far are taken out of ``gradients``.
+    ``parameters`` are the shard's own parameters that other shards use as well. Their gradients so far are taken out of
+    ``gradients``.
     """
     edges: list[GradientEdge] = []
     given: list[torch.Tensor] = []

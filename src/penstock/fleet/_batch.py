@@ -1,4 +1,4 @@
-"""Batches as flat lists of tensors, and back."""
+"""Conversion of batches to flat lists of tensors, and back."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What of a nest of tuples, lists and dicts is not its tensors."""
+    """The structure of a nest of tuples, lists and dicts: all of it except its tensors."""
 
     rebuild: Callable[[Sequence[torch.Tensor]], Any]
-    """From the tensors to the nest."""
+    """A function that builds the nest from the tensors."""
     signature: tuple[Any, ...]  # hashable
-    """Equal for batches that differ in nothing but numbers inside of tensors."""
+    """A key that is equal for batches which differ only in the values of their tensors."""
 
 
 def flatten(batch: Any) -> tuple[list[torch.Tensor], Structure]:  # any: a nest
-    """The tensors of ``batch`` in order, and the rest: nests of tuples, lists and mappings, and all other leaves."""
+    """Return the tensors of ``batch`` in order, and its structure: nested tuples, lists and mappings, other leaves."""
     tensors: list[torch.Tensor] = []
     rebuild, signature = _walk(batch, tensors)
     return tensors, Structure(rebuild, signature)

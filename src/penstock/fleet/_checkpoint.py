@@ -1,8 +1,8 @@
-"""Checkpoints of jobs: safetensors and JSON in a folder that appears whole or not at all.
+"""Checkpoints of jobs: safetensors and JSON in a folder that appears complete or not at all.
 
 ``checkpoints/step-00000120`` holds a file per group of tensors, a file per group of optimizer state, and `state.json`:
-position in the data, random states, scheduler, loss scale, losses. It is written under another name, synchronised and
-renamed. Nothing is unpickled, ever. Frozen parameters are not stored: the job's factories make them again.
+position in the data, random states, scheduler, loss scale, losses. It is written under another name, synchronized and
+renamed. Nothing is ever unpickled. Frozen parameters are not stored: the job's factories make them again.
 """
 
 import json
@@ -30,25 +30,25 @@ from penstock.tensorfiles import TensorFiles
 FORMAT = 1
 _STATE = "state.json"
 _COPIES = 5
-"""Times a checkpoint is copied that goes meanwhile."""
+"""Attempts to copy a checkpoint that may be deleted meanwhile."""
 Json = dict[str, Any]  # any: what JSON holds
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a job's folder."""
+    """Return the newest complete checkpoint in a job's folder."""
     found = sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / _STATE).is_file())
     return found[-1] if found else None
 
 
 def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
-    """Writes a checkpoint of a job that stands between two steps; older ones go, but for ``keep``.
+    """Write a checkpoint of a job that is between two steps, and delete all but the newest ``keep``.
 
-    Raises ``CheckpointError`` where it could not be written; the ones before are whole then.
+    Raises ``CheckpointError`` if it could not be written; earlier checkpoints are then intact.
     """
     training, parent = run.training, folder / "checkpoints"
     target = parent / f"step-{training.position.step:08}"
     try:
-        for old in parent.glob(".step-*.draft"):  # of a process that was killed
+        for old in parent.glob(".step-*.draft"):  # left by a process that was killed
             shutil.rmtree(old, ignore_errors=True)
         with drafted(target) as draft:
             for index, group in enumerate(training.groups):
@@ -71,10 +71,12 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
 
 
 def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None]:
-    """Puts a checkpoint into a job that was just built; returns what puts its optimizer state onto the device.
+    """Load a checkpoint into a job that was just built.
 
-    ``warm`` takes parameters and buffers alone, for a clone that begins its own training there. Raises
-    ``CheckpointError`` for files that are damaged or another job's.
+    Return a function that puts its optimizer state onto the device.
+
+    ``warm`` loads only parameters and buffers, for a clone that begins its own training there. Raises
+    ``CheckpointError`` for files that are damaged or belong to another job.
     """
     training = run.training
     try:
@@ -95,7 +97,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
 
 
 def read_state(path: Path) -> Json:
-    """What a checkpoint holds beside tensors. Raises ``CheckpointError``."""
+    """Return what a checkpoint holds in addition to tensors. Raise ``CheckpointError`` if it is damaged."""
     try:
         state = read_json(path / _STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
@@ -113,9 +115,9 @@ def read_state(path: Path) -> Json:
 
 
 def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
-    """Fills a module that the job's factory made with a checkpoint's parameters and buffers.
+    """Fill a module that the job's factory made with a checkpoint's parameters and buffers.
 
-    Raises ``CheckpointError`` for files that are damaged or another job's.
+    Raises ``CheckpointError`` for files that are damaged or belong to another job.
     """
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     check_whole(path)
@@ -130,9 +132,10 @@ def load_model(path: Path, model: torch.nn.Module) -> torch.nn.Module:
 
 
 def copy_newest(folder: Path, origin: Path, name: str) -> None:
-    """Copies the newest checkpoint of ``name``, whole or not at all: it goes when the job's next one is there.
+    """Copy the newest checkpoint of ``name`` to ``origin``, complete or not at all.
 
-    Raises ``ValueError`` where there is none.
+    The original is deleted when the job writes its next one, so a copy may have to be repeated. Raises ``ValueError``
+    if there is no checkpoint.
     """
     for attempt in range(_COPIES):
         path = latest(folder)
@@ -154,7 +157,7 @@ def copy_newest(folder: Path, origin: Path, name: str) -> None:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drops a file's metrics of steps after the checkpoint: they will come again."""
+    """Delete a file's metrics of steps after the checkpoint: those steps will run again."""
     if not path.exists() and not path.is_symlink():
         return
     try:
@@ -170,11 +173,14 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-        return math.inf  # the line that a killed process did not finish
+        return math.inf  # a line that a killed process did not finish
 
 
 def state_of(training: Training, *, wants_validation: bool) -> Json:
-    """What is no tensor worth a file. ``wants_validation`` says that one is due before the next batch."""
+    """Return the part of a job's state that is not stored as tensors.
+
+    ``wants_validation`` says that a validation is due before the next batch.
+    """
     master = training.optimizer.master
     return {
         "format": FORMAT,
@@ -194,7 +200,7 @@ def state_of(training: Training, *, wants_validation: bool) -> Json:
 
 
 def group_views(group: Any) -> Callable[[list[torch.UntypedStorage]], dict[str, torch.Tensor]]:  # any: a Group
-    """As `Packed.views`, for a group's one storage."""
+    """Return the function that `Packed.views` is, for a group's one storage."""
     return lambda storages: group.views(storages[0])
 
 

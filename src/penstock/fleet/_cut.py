@@ -1,4 +1,4 @@
-"""Mini-batches of a model that was cut: what each unit does on the device, and what it needs there."""
+"""Mini-batches of a model that was cut: what each unit computes, and what it needs on the device."""
 
 import math
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ from penstock.fleet._writes import run_watched
 class CutBatch:
     """One mini-batch on its way through the shards.
 
-    ``saves`` says per shard whether backward finds what forward saved, or runs forward again; ``draws`` where its
-    operators draw random numbers.
+    ``saves`` says for each shard whether backward uses what forward saved, or runs forward again. ``draws`` says where
+    its operators draw random numbers.
     """
 
     def __init__(self, work: Work, leaves: Sequence[torch.Tensor], saves: Sequence[bool], draws: Sequence[Draws] = ()):
         self.work, self.order = work, Order(work)
         self.values = Values(work, self.order, leaves)
         self.results: list[torch.Tensor] = []
-        """What the last shard returned, without gradients."""
+        """The results of the last shard, without gradients."""
         self._buffers = Buffers(work)
         self._saves = list(saves)
         self._draws = list(draws) or [Draws.ON_HOST] * len(work.program.shards)
         self._marks: dict[int, Any] = {}
-        """Per shard, the random state that its forward began with."""
+        """Per shard, the random state at the start of its forward."""
 
     def needs(self, index: int) -> list[Item]:
-        """Items that task ``index`` works on, as far as they exist."""
+        """Return the items that task ``index`` works on, as far as they exist."""
         work, task = self.work, self.order.tasks[index]
         if task.kind is UnitKind.STEP:
             return work.step_items(task.shard)
@@ -48,7 +48,7 @@ class CutBatch:
         return list(dict.fromkeys(found))
 
     def run(self, index: int) -> None:
-        """Runs task ``index``; what it needs is on the device."""
+        """Run task ``index``. What it needs must be on the device."""
         task = self.order.tasks[index]
         is_step = task.kind is UnitKind.STEP
         with self.work.bound(self.work.owned(task.shard) if is_step else self.work.groups[task.shard]):
@@ -142,7 +142,10 @@ class CutBatch:
             work.collect(one)
 
     def _forward_again(self, at: int, gradients: dict[str, torch.Tensor], *, is_last: bool) -> Graph:
-        """Forward whose graph backward is about to go through; the first one, and the loss's gradient, of the last."""
+        """Run forward to get the graph for backward.
+
+        For the last shard this is its first forward; it adds the loss's gradient.
+        """
         work, buffers = self.work, self._buffers
         replay = nullcontext() if is_last else work.training.randomness.replaying(self._marks[at])
         tries = is_last and work.behaviour.is_pilot
@@ -156,7 +159,7 @@ class CutBatch:
         return graph
 
     def _lay_gradients_out(self, at: int) -> None:
-        """Those of the batches before."""
+        """Lay out the gradients of earlier batches, so that autograd adds to them."""
         for one in self.work.owned(at) if not self.work.behaviour.is_pilot else ():
             packed = self.work.training.gradients.get(one)
             if packed is not None:
@@ -164,7 +167,7 @@ class CutBatch:
 
 
 class CutBatches(MiniBatch):
-    """One mini-batch, or all of a step shard by shard: each goes through a shard before the next shard comes."""
+    """One mini-batch, or all mini-batches of a step, shard by shard: all of them pass one shard before the next."""
 
     def __init__(self, minis: Sequence[CutBatch]):
         self._minis, self.work = minis, minis[-1].work
@@ -172,32 +175,32 @@ class CutBatches(MiniBatch):
         self.tasks = [minis[number].order.tasks[index] for number, index in self._places]
         self._at = {place: at for at, place in enumerate(self._places)}
         self._of_shard: dict[int, list[int]] = {}
-        """By shard, the places of its tasks."""
+        """Per shard, the positions of its tasks."""
         for at, task in enumerate(self.tasks):
             self._of_shard.setdefault(task.shard, []).append(at)
 
     @property
     def results(self) -> list[list[torch.Tensor]]:
-        """What the last shard returned for each of them, without gradients."""
+        """The results of the last shard for each mini-batch, without gradients."""
         return [one.results for one in self._minis]
 
     def needs(self, index: int) -> list[Item]:
-        """Items that task ``index`` works on, as far as they exist."""
+        """Return the items that task ``index`` works on, as far as they exist."""
         number, own = self._places[index]
         return self._minis[number].needs(own)
 
     def run(self, index: int) -> None:
-        """Runs task ``index``; what it needs is on the device, or is fetched now."""
+        """Run task ``index``. What it needs is on the device, or is fetched now."""
         number, own = self._places[index]
         self._minis[number].run(own)
 
     def plan_uses(self, index: int) -> None:
-        """Tells items when they are used next, as seen before task ``index``, in units from now."""
+        """Set the next use of each item, counted in units from task ``index``."""
         work = self.work
         for one in work.training.groups:
             if one.item is not None:
                 one.item.next_use = math.inf
-        behind = len(self.tasks) - index  # where the units of the mini-batch after begin
+        behind = len(self.tasks) - index  # where the units of the next mini-batch begin
         for shard, places in self._of_shard.items():
             nearest = min((at - index for at in places if at >= index), default=behind + shard)
             for item in work.group_items(shard):
@@ -211,13 +214,13 @@ class CutBatches(MiniBatch):
                 item.next_use = min(later, default=math.inf)
 
     def abandon(self) -> None:
-        """Gives back whatever is under way."""
+        """Give back everything that is under way."""
         for mini in self._minis:
             mini.values.abandon()
 
 
 def _order(minis: Sequence[CutBatch]) -> list[tuple[int, int]]:
-    """Mini-batch and task of it, in the order in which they run."""
+    """Return pairs of mini-batch and task in the order in which they run."""
     found: list[tuple[int, int]] = []
     for index, task in enumerate(minis[0].order.tasks):
         found += [(number, index) for number in range(len(minis))] if task.kind is not UnitKind.STEP else []

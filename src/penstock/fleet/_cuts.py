@@ -1,4 +1,4 @@
-"""How a job's model is cut into shards, for every shape of batch at the same places."""
+"""Cutting of a job's model into shards, at the same places for every shape of batch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -28,20 +28,23 @@ class Cuts:
 
     def __init__(self, job: Job, model: nn.Module, weights: Weights, randomness: Randomness):
         self.tree: Tree | None = None
-        """How the model is cut if it could not be traced; then it is run whole."""
+        """How the model is cut if it could not be traced; it is then run whole."""
         self.ways: dict[tuple[Any, ...], list[Task]] = {}
-        """Units of the last mini-batch of each kind, where the model is run whole."""
+        """Units of the last mini-batch of each kind, if the model is run whole."""
         self._job, self._model, self._weights, self._randomness = job, model, weights, randomness
         self._modes = [(module, module.training) for module in model.modules()]
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._ends: tuple[int, ...] = ()
-        """Where the model is cut: atoms that end a shard."""
+        """Where the model is cut: the last atom of each shard."""
         self._owners: dict[str, int] = {}
         """Per tensor, the first shard that uses it."""
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model is in evaluation, for stages cut by hand, which run its modules; graphs were traced in it."""
+        """Put the model into evaluation mode for the time of the context.
+
+        Stages cut by hand need it, because they run the model's modules. Graphs were traced in that mode.
+        """
         self._model.eval()
         try:
             yield
@@ -49,7 +52,7 @@ class Cuts:
             self._set_modes()
 
     def capture(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool) -> Cuttable:
-        """The graph of a step on batches like this one. Raises ``CaptureError`` where there is none."""
+        """Return the graph of a step on batches like this one. Raise ``CaptureError`` if there is none."""
         job = self._job
         function = self._loss if training else job.metric or self._loss
         if not training:
@@ -60,48 +63,48 @@ class Cuts:
                     return Staged(job.stages(self._model), function, leaves, structure, self._weights.names)
                 if self.tree is not None:
                     return self.tree.running(function)
-                dtype = AUTOCAST_DTYPES.get(job.precision)  # what reads a dtype finds that of a step
+                dtype = AUTOCAST_DTYPES.get(job.precision)  # code that reads a dtype finds that of a step
                 with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                     return self._trace(function, leaves, structure, trains=training)
         finally:
             self._set_modes()
 
     def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
-        """Cuts the model behind these atoms, for good or until it is cut again."""
+        """Cut the model after these atoms. The cut holds until the model is cut again."""
         self._ends, self._owners = ends, _owners(captured, ends)
         program = self._programs[structure.signature, True] = captured.cut(ends)
         return program
 
     def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> Program:
-        """Cuts another graph of the model at the same places.
+        """Cut another graph of the model at the same places.
 
-        Raises ``CaptureError`` where its shards would use other tensors.
+        Raises ``CaptureError`` if its shards would use other tensors.
         """
         program = self._programs[structure.signature, training] = captured.cut(self._ends_for(captured))
         return program
 
     def known(self, structure: Structure, *, training: bool = True) -> Program | None:
-        """The shards for such batches, if one came before."""
+        """Return the shards for batches of this structure; ``None`` if none came before."""
         return self._programs.get((structure.signature, training))
 
     def own(self, name: str, shard: int) -> None:
-        """A tensor that no graph before used belongs to ``shard``."""
+        """Assign a tensor that no earlier graph used to ``shard``."""
         self._owners.setdefault(name, shard)
 
     def _trace(
         self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure, *, trains: bool
     ) -> Captured | Tree:
-        """A graph, or, where the model's code depends on numbers, the model run whole."""
+        """Return a graph, or the model run whole if its code depends on the values of tensors."""
         model, names = self._model, self._weights.names
         try:
-            with unchanged(model, numbers=False):  # a trace computes none
+            with unchanged(model, numbers=False):  # a trace computes no values
                 return Captured(model, function, leaves, structure, names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
                 raise
             try:
                 self.tree = Tree(model, function, leaves, structure, names)
-            except Exception as error:  # whatever a user's forward raises
+            except Exception as error:  # a user's forward may raise anything
                 raise CaptureError(
                     f"job {self._job.name!r}: its loss raises {first_line(error)} on the first batch, as it would "
                     f"without a fleet (and {refused})"
@@ -118,12 +121,15 @@ class Cuts:
         return loss
 
     def _set_modes(self) -> None:
-        """Training or evaluation per module, as the factory left it."""
+        """Restore training or evaluation mode of each module, as the factory left it."""
         for module, mode in self._modes:
             module.training = mode
 
     def _ends_for(self, captured: Cuttable) -> tuple[int, ...]:
-        """The same cut in another graph of the model: shard by shard, behind the atoms that use the same tensors."""
+        """Return the same cut in another graph of the model.
+
+        Shard by shard, it cuts after the atoms that use the same tensors.
+        """
         ends = list(self._ends[:-1])
         ends.append(len(captured.atoms) - 1)
         own = _owners(captured, ends)
@@ -135,7 +141,7 @@ class Cuts:
         for at, atom in enumerate(captured.atoms):
             first_uses = [name for name in atom.tensors if name in self._owners and name not in owners]
             wanted = max((self._owners[name] for name in first_uses), default=shard)
-            if wanted > shard:  # shards that this graph leaves nothing to do end early
+            if wanted > shard:  # shards without work in this graph end early
                 found += [busy_until + one for one in range(wanted - shard - 1)] + [at - 1]
                 shard = wanted
             if any(self._owners.get(name) == shard for name in atom.tensors):
@@ -152,7 +158,7 @@ class Cuts:
 
 
 def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
-    """Per tensor, the first shard that uses it."""
+    """Return, per tensor, the first shard that uses it."""
     owners: dict[str, int] = {}
     for shard, (first, last) in enumerate(zip([0, *(end + 1 for end in ends)], ends, strict=False)):
         for atom in captured.atoms[first : last + 1]:

@@ -1,4 +1,4 @@
-"""What a fleet runs on: its devices, and the account below them."""
+"""Devices of a fleet, and the account of the tiers below them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,10 @@ from penstock.tiers import Budget, DiskSpec, Size
 
 
 def devices_of(given: Sequence[str | torch.device | Device] | None) -> list[Device]:
-    """What was given, or every accelerator there is, else one CPU device; CPU devices share PyTorch's threads."""
+    """Return the given devices, or every accelerator, or else one CPU device.
+
+    CPU devices share PyTorch's threads.
+    """
     if isinstance(given, str | torch.device | Device):
         raise TypeError(f"devices is a list: devices=[{str(given)!r}]")
     if given is None:
@@ -42,7 +45,7 @@ def _here() -> str:
 
 
 def account_of(devices: list[Device], budget: Size | Budget | None, host: Size | None, disk: DiskSpec) -> Budget:
-    """The account below the devices; fills in the devices' own budgets."""
+    """Return the account of the tiers below the devices, and fill in the devices' own budgets."""
     if isinstance(budget, Budget):
         if host is not None or disk is not None:
             raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host_budget and disk")
@@ -54,13 +57,13 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
             devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
     are_accelerators = torch.device(devices[0].name).type != "cpu"
     if account.host_bytes is None and (not (account.disk_bytes or account.tiers) or are_accelerators):
-        account = account.named("fleet")  # whose limit is the fleet's alone
+        account = account.named("fleet")  # a budget of its own, so that its limit applies to the fleet alone
         account.host_bytes = account.held_bytes("host") + int(0.6 * free_bytes(torch.device("cpu")))
     return account
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes of its memory that nobody has."""
+    """Return the free bytes of the device's memory."""
     return backend_of(device).memory_bytes()[0]
 
 

@@ -1,4 +1,4 @@
-"""The engine: which device runs which job next, and what a job's turn is."""
+"""The engine: chooses the job that a device runs next, and defines a job's turn."""
 
 import math
 import threading
@@ -28,16 +28,19 @@ from penstock.fleet._worker import Turn, Worker
 
 
 class Batch(NamedTuple):
-    """One of a job's data."""
+    """One batch of a job's data."""
 
     leaves: list[torch.Tensor]
     structure: Structure
     number: int
-    """Of its pass over the data, from 1."""
+    """Its number in the current pass over the data, from 1."""
 
 
 class Engine:
-    """Jobs and devices. Workers ask it for turns; everything about order and life of jobs is here, under one lock."""
+    """The jobs and devices of a fleet. Workers ask it for turns.
+
+    Everything about the order and the life of jobs is here, under one lock.
+    """
 
     def __init__(
         self,
@@ -58,35 +61,35 @@ class Engine:
         self.pilot_lock = threading.Lock()
         self.measures: dict[tuple[Any, ...], ShardMeasure] = {}
         self.frozen: dict[str, dict[int, Item]] = {}
-        """Frozen groups by content, and per device."""
+        """Frozen groups by content and device."""
         self._read_once: list[tuple[object, str]] = []
-        """Data of jobs that no other job may read, and who reads it."""
+        """Data that only one job may read, and the name of that job."""
         self.recompute = recompute
         self.vertical = vertical
         self.lane_rate = lane_rate
         self.is_stopping = False
         self.only_measures = False
-        """Whether jobs end as soon as their shards were measured."""
+        """Whether jobs end as soon as their shards are measured."""
         self.accepts_jobs = False
-        """Whether jobs may still come, so that workers wait rather than end."""
+        """Whether more jobs may be added, so that workers wait instead of ending."""
         self._scheduler = scheduler
         self._sharp = sharp
         self._begun_s = time.perf_counter()
 
     @property
     def now_s(self) -> float:
-        """Seconds since the fleet began."""
+        """Seconds since the fleet started."""
         return time.perf_counter() - self._begun_s
 
     def add(self, run: JobRun) -> None:
-        """A job to train."""
+        """Add a job to train."""
         with self.condition:
             run.arrival_s = run.since_s = self.now_s
             self.runs.append(run)
             self.condition.notify_all()
 
     def take(self, worker: Worker) -> Turn | None:
-        """The next turn for a device that has nothing; waits for one. ``None`` when there is none to come."""
+        """Wait for the next turn of an idle device and return it; ``None`` if no more will come."""
         while True:
             with self.condition:
                 turn = self._choose(worker, own=None)
@@ -96,15 +99,15 @@ class Engine:
                     self.condition.notify_all()
                     return None
                 self.condition.wait(timeout=0.01)
-            worker.memory.held_bytes()  # lets go of what has left, or gone to another device
+            worker.memory.held_bytes()  # frees what has left, or gone to another device
 
     def look_ahead(self, worker: Worker, current: Any) -> Turn | None:  # any: a JobRun
-        """The turn after the one at hand, chosen before that has ended; ``None`` leaves it to `take`."""
+        """Return the turn after the current one, chosen before that ends; ``None`` leaves the choice to `take`."""
         with self.condition:
             return self._choose(worker, own=current)
 
     def give_back(self, run: JobRun, worker: Worker) -> None:
-        """The turn has ended; another device may take the job once its bytes are below."""
+        """End the turn. Another device may take the job once its bytes are in a lower tier."""
         goes_on = isinstance(worker.following, JobTurn) and worker.following.run_of is run
         if not goes_on and not run.state.is_over and len(self.workers) > 1:
             for item in run.training.items():
@@ -118,11 +121,11 @@ class Engine:
             self.condition.notify_all()
 
     def refuse_shared_data(self, run: JobRun) -> None:
-        """Raises ``ValueError`` if the job's data is what another job reads already, and only one can."""
+        """Raise ``ValueError`` if another job already reads the job's data and only one job can."""
         training = run.training
         for field, data in (("data", training.feed.data), ("validation", training.validation)):
             if not (isinstance(data, Iterator) or getattr(data, "persistent_workers", False)):
-                continue  # each job's loop over it is its own
+                continue  # each job has its own iterator over it
             with self.condition:
                 reader = next((name for other, name in self._read_once if other is data), run.job.name)
                 self._read_once.append((data, run.job.name))
@@ -133,13 +136,13 @@ class Engine:
                 )
 
     def fail(self, run: JobRun, worker: Worker, error: BaseException) -> None:
-        """The job has failed; the others go on."""
+        """Mark the job as failed. The others continue."""
         run.error = "".join(traceback.format_exception_only(error)).strip()
         run.trace = "".join(traceback.format_exception(error))
         self.end(run, worker, JobState.FAILED)
 
     def end(self, run: JobRun, worker: Worker, state: JobState) -> None:
-        """The job is over; its bytes are given back."""
+        """End the job and give back its bytes."""
         self.upkeep.ended(run, state)
         with self.condition:
             self._read_once = [one for one in self._read_once if one[1] != run.job.name]
@@ -150,7 +153,7 @@ class Engine:
         self.let_frozen_go()
 
     def let_frozen_go(self) -> None:
-        """Frozen groups that no job has any more are given back, each by its own device."""
+        """Give back frozen groups that no job uses any more, each on its own device."""
         with self.condition:
             used = {one.item for run in self.runs for one in run.training.groups if one.kind == "frozen"}
             for key, places in list(self.frozen.items()):
@@ -160,7 +163,10 @@ class Engine:
                         item.is_stale = True
 
     def _obey(self, run: JobRun) -> None:
-        """Carries out what a user wanted of a job that nobody has, but for stopping it, which takes a turn."""
+        """Carry out what a user requested of a job that no worker has.
+
+        A request to stop is not carried out here, because it takes a turn.
+        """
         if run.is_taken or run.state.is_over or run.wanted in (None, JobState.STOPPED):
             return
         wanted, run.wanted = run.wanted, None
@@ -190,17 +196,17 @@ class Engine:
         if run is not own:
             try:
                 self._move(run, worker)
-            except InternalError:  # a frozen item began to move this very moment
+            except InternalError:  # a frozen item has just begun to move
                 return None
             run.is_taken, run.since_s = True, now_s
         return JobTurn(self, run)
 
     def _candidate(self, run: JobRun, progress: Progress) -> Candidate:
-        is_urgent = run.wanted is JobState.STOPPED or not run.is_prepared  # what it takes is to be known
+        is_urgent = run.wanted is JobState.STOPPED or not run.is_prepared  # what the job needs must be known first
         return Candidate((0, 0) if is_urgent else (1, self._scheduler(progress)), run.since_s, run.place)
 
     def _fleet_s(self) -> float:
-        """Seconds until the fleet ends at the soonest, as far as its jobs are known; for `Progress`."""
+        """Return the seconds until the fleet can end at the earliest, as far as its jobs are known; for `Progress`."""
         if len(self.workers) == 1:
             return math.inf
         left = (run.remaining_s() for run in self.runs if run.state is JobState.RUNNING and run.is_prepared)
@@ -223,11 +229,11 @@ class Engine:
         )
 
     def _is_on(self, item: Item, worker: Worker) -> bool:
-        """Whether the device has the frozen item, or one with the same bytes."""
+        """Whether the device has the frozen item, or another with the same bytes."""
         return any(worker.index in places for places in self.frozen.values() if item in places.values())
 
     def _move(self, run: JobRun, worker: Worker) -> None:
-        """Hands the job's items over to ``worker``. Holds the lock."""
+        """Hand the job's items over to ``worker``. The caller holds the lock."""
         if run.home is not None and run.home is not worker:
             waterfall = worker.memory.waterfall
             groups = [group for group in run.training.groups if group.item is not None]
@@ -255,18 +261,18 @@ class JobTurn:
         self.engine, self.run_of = engine, run
 
     def first_items(self, worker: Worker) -> list[Item]:  # noqa: ARG002  # the protocol's
-        """The first shard's groups."""
+        """Return the items of the first shard's groups."""
         groups = self.run_of.training.groups
         return (
             [one.item for one in groups if 0 in one.shards and one.item is not None] if self.run_of.is_prepared else []
         )
 
     def run(self, worker: Worker) -> None:
-        """Whatever comes next for the job; a fault of its own ends it alone."""
+        """Run what comes next for the job. An error of the job ends only this job."""
         run, engine = self.run_of, self.engine
         try:
             if run.state.is_over:
-                return  # chosen before its last turn had ended
+                return  # this turn was chosen before the job's last turn had ended
             if run.wanted is JobState.STOPPED and not (run.is_prepared and run.training.position.micro):
                 if run.is_prepared:
                     engine.upkeep.save(run, worker)
@@ -302,14 +308,14 @@ class JobTurn:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
         self._train(worker, self._batches_of_turn(Batch(*batch, training.position.batch)))
         if training.position.micro == 0:
-            engine.upkeep.stepped(run)  # before the checkpoint: a process that ends between them loses no line
+            engine.upkeep.stepped(run)  # before the checkpoint, so that a process that ends in between loses no line
             if engine.is_stopping or engine.upkeep.wants_save(run):
                 engine.upkeep.save(run, worker)
             if training.is_done():
                 self._finish(worker)
 
     def _finish(self, worker: Worker) -> None:
-        """The last validation, the last checkpoint."""
+        """Run the last validation, write the last checkpoint and end the job."""
         run, engine, training = self.run_of, self.engine, self.run_of.training
         if training.validation is not None and run.last_validation != training.position.step and self._validate(worker):
             engine.upkeep.save(run, worker)
@@ -321,11 +327,14 @@ class JobTurn:
         engine.end(run, worker, JobState.DONE)
 
     def _batches_of_turn(self, first: Batch) -> list[Batch]:
-        """``first``, or all of its step. A pass over the data that ends in the middle of a step ends the turn, too."""
+        """Return ``first``, or all batches of its step.
+
+        A pass over the data that ends in the middle of a step also ends the turn.
+        """
         run, training = self.run_of, self.run_of.training
         found = [first]
         while run.is_vertical and not training.position.micro and len(found) < training.job.accumulate:
-            found[-1] = found[-1]._replace(leaves=[one.clone() for one in found[-1].leaves])  # data may use them again
+            found[-1] = found[-1]._replace(leaves=[one.clone() for one in found[-1].leaves])  # data may reuse them
             batch = training.feed.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
@@ -334,7 +343,7 @@ class JobTurn:
         return found
 
     def _train(self, worker: Worker, batches: list[Batch]) -> None:
-        """Shard by shard where they are all batches of a step and of one shape, else one after the other."""
+        """Train shard by shard if these are all batches of a step and of one shape, otherwise batch by batch."""
         training = self.run_of.training
         signatures = {one.structure.signature for one in batches}
         if (
@@ -349,7 +358,7 @@ class JobTurn:
                 self._train_on(worker, [batch])
 
     def _goes_vertically(self, worker: Worker, batch: Batch) -> bool:
-        """For batches of that shape."""
+        """Whether batches of this shape train shard by shard."""
         run, signature = self.run_of, batch.structure.signature
         if signature not in run.vertical_of:
             program = run.training.program(batch.leaves, batch.structure)
@@ -406,7 +415,7 @@ class JobTurn:
         return found
 
     def _validate(self, worker: Worker) -> bool:
-        """One pass over the validation batches. Returns whether the job is to stop."""
+        """Run one pass over the validation batches, and return whether the job must stop."""
         run, training = self.run_of, self.run_of.training
         assert training.validation is not None
         run.last_validation = training.position.step
@@ -444,7 +453,11 @@ class JobTurn:
         return {str(name): float(value) for name, value in named.items()}
 
     def _handle(self, worker: Worker, error: BaseException) -> None:
-        """Out of memory is answered once by smaller shards, from the last checkpoint; everything else ends the job."""
+        """Handle an error of the job.
+
+        The first time that memory runs out, the job restarts with smaller shards from its last checkpoint. Any other
+        error ends the job.
+        """
         run, engine = self.run_of, self.engine
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not (is_memory and run.is_prepared and not run.is_smaller):
@@ -452,14 +465,14 @@ class JobTurn:
             return
         for item in run.training.items():
             worker.memory.discard(item)
-        run.is_smaller, run.ways = run.is_smaller + 1, Ways()  # of other shards
+        run.is_smaller, run.ways = run.is_smaller + 1, Ways()  # what it learned was about other shards
         run.wants_validation, run.last_validation, run.saved_step = False, -1, -1
         with engine.condition:
             run.training, run.is_prepared, run.home = Training(run.job), False, None
 
 
 class _Measured:
-    """Units of training, from the measures of their shards."""
+    """Memory and time of training units, from the measures of their shards."""
 
     def __init__(self, mini: MiniBatch, measures: Sequence[ShardMeasure], saves: Sequence[bool]):
         self._mini, self._measures, self._saves = mini, measures, saves
@@ -476,7 +489,10 @@ class _Measured:
         return max(most, self._step_bytes(task.shard) + one.handed_bytes) if steps else most
 
     def _step_bytes(self, at: int) -> int:
-        """Of the optimizer's step: what it makes of state is there already, or some of it."""
+        """Return the bytes that the optimizer's step takes.
+
+        Some or all of the state that a first step makes exists already.
+        """
         return max(self._measures[at].later_step_bytes, self._measures[at].step_bytes - self._mini.work.state_bytes(at))
 
     def remaining_bytes(self, index: int) -> int:
@@ -492,7 +508,10 @@ class _Measured:
 
 
 class _AtMost:
-    """Units of validation, none of which takes more than training did, but for batches that are ``larger``."""
+    """Memory of validation units.
+
+    None takes more than training did, except in proportion to batches that are ``larger``.
+    """
 
     def __init__(self, mini: MiniBatch, measures: Sequence[ShardMeasure], larger: float):
         self._mini, self._measures, self._larger = mini, measures, larger

@@ -1,4 +1,4 @@
-"""A job's batches in the order of a training script, and how far it is in them."""
+"""The batches of a job in the order of a training script, and its position in them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,43 +15,43 @@ _END = object()
 
 @dataclass(slots=True)
 class Position:
-    """How far a job is."""
+    """The position of a job in its training."""
 
     step: int = 0
     """Optimizer steps done."""
     epoch: int = 0
-    """Of the batch that comes next."""
+    """Epoch of the next batch."""
     batch: int = 0
-    """Batches of that epoch taken."""
+    """Batches of that epoch already taken."""
     micro: int = 0
     """Batches accumulated since the last step."""
     num_samples: int = 0
-    """Samples trained on, as the first dimension of batches says."""
+    """Samples trained on, as given by the first dimension of batches."""
 
     def is_end_of(self, job: Job) -> bool:
-        """Whether the last step is behind it."""
+        """Whether the job has done its last step."""
         return self.step >= job.steps if job.steps is not None else self.epoch >= (job.epochs or 0)
 
 
 class Feed:
-    """The batches of ``data`` from ``position`` on, which it moves."""
+    """The batches of ``data`` from ``position`` on. It advances ``position``."""
 
     def __init__(self, job: Job, data: Iterable[Any], randomness: Randomness, position: Position):
         self.data = data
         self.epoch_random: dict[str, Any] | None = None
-        """The job's random state when the pass at hand began."""
+        """The job's random state at the start of the current pass."""
         self._job, self._randomness, self._position = job, randomness, position
         self._batches: Iterator[Any] | None = None
         self._peeked: tuple[list[torch.Tensor], Structure] | None = None
 
     def peek(self) -> tuple[list[torch.Tensor], Structure]:
-        """The batch that `next_batch` will return."""
+        """Return the batch that `next_batch` will return."""
         while self._peeked is None:
             self._peeked = self.next_batch()
         return self._peeked
 
     def next_batch(self) -> tuple[list[torch.Tensor], Structure] | None:
-        """The next training batch; ``None`` at the end of a pass over the data, after which the next one begins.
+        """Return the next training batch; ``None`` at the end of a pass over the data, after which another begins.
 
         Raises what the data raises, and ``ValueError`` for data without batches.
         """
@@ -78,7 +78,7 @@ class Feed:
         return None
 
     def count_steps(self) -> int:
-        """Optimizer steps of the whole job; an estimate where the data does not tell its length."""
+        """Return the optimizer steps of the whole job; an estimate if the data has no length."""
         if self._job.steps is not None:
             return self._job.steps
         try:
@@ -88,7 +88,7 @@ class Feed:
         return max(1, (self._job.epochs or 1) * num_batches // self._job.accumulate)
 
     def skip_to(self, position: Position, epoch_random: dict[str, Any] | None) -> None:
-        """Goes on at ``position``, where a checkpoint was: takes the batches of its epoch that came before it."""
+        """Continue at ``position`` of a checkpoint: take and drop the batches of its epoch that came before."""
         self._position, self._batches, self.epoch_random = position, None, epoch_random
         if not position.batch:
             return

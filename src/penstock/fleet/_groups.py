@@ -1,7 +1,7 @@
-"""A job's tensors packed into groups: what the same shards use, and what changes together, moves together.
+"""A job's tensors packed into groups. Tensors that the same shards use and that change together move together.
 
-Parameters that train, parameters that do not, and buffers are kept apart, since backward and the optimizer change the
-first, forward the last, and nobody the second, which jobs with the same frozen parameters therefore share.
+Trained parameters, frozen parameters and buffers are kept apart: backward and the optimizer change the first, nothing
+changes the second, and forward changes the third. Jobs with the same frozen parameters therefore share them.
 """
 
 import hashlib
@@ -15,9 +15,9 @@ from penstock.fleet._memory import Item
 from penstock.tiers import ViewLayout
 
 _ALIGNMENT_BYTES = 64
-"""Of tensors inside of a group: that of PyTorch's own allocations, so that kernels take the same path."""
+"""Alignment of tensors inside a group: that of PyTorch's own allocations, so that kernels take the same path."""
 _WIDE_ALIGNMENT_BYTES = 256
-"""Of saved tensors inside of a bundle: as much as any library of kernels looks at."""
+"""Alignment of saved tensors inside a bundle: the largest that any kernel library checks for."""
 
 Kind = Literal["trained", "frozen", "buffer"]
 
@@ -27,15 +27,15 @@ class Group:
     """Tensors that move together."""
 
     kind: Kind
-    """Whether the optimizer changes them, nobody does, or forward may."""
+    """Whether the optimizer changes them, nothing does, or forward may."""
     shards: tuple[int, ...]
-    """Which shards use them; the first owns them."""
+    """The shards that use them; the first owns them."""
     layouts: dict[str, ViewLayout]
-    """Per tensor, where it is in the group's one storage."""
+    """Per tensor, its place in the group's one storage."""
     size_bytes: int
-    """Of that storage."""
+    """Size of that storage."""
     item: Item | None = field(default=None, repr=False)
-    """Where the bytes are; ``None`` before they were put anywhere."""
+    """Where the bytes are; ``None`` until they were put anywhere."""
 
     @property
     def owner(self) -> int:
@@ -43,12 +43,12 @@ class Group:
         return min(self.shards, default=-1)
 
     def views(self, storage: torch.UntypedStorage) -> dict[str, torch.Tensor]:
-        """The tensors over ``storage``."""
+        """Return the tensors over ``storage``."""
         return {name: layout.rebuild(storage) for name, layout in self.layouts.items()}
 
 
 def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewLayout], int]:
-    """Where each tensor comes to lie in one storage, strides as they are, and the bytes of that storage."""
+    """Return the place of each tensor in one storage, with unchanged strides, and the bytes of that storage."""
     layouts, end = {}, 0
     for name, tensor in tensors.items():
         start = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -60,7 +60,7 @@ def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewL
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the bytes from the first element of a tensor to its last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -70,7 +70,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 def pack(
     tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout], size_bytes: int, device: torch.device
 ) -> torch.UntypedStorage:
-    """A new storage on ``device`` with the tensors' values in it."""
+    """Return a new storage on ``device`` that holds the tensors' values."""
     storage = torch.zeros(size_bytes, dtype=torch.uint8, device=device).untyped_storage()
     with torch.no_grad():
         for name, layout in layouts.items():
@@ -79,7 +79,7 @@ def pack(
 
 
 def bundled(storages: Iterable[torch.UntypedStorage], device: torch.device) -> tuple[torch.UntypedStorage, list[int]]:
-    """A new storage on ``device`` with the bytes of all, and where those of each begin."""
+    """Return a new storage on ``device`` with the bytes of all ``storages``, and where each begins."""
     padding = torch.zeros(_WIDE_ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
     parts, starts, end = [], [], 0
     with torch.no_grad():
@@ -97,7 +97,7 @@ def group(
     buffers: Iterable[str],
     uses: Mapping[str, Iterable[int]],
 ) -> list[Group]:
-    """Groups of ``tensors`` by kind and by the shards that use them."""
+    """Group ``tensors`` by kind and by the shards that use them."""
     trained, buffers = set(trained), set(buffers)
     members: dict[tuple[Kind, tuple[int, ...], str], dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
@@ -113,7 +113,7 @@ def group(
 
 
 def content_key(tensors: Mapping[str, torch.Tensor], layouts: Mapping[str, ViewLayout]) -> str:
-    """Equal for groups with equal bytes in equal places."""
+    """Return a key that is equal for groups with equal bytes in equal places."""
     digest = hashlib.sha256(
         repr([(layout.shape, layout.stride, str(layout.dtype)) for layout in layouts.values()]).encode()
     )

@@ -1,8 +1,8 @@
-"""What a factory handed in that somebody else holds too, such as ``model=lambda: model``.
+"""Detection of objects from a factory that others hold as well, such as ``model=lambda: model``.
 
-A fleet takes the bytes of a job's model away, so it trains modules that nobody else has, and a copy of others. Whether
-somebody has them is told as a garbage collector tells it: references that come from the model's own objects are
-counted, and an object with more than those is held elsewhere.
+A fleet takes the bytes of a job's model away. It therefore trains modules that nobody else holds, and copies of others.
+It detects other holders as a garbage collector does: it counts the references that come from the model's own objects.
+An object with more references than those is held elsewhere.
 """
 
 import copy
@@ -21,9 +21,9 @@ from penstock.errors import SharedModelWarning
 
 
 def own_model(box: list[nn.Module], job: str) -> nn.Module:
-    """The module in ``box``, or, if it or a part of it is held elsewhere as well, a copy, and a warning says so.
+    """Return the module in ``box``, or a copy with a warning if it or a part of it is held elsewhere.
 
-    Nobody but the box may refer to it. Raises ``ValueError`` for a module that is held elsewhere and cannot be copied.
+    Only the box may refer to it. Raises ``ValueError`` for a module that is held elsewhere and cannot be copied.
     """
     shared = held_elsewhere(box)
     if shared is None:
@@ -32,7 +32,7 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
     advice = "model=lambda: copy.deepcopy(module), or a factory that makes a new one"
     try:
         own = copy.deepcopy(box[0])
-    except Exception as error:  # whatever a part of it raises
+    except Exception as error:  # a part of the module may raise anything
         raise ValueError(
             f"job {job!r}: model() returned {what} is held elsewhere too, and it cannot be copied "
             f"({type(error).__name__}: {error}). Its bytes leave while others train, so each call of model() must "
@@ -48,23 +48,24 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
 
 
 def held_elsewhere(box: list[nn.Module]) -> str | None:
-    """The name of a part of the model in ``box`` that somebody else holds; "" for the model itself, ``None`` for none.
+    """Return the name of a part of the model in ``box`` that is held elsewhere.
 
-    Parts are modules, parameters and buffers. Nobody but the box may refer to the model.
+    The name is "" for the model itself, and the result ``None`` if nothing is held elsewhere. Parts are modules,
+    parameters and buffers. Only the box may refer to the model.
     """
     inside = _references_inside(box)
     parts = _parts(box)
     names = list(parts)
     for name in names:
         part = parts.pop(name)
-        # References beside those: this variable, and what getrefcount is given.
+        # Two references are ours: this variable, and the argument of getrefcount.
         if sys.getrefcount(part) - 2 > inside[id(part)]:
             return name
     return None
 
 
 def _references_inside(box: list[nn.Module]) -> Counter[int]:
-    """By identity of modules and tensors, references that the box and the model's own objects have to them."""
+    """Count the references that the box and the model's own objects have to modules and tensors, by identity."""
     inside: Counter[int] = Counter()
     seen: set[int] = {id(box)}
     waiting: list[Any] = [box]  # any: whatever a module refers to
@@ -80,7 +81,7 @@ def _references_inside(box: list[nn.Module]) -> Counter[int]:
 
 
 def _referents(thing: Any) -> list[Any]:  # any: whatever a module refers to
-    """What a thing refers to, if that may belong to the model: neither modules of Python nor globals of functions."""
+    """Return what ``thing`` refers to, if it may belong to the model: no Python modules and no globals of functions."""
     if isinstance(thing, types.ModuleType):
         return []
     if isinstance(thing, types.FunctionType):

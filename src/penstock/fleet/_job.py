@@ -1,4 +1,4 @@
-"""What a user hands in: jobs, made of factories, and devices."""
+"""Jobs, made of factories, and devices: what a user gives to a fleet."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,21 +13,27 @@ from penstock.tiers import Size
 from penstock.units import parse_bytes
 
 Precision = Literal["float32", "bfloat16", "float16"]
-"""``"float32"`` leaves dtypes alone; the others run forward under autocast, ``"float16"`` with loss scaling."""
+"""A precision.
+
+``"float32"`` leaves dtypes alone; the others run forward under autocast, ``"float16"`` with loss scaling.
+"""
 
 Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
-Model = Callable[..., Any]  # the module, or what stands for it when only its last shard is on the device
+Model = Callable[..., Any]  # the module, or its stand-in when only its last shard is on the device
 Loss = Callable[[Model, Batch], torch.Tensor]
-"""From the model and a batch to a scalar, calling the model once: ``lambda model, batch: model(**batch).loss``."""
+"""A function from the model and a batch to a scalar.
+
+It calls the model once: ``lambda model, batch: model(**batch).loss``.
+"""
 
 AUTOCAST_DTYPES: dict[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One model to train. All that is built is built by factories, so that the fleet decides when and where.
+    """One model to train. Factories build everything, so that the fleet decides when and where.
 
-    It trains as this loop would, to the bit where the order of operations is the same::
+    It trains as this loop does, bit for bit if the order of operations is the same::
 
         torch.manual_seed(job.seed)
         model = job.model()
@@ -39,43 +45,55 @@ class Job:
             optimizer.step()
             optimizer.zero_grad()
 
-    Raises ``TypeError`` or ``ValueError`` where a field cannot be used.
+    Raises ``TypeError`` or ``ValueError`` if a field cannot be used.
     """
 
     name: str
-    """Of its own within the fleet; letters, digits and ``._-=+,`` and blanks, since it names a folder."""
+    """A name that is unique in the fleet: letters, digits, ``._-=+,`` and blanks, since it names a folder."""
     model: Callable[[], nn.Module]
-    """Makes the model in main memory."""
+    """A factory of the model, in main memory."""
     data: Callable[[], Iterable[Batch]]
-    """Makes what yields batches, such as a ``DataLoader``; iterated once per epoch."""
+    """A factory of an iterable of batches, such as a ``DataLoader``, which is iterated once per epoch."""
     loss: Loss
-    """From the model and a batch to the loss, a scalar."""
+    """A function from the model and a batch to the loss, a scalar."""
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    """Takes the list of parameters, or, if its argument is called ``named_parameters``, ``(name, parameter)`` pairs."""
+    """A factory of the optimizer.
+
+    It takes the list of parameters, or, if its argument is called ``named_parameters``, ``(name, parameter)`` pairs.
+    """
     epochs: int | None = None
     """Passes over the data. Give this or ``steps``."""
     steps: int | None = None
-    """Optimizer steps; the data is begun again as often as needed."""
+    """Optimizer steps; the data is restarted as often as needed."""
     validation: Callable[[], Iterable[Batch]] | None = None
-    """Makes the batches to validate on; ``None``: the job is not validated."""
+    """A factory of the validation batches; ``None``: no validation."""
     evaluate_every: int | None = None
-    """Steps between validations; ``None``: at the end of each epoch. The end of the job is always validated."""
+    """Steps between validations; ``None``: at the end of each epoch. The job is always validated at its end."""
     metric: Callable[[Model, Batch], Any] | None = None
-    """As ``loss``, to a scalar or a dict of scalars, averaged over validation batches; ``None``: the loss."""
+    """A function like ``loss``, to a scalar or a dict of scalars, averaged over validation batches.
+
+    ``None``: the loss.
+    """
     lr_scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
-    """Stepped after every optimizer step."""
+    """A factory of the learning-rate scheduler, which is stepped after every optimizer step."""
     accumulate: int = 1
-    """Batches per optimizer step; each loss is divided by it. Groups go on across epochs; a short last is dropped."""
+    """Batches per optimizer step; each loss is divided by this number.
+
+    Accumulation continues across epochs; an incomplete last step is dropped.
+    """
     clip_norm: float | None = None
-    """Largest norm of all gradients together, as ``torch.nn.utils.clip_grad_norm_``; ``None`` does not clip."""
+    """Largest total norm of all gradients, as in ``torch.nn.utils.clip_grad_norm_``; ``None``: no clipping."""
     precision: Precision = "float32"
-    """Of forward."""
+    """Precision of forward."""
     stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
-    """Cuts the model by hand: layers in order, each taking what the one before returned. ``None``: by tracing."""
+    """A function that cuts the model by hand into layers, in order. Each takes the result of the previous one.
+
+    ``None``: the model is traced.
+    """
     seed: int = 0
-    """Begins the job's random numbers, as ``torch.manual_seed`` would."""
+    """Seed of the job's random numbers, as for ``torch.manual_seed``."""
     tags: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever should be shown beside the results: hyperparameters, mostly."""
+    """Anything to show next to the results, usually hyperparameters."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -101,12 +119,12 @@ class Job:
             raise ValueError(f"job {self.name!r}: nothing to evaluate on; give validation=lambda: batches")
 
     def with_changes(self, **changes: Any) -> "Job":
-        """The same job with other fields, as for a clone: ``job.with_changes(name="b", optimizer=...)``."""
+        """Return the same job with other fields, as for a clone: ``job.with_changes(name="b", optimizer=...)``."""
         return replace(self, **changes)
 
     @checked("job.make_optimizer(list(model.named_parameters()))")
     def make_optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Calls the factory with what it wants."""
+        """Call the optimizer's factory with parameters or named parameters, whichever it takes."""
         if not named:
             raise ValueError("`named` must have a parameter: job.make_optimizer(list(model.named_parameters()))")
         try:
@@ -127,14 +145,14 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """How another process, or a clone, makes a job again: ``make(**parameters)``."""
+    """A recipe with which another process, or a clone, makes a job again: ``make(**parameters)``."""
 
     make: Callable[..., Job]
-    """A function of hyperparameters."""
+    """A function from hyperparameters to a job."""
     path: str
-    """Where it is, as ``"module:function"`` or ``"file.py:function"``."""
+    """Location of the function, as ``"module:function"`` or ``"file.py:function"``."""
     parameters: Mapping[str, Any]
-    """What it was called with."""
+    """The arguments that it was called with."""
 
     def __post_init__(self) -> None:
         check_fields(self, "JobSource(make=make_job, path='jobs.py:make_job', parameters={'lr': 1e-3})")
@@ -142,16 +160,16 @@ class JobSource:
 
 @dataclass(slots=True, kw_only=True)
 class Ablation:
-    """What the engine does beyond training one job after the other; switched off for comparison."""
+    """Parts of the engine that go beyond training one job after the other, switched off for comparison."""
 
     double_buffer: bool = True
-    """Whether the next unit's bytes come in while one computes."""
+    """Whether the next unit's bytes are copied in while one computes."""
     sharp: bool = True
-    """Whether a device takes another job before one is over."""
+    """Whether a device may switch to another job before one is over."""
     recompute: bool | None = None
     """Whether backward runs forward again; ``None``: where it is cheaper."""
     vertical: bool = True
-    """Whether all mini-batches of a step go through a shard before the next shard comes, where that moves less."""
+    """Whether all mini-batches of a step pass one shard before the next, where that moves fewer bytes."""
 
     def __post_init__(self) -> None:
         check_fields(self, "Ablation(double_buffer=False)")
@@ -159,12 +177,12 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device of a fleet. ``Device(name="cuda:0", budget="40GiB")``; ``Device(name="cpu", threads=1)``."""
+    """A device of a fleet: ``Device(name="cuda:0", budget="40GiB")`` or ``Device(name="cpu", threads=1)``."""
 
     name: str
-    """``"cuda:0"``, or ``"cpu"``: then the device is a share of main memory and of the cores."""
+    """``"cuda:0"``, or ``"cpu"``, which means a share of main memory and of the cores."""
     budget: Size | None = None
-    """Bytes that training may take on it at its true peak; ``None``: that of the fleet."""
+    """Bytes that training may take on it at its true peak; ``None``: the fleet's budget."""
     threads: int | None = None
     """Intra-op threads of a CPU device; ``None``: an equal share of PyTorch's."""
 

@@ -1,4 +1,4 @@
-"""A job in the fleet: where it is in its life, and what is known of it."""
+"""A job in the fleet: its state, and what is known about it."""
 
 import math
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ from penstock.fleet._worker import Worker
 
 
 class JobState(Enum):
-    """Where a job is in its life."""
+    """State of a job, from its arrival to its end."""
 
     PENDING = "pending"
-    """Not begun."""
+    """Not started."""
     RUNNING = "running"
-    """Begun, and on a device, or just about to be."""
+    """Started, and on a device or about to be."""
     WAITING = "waiting"
-    """Begun, and waiting for a device for a second or more."""
+    """Started, and waiting for a device for a second or more."""
     PAUSED = "paused"
     """Held until it is resumed."""
     DONE = "done"
@@ -30,72 +30,75 @@ class JobState(Enum):
     FAILED = "failed"
     """Ended by an error of its own."""
     STOPPED = "stopped"
-    """Ended before its end: by a user, or by a stopper."""
+    """Ended early, by a user or by a stopper."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more happens to it."""
+        """Whether the job has ended, in one way or another."""
         return self in (JobState.DONE, JobState.FAILED, JobState.STOPPED)
 
 
 @dataclass(eq=False)
 class JobRun:
-    """A job in the fleet. Guarded by the engine's lock, but for `training`, which whoever took the job has alone."""
+    """A job in the fleet. The engine's lock guards it, except `training`.
+
+    `training` belongs to the worker that took the job.
+    """
 
     job: Job
     place: int
     training: Training
     state: JobState = JobState.PENDING
     wanted: JobState | None = None
-    """What a user asked for meanwhile: paused, stopped, or running again."""
+    """A user's pending request: to pause, to stop, or to run again."""
     error: str | None = None
     trace: str = ""
-    """The whole traceback of the error."""
+    """The full traceback of the error."""
     home: Worker | None = None
     """The device that ran it last and has its items."""
     is_taken: bool = False
     arrival_s: float = 0.0
-    """When it came, in seconds since the fleet began."""
+    """Its arrival, in seconds since the fleet started."""
     since_s: float = 0.0
-    """Since when it waits, or has its device; likewise."""
+    """Since when it has been waiting, or has had its device, in seconds since the fleet started."""
     seconds_per_step: float = 0.0
-    """On one device, units alone; refined as steps are measured."""
+    """Seconds of a step's units on one device, refined as steps are measured."""
     num_steps: int = 0
-    """Steps in all, as far as known."""
+    """Total number of steps, as far as known."""
     measures: list[ShardMeasure] = field(default_factory=list)
-    """Of its first shape of batch, per shard."""
+    """Measures of its first shape of batch, per shard."""
     measures_of: dict[Any, list[ShardMeasure]] = field(default_factory=dict)
-    """Of all shapes that came."""
+    """Measures of all shapes of batch so far."""
     ways: Ways = field(default_factory=Ways)
-    """Of its mini-batches, where the model is run whole."""
+    """What is known of its mini-batches, if the model is run whole."""
     saves: list[bool] = field(default_factory=list)
     is_vertical: bool = False
-    """Whether all mini-batches of a step go through a shard before the next shard comes."""
+    """Whether all mini-batches of a step pass one shard before the next."""
     vertical_of: dict[Any, bool] = field(default_factory=dict)
-    """The same by shape of batch."""
+    """The same per shape of batch."""
     is_prepared: bool = False
     last_validation: int = -1
     wants_validation: bool = False
     saved_step: int = -1
     """Step of the last checkpoint."""
     saved_s: float = 0.0
-    """When that was."""
+    """Time of the last checkpoint."""
     started_s: float = 0.0
     ended_s: float = 0.0
     leaf_bytes: int = 0
-    """Of its first batch."""
+    """Bytes of its first batch."""
     is_smaller: int = 0
-    """Times it was cut smaller because a device ran out of memory."""
+    """How often it was cut smaller because a device ran out of memory."""
 
     @property
     def size_bytes(self) -> int:
-        """Parameters, gradients and optimizer state; 0 before they were measured."""
+        """Bytes of parameters, gradients and optimizer state; 0 until they are measured."""
         if not self.is_prepared:
             return 0
         return sum(2 * one.parameter_bytes + one.state_bytes for one in self.measures)
 
     def cost(self) -> JobCost:
-        """As schedulers and simulations take it. The job was prepared."""
+        """Return the job's cost for schedulers and simulations. The job must be prepared."""
         return JobCost(
             name=self.job.name,
             shards=tuple(one.cost(saves) for one, saves in zip(self.measures, self.saves, strict=True)),
@@ -116,9 +119,9 @@ class JobRun:
         return self.seconds_per_step * self.batches_per_turn / self.job.accumulate
 
     def remaining_s(self, *, at_hand: bool = False) -> float:
-        """Seconds of its units that are left, on one device; ``at_hand``: but for the mini-batch that it is at.
+        """Return the seconds of its remaining units, on one device.
 
-        Infinite before it was measured.
+        ``at_hand`` leaves out the current mini-batch. Infinite until the job is measured.
         """
         if not self.is_prepared:
             return math.inf
@@ -127,11 +130,14 @@ class JobRun:
         return max(0, left) * self.turn_s / self.batches_per_turn
 
     def ends_with_turn(self) -> bool:
-        """Whether the mini-batch that it is at is its last for certain."""
+        """Whether its current mini-batch is certain to be its last."""
         return self.is_prepared and self.job.steps is not None and not self.remaining_s(at_hand=True)
 
     def progress(self, now_s: float, fleet_s: float, *, at_hand: bool) -> Progress:
-        """As schedulers take it; ``at_hand``: for the device that has it, and whose mini-batch is ending."""
+        """Return its progress for schedulers.
+
+        ``at_hand`` is for the device that has the job and is about to end its mini-batch.
+        """
         at = self.training.position
         return Progress(
             job=self.place,

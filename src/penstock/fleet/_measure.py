@@ -1,4 +1,7 @@
-"""What jobs cost, measured on one device without training them: for simulations of devices that need not exist."""
+"""Costs of jobs, measured on one device without training them.
+
+Simulations use them for devices that you need not have.
+"""
 
 from collections.abc import Iterable
 
@@ -21,10 +24,10 @@ def measure(
     host_budget: Size | None = None,
     disk: DiskSpec = None,
 ) -> tuple[JobCost, ...]:
-    """Cuts every job for a device with that budget and measures its shards there, for `FleetProblem` and `simulate`.
+    """Cut every job for a device with that budget and measure its shards there, for `FleetProblem` and `simulate`.
 
-    Takes what `Fleet` takes; the jobs' factories are called as for training. Jobs that compute the same on the same
-    shapes are measured once. Raises ``PenstockError`` for a job that cannot be measured, with the reason.
+    Takes the arguments of `Fleet`; the jobs' factories are called as for training. Jobs that compute the same on the
+    same shapes are measured once. Raises ``PenstockError`` for a job that cannot be measured, with the reason.
     """
     with Fleet([device], budget, host_budget=host_budget, disk=disk, progress=None) as made:
         made._engine.only_measures = True

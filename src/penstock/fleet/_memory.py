@@ -1,11 +1,12 @@
-"""A device's memory as a cache over the tiers, with the near future known.
+"""A device's memory as a cache over the tiers, with known future uses.
 
-`Item`s are storages that come and go together: parameters of a shard, what its forward saved, a value between shards.
-The worker of the device says what the unit at hand needs, and when everything else is next used; what is used last goes
-first. An item that was changed is written out when it has to go, or earlier when the room will be needed soon; one that
-has a copy below is simply dropped. So a job that fits is never moved at all, and one that does not streams through.
+An `Item` is a set of storages that move together: parameters of a shard, what its forward saved, a value between
+shards. The device's worker says what the current unit needs, and when everything else is next used. The item whose next
+use is farthest away goes first. An item that was changed is written out when it has to go, or earlier when its memory
+will be needed soon. An item that has a copy in a lower tier is simply dropped. So a job that fits is never moved at
+all, and one that does not fit streams through the device.
 
-Belongs to the device's thread. The bytes counted are those of every storage held, on its way out or on its way in.
+Belongs to the device's thread. The counted bytes are those of every storage that is held or being copied out or in.
 """
 
 import math
@@ -21,19 +22,22 @@ from penstock.tiers import Handle, HandleState, Waterfall
 from penstock.units import format_bytes
 
 SMALL_BYTES = 64 * 1024
-"""Storages below it are not worth a copy of their own; where it matters they are packed."""
+"""Size below which storages are not worth a copy of their own. Where it matters, they are packed."""
 _TRIES = 4
 _SLACK_BYTES = 4096
-"""What an aligned allocation may take beside its bytes."""
+"""Bytes that an aligned allocation may take in addition to its own."""
 
 
 def counted_bytes(sizes: Sequence[int]) -> int:
-    """What an item with storages of these bytes counts as."""
+    """Return the bytes that an item with storages of these sizes counts as."""
     return sum(sizes) + _SLACK_BYTES * len(sizes)
 
 
 class Item:
-    """Storages that come and go together: ``storages`` while on the device, ``handles`` while a tier has them."""
+    """Storages that move together.
+
+    They are in ``storages`` while on the device, and in ``handles`` while a tier has them.
+    """
 
     __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "size_bytes", "sizes", "storages")
 
@@ -44,10 +48,10 @@ class Item:
         self.storages: list[torch.UntypedStorage] | None = list(storages)
         self.handles: list[Handle | None] | None = None
         self.next_use = math.inf
-        """When it is used next, in units from now; set by the worker."""
+        """Its next use, in units from now; set by the worker."""
         self.is_stale = False
-        """Whether the job has gone to another device, so that this copy counts no more."""
-        self._stays = [None if one.nbytes() else one for one in storages]  # without bytes there is nothing to move
+        """Whether the job has gone to another device, so that this copy no longer counts."""
+        self._stays = [None if one.nbytes() else one for one in storages]  # storages without bytes are not moved
 
     def __repr__(self) -> str:
         return f"<Item {self.label!r} {self.size_bytes} bytes{'' if self.storages is None else ' on the device'}>"
@@ -65,7 +69,7 @@ class Item:
         return self.handles is not None and all(one is not None and one.is_settled for one in self.handles)
 
     def held_bytes(self) -> int:
-        """Bytes of the device that it takes now."""
+        """Return the bytes of the device that it takes now."""
         if self.storages is not None:
             return self.size_bytes
         held = sum(one.nbytes() for one in self._stays if one is not None)
@@ -75,13 +79,16 @@ class Item:
         return held
 
     def borrowed(self, waterfall: Waterfall) -> "Item":
-        """The same bytes as an item of another device; this one is stale from now on."""
+        """Return the same bytes as an item of another device. This item is stale from now on."""
         other = self.shared(waterfall)
         self.is_stale = True
         return other
 
     def shared(self, waterfall: Waterfall) -> "Item":
-        """The same bytes as an item of another device, which both only read. It ``is_settled``."""
+        """Return the same bytes as an item of another device, if both only read them.
+
+        The item must be settled (`is_settled`).
+        """
         other = Item(self.label, ())
         other.sizes, other.size_bytes = self.sizes, self.size_bytes
         assert self.handles is not None
@@ -91,48 +98,51 @@ class Item:
 
 
 class DeviceMemory:
-    """What of a device's budget is taken by what. ``budget_bytes`` bounds items and the unit at hand together."""
+    """The bytes that items and units take of a device's budget.
+
+    ``budget_bytes`` limits all items and the current unit together.
+    """
 
     def __init__(self, device: torch.device, waterfall: Waterfall, budget_bytes: int):
         self.device = device
         self.waterfall = waterfall
         self.budget_bytes = budget_bytes
         self.library_bytes = 0
-        """What the device's libraries keep for the thread that computes there, such as workspaces of products."""
+        """Bytes that the device's libraries keep for the computing thread, such as workspaces of matrix products."""
         self.peak_bytes = 0
         """The most that items and units ever took together, as counted."""
         self.stall_s = 0.0
-        """Seconds in which the thread waited for copies."""
-        self._items: dict[Item, None] = {}  # those with bytes here
+        """Seconds for which the thread waited for copies."""
+        self._items: dict[Item, None] = {}  # those with bytes on the device
         self._leaving: dict[Item, None] = {}
 
     def held_bytes(self) -> int:
-        """Bytes of all items on the device, on their way out or in, and what libraries keep."""
+        """Return the bytes of all items on the device or being copied out or in, plus what libraries keep."""
         self._reap()
         return self.library_bytes + sum(item.held_bytes() for item in self._items)
 
     @property
     def room_bytes(self) -> int:
-        """What of the budget is there for items and units."""
+        """The part of the budget that items and units may use."""
         return self.budget_bytes - self.library_bytes
 
     def storages_here(self) -> set[int]:
-        """The storages of all items on the device, on their way out or in, by identity."""
+        """Return the storages of all items on the device or being copied out or in, by identity."""
         here = {storage._cdata for item in self._items for storage in item.storages or ()}
         for handle in (handle for item in self._items for handle in item.handles or ()):
             storage = handle.device_storage if handle is not None else None
             if storage is not None:
                 here.add(storage._cdata)
-        self._reap()  # those that left meanwhile are in no handle any more, and go now
+        self._reap()  # storages that left meanwhile are in no handle any more, and are freed now
         return here
 
     def add(self, item: Item) -> Item:
-        """Counts an item that was made on this device, or borrowed."""
+        """Count an item that was made on this device, or borrowed."""
         self._items[item] = None
         return item
 
     def discard(self, item: Item) -> None:
-        """Its bytes are needed no more, anywhere."""
+        """Free an item that is needed nowhere any more."""
         self._items.pop(item, None)
         self._leaving.pop(item, None)
         for handle in item.handles or ():
@@ -141,7 +151,7 @@ class DeviceMemory:
         item.storages, item.handles = None, None
 
     def changed(self, item: Item) -> None:
-        """The bytes on the device were written to: copies below are old."""
+        """Drop copies in lower tiers, which are outdated since the bytes on the device were written to."""
         assert item.storages is not None, f"{item.label} was written to after it had left"
         self._leaving.pop(item, None)
         for handle in item.handles or ():
@@ -150,12 +160,12 @@ class DeviceMemory:
         item.handles = None
 
     def prefetch(self, item: Item) -> None:
-        """Begins to copy in what is not on the device."""
+        """Begin to copy in what is not on the device."""
         if item.storages is None and item.handles is not None:
             self._items[item] = None
             self._leaving.pop(item, None)
             states = {handle.state for handle in item.handles if handle is not None}
-            if states & {HandleState.LEAVING, HandleState.KEPT}:  # still here: taken back as it is
+            if states & {HandleState.LEAVING, HandleState.KEPT}:  # still on the device: taken back as it is
                 self.get(item)
                 return
             for handle in item.handles:
@@ -163,7 +173,7 @@ class DeviceMemory:
                     handle.prefetch()
 
     def get(self, item: Item) -> list[torch.UntypedStorage]:
-        """The storages, waiting for their copies where needed. Raises ``TierReadError``."""
+        """Return the storages, and wait for their copies if necessary. Raise ``TierReadError`` if a read fails."""
         if item.storages is None:
             start_s = time.perf_counter()
             self._items[item] = None
@@ -181,15 +191,15 @@ class DeviceMemory:
         return item.storages
 
     def before_write(self, item: Item) -> None:
-        """It is going to be written to on the device: copies out that still read it come first."""
+        """Wait for copies out that still read the item. Call it before the item is written to on the device."""
         for handle in item.handles or ():
             if handle is not None:
                 handle.before_write()
 
     def write(self, item: Item) -> None:
-        """Begins to copy out what has no copy below; it stays usable on the device."""
+        """Begin to copy out an item that has no copy in a lower tier. It stays usable on the device."""
         if item.storages is not None and not item.has_copy_below:
-            self.changed(item)  # a copy that failed is tried again
+            self.changed(item)  # tries a failed copy again
         if item.handles is None:
             assert item.storages is not None
             item.handles = [
@@ -198,14 +208,17 @@ class DeviceMemory:
             ]
 
     def evict(self, item: Item) -> None:
-        """Lets it go, once its bytes are below."""
-        self.get(item)  # one that is on its way in, and turned out not to be next
+        """Release the item's bytes on the device as soon as a lower tier has them."""
+        self.get(item)  # it may be on its way in, and no longer be the next one used
         self.write(item)
         item.storages = None
         self._leaving[item] = None
 
     def make_room(self, size_bytes: int, pinned: Iterable[Item], why: str) -> None:
-        """Waits until ``size_bytes`` more may be taken beside ``pinned``. Raises ``BudgetError`` if they never may."""
+        """Wait until ``size_bytes`` more fit the budget next to ``pinned``.
+
+        Raises ``BudgetError`` if they never can.
+        """
         pinned = set(pinned)
         start_s = time.perf_counter()
         while self.held_bytes() + size_bytes > self.budget_bytes:
@@ -221,7 +234,10 @@ class DeviceMemory:
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
-        """Inside, whatever the budget says: a job that is going to be refused is measured, so that it can be told."""
+        """Lift the budget inside this context.
+
+        A job that will be refused is measured there, so that the error can name the budget that it needs.
+        """
         budget_bytes, self.budget_bytes = self.budget_bytes, sys.maxsize
         try:
             yield
@@ -229,7 +245,7 @@ class DeviceMemory:
             self.budget_bytes = budget_bytes
 
     def may_take(self, size_bytes: int, pinned: Iterable[Item]) -> bool:
-        """Whether ``size_bytes`` more fit now, after dropping what has a copy below; waits for nothing."""
+        """Whether ``size_bytes`` more fit now, after dropping items that have a copy in a lower tier. Does not wait."""
         pinned = set(pinned)
         while self.held_bytes() + size_bytes > self.budget_bytes:
             clean = [
@@ -242,7 +258,7 @@ class DeviceMemory:
         return True
 
     def begin_to_leave(self, size_bytes: int, pinned: Iterable[Item]) -> None:
-        """Starts copies out so that ``size_bytes`` are free when they end; waits for nothing."""
+        """Start copies out so that ``size_bytes`` are free when they end. Does not wait."""
         pinned = set(pinned)
         stays = sum(item.held_bytes() for item in self._items if item not in self._leaving)
         while stays + size_bytes > self.room_bytes:
@@ -253,7 +269,7 @@ class DeviceMemory:
             self.evict(victim)
 
     def flush(self, keep: Iterable[Item] = ()) -> None:
-        """Everything but ``keep`` leaves the device."""
+        """Move everything except ``keep`` out of the device."""
         keep = set(keep)
         for item in list(self._items):
             if item.storages is not None and item not in keep:
@@ -268,7 +284,7 @@ class DeviceMemory:
             self._leaving.pop(item, None)
             item.storages = item.handles = None
         for item in [one for one in self._items if one.storages is None and not one.held_bytes()]:
-            del self._items[item]  # all of it is below
+            del self._items[item]  # all of it is in lower tiers
             self._leaving.pop(item, None)
 
     def _farthest(self, pinned: set[Item]) -> Item | None:
@@ -276,7 +292,10 @@ class DeviceMemory:
         return max(held, key=lambda item: (item.next_use, item.has_copy_below, item.size_bytes), default=None)
 
     def _wait_for_oldest(self) -> None:
-        """Waits for a copy out; one that failed is tried a few times, since others may give room back meanwhile."""
+        """Wait for the oldest copy out.
+
+        A failed copy is tried a few times, since others may free space meanwhile.
+        """
         item = next(iter(self._leaving))
         for attempt in range(_TRIES):
             for handle in item.handles or ():

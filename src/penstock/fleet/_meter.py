@@ -1,8 +1,8 @@
-"""What the units of one run take beside the items that they work on, where the run is not cut into calls.
+"""A meter of the bytes that each unit of a run takes in addition to its items, if the run is not cut into calls.
 
-A recording goes on from the first unit to the last. Between units, and while one waits for bytes, the fleet itself
-allocates and frees: that time is left out. A unit's peak begins with what is alive of all that operators have made
-and that no item on the device counts; blocks that the fleet fetched are not the unit's, whoever frees them.
+A recording lasts from the first unit to the last. Between units, and while one waits for bytes, the fleet itself
+allocates and frees: that time is left out. A unit's peak starts from the bytes of all live results of operators that no
+item on the device counts. Blocks that the fleet fetched do not belong to the unit, no matter what frees them.
 """
 
 import time
@@ -17,28 +17,28 @@ from penstock.probe import record_memory
 
 
 class Meter:
-    """Peaks by unit: ``with meter.recording(): ... meter.go_on(index) ... meter.pause()``; then ``peaks``."""
+    """Peaks per unit: ``with meter.recording(): ... meter.go_on(index) ... meter.pause()``, then read ``peaks``."""
 
     def __init__(self, memory: DeviceMemory):
         self._memory = memory
         self._allocator = backend_of(memory.device).allocator
         self._watch: PeakWatch | None = None
         self.peaks: dict[int, int] = {}
-        """By index of the unit, its bytes at their most. On a CPU they are there once the recording has ended."""
+        """Per index of a unit, its largest bytes. On a CPU they are known once the recording has ended."""
         self.totals: dict[int, int] = {}
-        """The same, with all items that were on the device meanwhile."""
+        """The same, plus all items that were on the device at that time."""
         self._made = Made()
         self._others_bytes = 0
-        """On the device and none of the fleet's."""
+        """Bytes on the device that are not the fleet's."""
         self._spans: list[tuple[int, int, int, int, int]] = []
-        """Begin and end in unix nanoseconds, the unit, the bytes alive at the begin, and those of items."""
+        """Per span: begin and end in unix nanoseconds, the unit, bytes alive at the begin, and bytes of items."""
         self._open: tuple[int, int, int, int] | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around all units."""
+        """Record inside this context, which encloses all units."""
         if self._allocator is not None:
-            items_bytes = self._memory.held_bytes()  # first: it drops what has left
+            items_bytes = self._memory.held_bytes()  # first: it frees what has left
             self._others_bytes = self._allocator.allocated_bytes() - items_bytes
         watching = nullcontext() if self._allocator is None else self._allocator.watching()
         with record_memory(self._memory.device, this_thread_only=True) as recording, watching as self._watch:
@@ -47,13 +47,16 @@ class Meter:
             self._read(recording.blocks)
 
     def note(self, result: Any) -> None:  # any: an operator's
-        """An operator has made ``result``. What is made between units is the fleet's, and in items."""
+        """Note that an operator has made ``result``.
+
+        Results made between units belong to the fleet and are in items.
+        """
         if self._open is not None:
             self._made.note(result)
 
     def go_on(self, index: int) -> None:
-        """Unit ``index`` computes from now on."""
-        items_bytes = self._memory.held_bytes()  # first: what leaves meanwhile is better counted twice than never
+        """Start measuring: unit ``index`` computes from now on."""
+        items_bytes = self._memory.held_bytes()  # first: it is better to count what leaves meanwhile twice than never
         if self._watch is None:
             alive_bytes = self._made.alive_bytes(self._memory.storages_here())
         else:
@@ -62,7 +65,7 @@ class Meter:
         self._open = (time.time_ns(), index, alive_bytes, items_bytes)
 
     def pause(self) -> None:
-        """The unit does not compute until `go_on`."""
+        """Stop measuring: the unit does not compute until `go_on`."""
         if self._open is None:
             return
         (start_ns, index, alive_bytes, items_bytes), self._open = self._open, None

@@ -1,7 +1,7 @@
 """A user's optimizer, stepped shard by shard.
 
-The factory is called once, with all parameters, and what it made is the master: its groups are what a learning-rate
-scheduler changes. A shard's step is that of `penstock.stepping` on the shard's parameters.
+The factory is called once, with all parameters. Its result is the master, whose groups a learning-rate scheduler
+changes. `penstock.stepping` performs a shard's step on the shard's parameters.
 """
 
 import copy
@@ -15,7 +15,7 @@ from penstock.stepping import State, refuse_whole_optimizers, state_share, step_
 
 
 class ShardedOptimizer:
-    """The master and its steps on parts of the parameters."""
+    """The master optimizer, and its steps on parts of the parameters."""
 
     def __init__(self, master: torch.optim.Optimizer, names: Mapping[int, str]):
         if not isinstance(master, torch.optim.Optimizer):
@@ -30,17 +30,17 @@ class ShardedOptimizer:
             raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
         self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
         self._initial = {names[id(one)]: dict(state) for one, state in master.state.items() if id(one) in names}
-        """What the factory made of states, each until its parameter's first step."""
+        """States that the factory made, each kept until its parameter's first step."""
         master.state = defaultdict(dict)
 
     def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
-        """Bytes of state per byte of parameters, tried on a copy of one of middling size."""
+        """Return bytes of state per byte of parameters, measured on a copy of a medium-sized parameter."""
         trained = {name: one for name, one in named.items() if name in self.trained}
         states: dict[torch.Tensor, State] = {one: self._first(name, one) for name, one in trained.items()}
         return state_share(self.master, trained.values(), states)
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
-        """Steps ``parameters``, which have gradients, from ``states``; returns their new states, changed in place.
+        """Step ``parameters``, which have gradients, from ``states``, and return their new states, changed in place.
 
         An empty state is that of a first step.
         """
@@ -51,11 +51,14 @@ class ShardedOptimizer:
         return found
 
     def try_step(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, State]:
-        """Their first step, which remains to be made; returns the states that it would leave."""
+        """Try the first step of ``parameters`` and return the states that it would leave.
+
+        The master stays as it was.
+        """
         return self._step(parameters, {name: copy.deepcopy(self._first(name, one)) for name, one in parameters.items()})
 
     def _first(self, name: str, parameter: nn.Parameter) -> State:
-        """What the state begins with, where the parameter is; numbers, as counts of steps are, stay where they are."""
+        """Return the initial state on the parameter's device. Numbers, such as counts of steps, stay where they are."""
         return {
             key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in self._initial.get(name, {}).items()

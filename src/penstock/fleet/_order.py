@@ -1,4 +1,4 @@
-"""In which order the units of a mini-batch come, and in which of them a shard or a value is worked on."""
+"""Order of the units of a mini-batch, and the units that work on a shard or a value."""
 
 from penstock.fleet._autograd import TIED
 from penstock.fleet._problem import Task, UnitKind
@@ -9,8 +9,8 @@ from penstock.fleet._work import Work
 class Order:
     """The tasks of one mini-batch of a model that was cut.
 
-    Forward of every shard but the last, the last one's forward and backward together, backward of the others; and,
-    where the optimizer has to wait for the norm of all gradients, a step of every shard.
+    They are forward of every shard but the last, forward and backward of the last together, and backward of the others.
+    If the optimizer has to wait for the norm of all gradients, a step of every shard follows.
     """
 
     def __init__(self, work: Work):
@@ -18,7 +18,7 @@ class Order:
         self.tasks = _tasks(work)
         self.forward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _FORWARD}
         self.backward_at = {task.shard: at for at, task in enumerate(self.tasks) if task.kind in _BACKWARD}
-        """By shard, the place of its task."""
+        """Per shard, the position of its task."""
         self._readers: dict[str, list[int]] = {}
         self._producer = _producers(work.program)
         for at, shard in enumerate(work.program.shards):
@@ -26,16 +26,16 @@ class Order:
                 self._readers.setdefault(name, []).append(at)
 
     def places_of(self, shard: int) -> list[int]:
-        """Of all tasks of a shard."""
+        """Return the positions of all tasks of a shard."""
         return [at for at, task in enumerate(self.tasks) if task.shard == shard]
 
     def readers_of(self, name: str) -> list[int]:
-        """Places of the tasks that read a value."""
+        """Return the positions of the tasks that read a value."""
         readers = self._readers.get(name, ())
         return [places[at] for at in readers for places in (self.forward_at, self.backward_at) if at in places]
 
     def consumers_of(self, gradient: str) -> list[int]:
-        """The place of the task that consumes the gradient of a value, or of a tied parameter."""
+        """Return the position of the task that consumes the gradient of a value or of a tied parameter."""
         if gradient.startswith(TIED):
             producer = self._work.training.group_of[gradient.removeprefix(TIED)].owner
         else:
@@ -55,7 +55,7 @@ def _tasks(work: Work) -> list[Task]:
 
 
 def _producers(program: Program) -> dict[str, int]:
-    """By value, the first shard that hands it on."""
+    """Return, per value, the first shard that hands it on."""
     found: dict[str, int] = {}
     for at, shard in enumerate(program.shards):
         for name in shard.outputs:

@@ -16,11 +16,11 @@ class Packed:
 
     item: Item
     places: dict[str, tuple[int, ViewLayout]]
-    """Per tensor, which storage of the item, and where in it."""
+    """Per tensor, the index of its storage in the item, and its place there."""
 
     @staticmethod
     def of(label: str, tensors: Mapping[str, torch.Tensor]) -> "Packed":
-        """Takes the tensors over; nobody else may hold them."""
+        """Take over the tensors. Nobody else may hold them."""
         storages: list[torch.UntypedStorage] = []
         places: dict[str, tuple[int, ViewLayout]] = {}
         small: dict[str, torch.Tensor] = {}
@@ -38,13 +38,13 @@ class Packed:
 
     @staticmethod
     def bytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
-        """What the item would take that `of` makes of them."""
+        """Return the bytes of the item that `of` would make of ``tensors``."""
         small = {name: tensor for name, tensor in tensors.items() if _is_small(tensor)}
         sizes = [tensor.untyped_storage().nbytes() for name, tensor in tensors.items() if name not in small]
         return counted_bytes([*sizes, packed_layouts(small)[1]] if small else sizes)
 
     def views(self, storages: list[torch.UntypedStorage]) -> dict[str, torch.Tensor]:
-        """The tensors over the item's storages."""
+        """Return the tensors over the item's storages."""
         return {name: layout.rebuild(storages[index]) for name, (index, layout) in self.places.items()}
 
 

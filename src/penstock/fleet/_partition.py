@@ -1,13 +1,13 @@
-"""Where to cut a model: shards as large as the budget allows beside what comes and goes while they compute.
+"""Where to cut a model: into shards as large as the budget allows next to what is copied in and out while they compute.
 
-The problem: atoms in order (what lies between two legal cuts), each with the tensors that it uses and what its
-operators make. A shard needs its parameters, their gradients, the optimizer's state and its activations at once;
-beside it the next shard comes in and the one before goes out. Wanted are few shards with little between them.
+The problem: atoms in order (what lies between two legal cuts), each with the tensors that it uses and the bytes that
+its operators make. A shard needs its parameters, their gradients, the optimizer's state and its activations at once. At
+the same time the next shard comes in and the previous one goes out. The aim is few shards with little between them.
 
-The method: for several sizes of the part that is set aside for coming and going, a shortest path over the legal cuts;
-its length counts the bytes across cuts and something per shard. Cost: the number of atoms times that of a shard's, for
-each size. Guarantee: none is exceeded as far as the estimates hold; pilot runs then measure every shard, and their
-figures replace the estimates (`_pilot.py`).
+The method: for several sizes of the part that is set aside for copies in and out, a shortest path over the legal cuts.
+Its length counts the bytes across cuts and a constant per shard. Cost: the number of atoms times the atoms of a shard,
+for each size. Guarantee: no budget is exceeded as far as the estimates are right. Pilot runs then measure every shard,
+and their figures replace the estimates (`_pilot.py`).
 """
 
 import math
@@ -18,22 +18,22 @@ from penstock.errors import BudgetError
 from penstock.units import format_bytes
 
 _SHARD_BYTES = 2**20
-"""What another shard costs, in bytes across a cut: its units take time of their own."""
+"""Cost of another shard, in bytes across a cut: its units take time of their own."""
 _SHARES = tuple(1 / share for share in (3, 4, 5, 6, 8, 10, 12, 16, 24, 32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtomCost:
-    """What one atom needs, in bytes."""
+    """Bytes that one atom needs."""
 
     tensors: Mapping[str, int]
-    """Parameters and buffers that it uses."""
+    """Parameters and buffers that it uses, with their bytes."""
     activation_bytes: int
-    """What its operators make and backward may read."""
+    """Bytes that its operators make and backward may read."""
     crossing_bytes: int
-    """Values across the cut behind it."""
+    """Bytes of values across the cut after it."""
     label: str
-    """What it is of the model."""
+    """Its part of the model, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,21 @@ class PartitionProblem:
     """A model to cut for a device."""
 
     atoms: tuple[AtomCost, ...]
-    """In the order of forward."""
+    """The atoms, in the order of forward."""
     trained: frozenset[str]
     """Tensors with gradients and optimizer state."""
     state_share: float
     """Bytes of optimizer state per byte of trained parameters: 2 for Adam."""
     budget_bytes: int
-    """Of the smallest device that is to run it."""
+    """Budget of the smallest device that has to run it."""
 
 
 def partition(problem: PartitionProblem) -> tuple[int, ...]:
-    """Which atoms end a shard. Raises ``BudgetError`` naming the atom that fits no budget like this."""
-    for num_others in (2, 1, 0):  # room for the next shard and the last, for the next, for none
+    """Return the atoms that end a shard.
+
+    Raises ``BudgetError`` that names the atom which does not fit the budget.
+    """
+    for num_others in (2, 1, 0):  # with memory for the next shard and the previous one, for the next only, for none
         found = [
             path
             for share in (_SHARES if num_others else (1.0,))
@@ -69,7 +72,7 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
 
 
 def largest_atom_bytes(problem: PartitionProblem) -> float:
-    """What the largest atom takes by itself, by estimate."""
+    """Return the estimated bytes of the largest atom by itself."""
     return _largest_atom(problem)[0]
 
 
@@ -78,7 +81,10 @@ def _largest_atom(problem: PartitionProblem) -> tuple[float, int]:
 
 
 def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) -> tuple[float, tuple[int, ...]] | None:
-    """The cheapest cuts whose shards take at most ``other_bytes`` on their way, and leave room for such others."""
+    """Find the cheapest cuts, or return ``None`` if there are none.
+
+    Each shard moves at most ``other_bytes``, and leaves room for ``num_others`` others of that size.
+    """
     atoms, limit = problem.atoms, problem.budget_bytes - num_others * other_bytes
     best: list[float] = [0.0] + [float("inf")] * len(atoms)
     before = [0] * (len(atoms) + 1)
@@ -115,11 +121,11 @@ class _Need:
 
     @property
     def moving_bytes(self) -> float:
-        """Parameters, state and activations: what comes in for its backward."""
+        """Bytes of parameters, state and activations, which come in for its backward."""
         return self._waiting_bytes + self._activation_bytes
 
     def add(self, at: int) -> float:
-        """Bytes at its peak with atom ``at`` as its last."""
+        """Add atom ``at`` as the shard's last, and return the bytes at the shard's peak."""
         atom = self._problem.atoms[at]
         for name, size in atom.tensors.items():
             if name not in self._seen:
@@ -134,7 +140,10 @@ class _Need:
 
 
 def merged(atoms: Sequence[AtomCost], most: int) -> tuple[list[AtomCost], list[int]]:
-    """At most ``most`` atoms, cut where the least crosses; and the index of the last old one in each."""
+    """Merge ``atoms`` into at most ``most``, cut where the fewest bytes cross.
+
+    Returns them, and the index of the last original atom in each.
+    """
     if len(atoms) <= most:
         return list(atoms), list(range(len(atoms)))
     inner = sorted(range(len(atoms) - 1), key=lambda at: (atoms[at].crossing_bytes, at))[: most - 1]

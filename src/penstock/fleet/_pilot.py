@@ -1,9 +1,9 @@
-"""Pilot runs: what every shard really takes, in seconds and bytes, before the job trains.
+"""Pilot runs, which measure the seconds and bytes of every shard before the job trains.
 
-A pilot runs one mini-batch twice through the units that will train it, once keeping what forward saves and once running
-forward again in backward, and a step of the optimizer on copies. Parameters, buffers, random numbers and the position
-in the data are as before afterwards. Shards that compute the same on the same shapes count as one, which takes what
-the one that takes most does.
+A pilot runs one mini-batch twice through the units that will train it: once it keeps what forward saves, and once it
+runs forward again in backward. It also runs a step of the optimizer on copies. Afterwards parameters, buffers, random
+numbers and the position in the data are as before. Shards that compute the same on the same shapes count as one, with
+the largest figures of any of them.
 """
 
 import time
@@ -34,60 +34,60 @@ from penstock.probe import record_memory
 from penstock.tiers import gate
 
 _SLACK_BYTES = 64 * 1024
-"""What items of a step may take beside their bytes."""
+"""Bytes that the items of a step may take in addition to their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMeasure:
-    """One shard on one device. Bytes are those beside what the unit finds there."""
+    """Measures of one shard on one device. Bytes are in addition to those that the unit finds there."""
 
     forward_s: float = 0.0
-    """Forward."""
+    """Seconds of forward."""
     saving_bytes: int = 0
     """Peak of forward that keeps what autograd saves."""
     dropping_bytes: int = 0
     """Peak of forward that keeps nothing."""
     activation_bytes: int = 0
-    """What autograd saves."""
+    """Bytes that autograd saves."""
     boundary_bytes: int = 0
-    """Values that it hands on."""
+    """Bytes of values that it hands on."""
     backward_s: float = 0.0
-    """Backward alone; of the last shard forward and backward."""
+    """Seconds of backward alone; for the last shard, of forward and backward."""
     backward_bytes: int = 0
-    """Its peak."""
+    """Peak of backward."""
     handed_bytes: int = 0
-    """Gradients that backward hands on, which are there while the optimizer steps."""
+    """Bytes of gradients that backward hands on. They exist while the optimizer steps."""
     again_bytes: int = 0
     """Peak of backward that runs forward first."""
     step_s: float = 0.0
-    """The optimizer's step."""
+    """Seconds of the optimizer's step."""
     step_bytes: int = 0
-    """Its peak the first time, gradients and the state that it makes included."""
+    """Peak of the first step, including gradients and the state that it makes."""
     later_step_bytes: int = 0
-    """Its peak once there is a state, gradients included."""
+    """Peak of later steps, including gradients."""
     state_bytes: int = 0
-    """State that it makes, as items."""
+    """Bytes of the state that it makes, as items."""
     stepped_bytes: int = 0
-    """Parameters that it steps."""
+    """Bytes of the parameters that it steps."""
     accumulated_bytes: int = 0
-    """Their gradients, as items."""
+    """Bytes of their gradients, as items."""
     others_accumulated_bytes: int = 0
-    """Gradients of others, as items, to which autograd adds before and after backward."""
+    """Bytes of other shards' gradients, as items, to which autograd adds before and after backward."""
     forward_needs_bytes: int = 0
-    """Items that forward works on: parameters, buffers, values."""
+    """Bytes of items that forward works on: parameters, buffers, values."""
     backward_needs_bytes: int = 0
-    """Items that backward works on, if it finds what forward saved."""
+    """Bytes of items that backward works on, if it uses what forward saved."""
     again_needs_bytes: int = 0
-    """Items that backward works on, if it runs forward again."""
+    """Bytes of items that backward works on, if it runs forward again."""
     parameter_bytes: int = 0
-    """Parameters and buffers."""
+    """Bytes of parameters and buffers."""
     draws: Draws = Draws.ON_HOST
-    """What forward may draw."""
+    """Where forward may draw random numbers."""
     draws_nothing: bool = False
-    """Whether it left all generators as they were."""
+    """Whether it left all random generators unchanged."""
 
     def cost(self, saves: bool) -> ShardCost:
-        """As schedulers and simulations take it."""
+        """Return the shard's cost for schedulers and simulations."""
         return ShardCost(
             forward_s=self.forward_s,
             backward_s=self.backward_s,
@@ -101,16 +101,16 @@ class ShardMeasure:
 
 
 def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: bool) -> int:
-    """Bytes of the device that no unit of the shard exceeds in any step, the next shard not counted.
+    """Return the bytes of the device that no unit of the shard exceeds in any step, without the next shard.
 
-    ``accumulates``: whether gradients of batches before are there. ``waits``: whether the optimizer has units of its
+    ``accumulates`` says whether gradients of earlier batches exist, ``waits`` whether the optimizer has units of its
     own.
     """
     forward = one.forward_needs_bytes + (one.saving_bytes if saves else one.dropping_bytes)
     needs = one.backward_needs_bytes if saves else one.again_needs_bytes
     transient = one.backward_bytes if saves else one.again_bytes
     gradients = one.accumulated_bytes + one.others_accumulated_bytes if accumulates else 0
-    if waits:  # bytes of a step have the gradients in them already, but not as items
+    if waits:  # the bytes of a step already include the gradients, but not as items
         step = one.accumulated_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
         return max(forward, needs + gradients + transient, step + _SLACK_BYTES)
     first = max(transient, one.step_bytes + one.handed_bytes)
@@ -126,7 +126,7 @@ def measure(
     structure: Structure,
     known: dict[tuple[Any, ...], ShardMeasure],
 ) -> list[ShardMeasure]:
-    """Measures every shard that ``known`` lacks. Raises ``BudgetError`` where one cannot run within the budget."""
+    """Measure every shard that ``known`` lacks. Raise ``BudgetError`` if one cannot run within the budget."""
     keys = [
         (one, *_neighbours(training, program, at), *_circumstances(training, memory))
         for at, one in enumerate(program.fingerprints)
@@ -139,7 +139,10 @@ def measure(
 
 
 def _with_most_bytes(one: ShardMeasure, other: ShardMeasure) -> ShardMeasure:
-    """``one``, with whatever of its bytes ``other`` has more of: kernels may take more on another alignment."""
+    """Return ``one`` with the larger bytes of ``one`` and ``other`` in each field.
+
+    Kernels may take more memory with another alignment.
+    """
     names = [field.name for field in fields(ShardMeasure) if field.name.endswith("_bytes")]
     return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in names})
 
@@ -159,7 +162,10 @@ def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
 
 
 def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...]:
-    """What a shard works on beside its own: equal for shards that take the same."""
+    """Return a key of what a shard works on in addition to its own tensors.
+
+    It is equal for shards that take the same bytes.
+    """
     if program.whole is not None:  # gradients of the other shards wait for each other, wherever the model is cut
         return at, *program.fingerprints
     shard, later = program.shards[at], program.shards[at + 1 :]
@@ -204,7 +210,7 @@ class _Pilot:
         return self._found
 
     def _size_bytes(self, at: int) -> int:
-        """Of the groups that the shard uses."""
+        """Return the bytes of the groups that the shard uses."""
         return sum(
             one.size_bytes for one in {self._training.group_of[name] for name in self._program.shards[at].tensors}
         )
@@ -241,7 +247,7 @@ class _Pilot:
             mini.abandon()
 
     def _run_whole(self) -> None:
-        """One run of a model that is not cut; its backward finds what forward saved."""
+        """Run a model that is not cut once. Its backward uses what forward saved."""
         mini = WholeBatch(self._work, self._leaves)
         mini.meter, units = Meter(self._memory), _Units(self, mini)
         try:
@@ -273,7 +279,7 @@ class _Pilot:
         self._found = [_as_others(one, most) for one in self._found]
 
     def _bring_in(self, mini: MiniBatch, index: int) -> int:
-        """What a unit needs, and nothing else, comes to the device; returns the bytes."""
+        """Bring what a unit needs, and nothing else, to the device, and return the bytes."""
         memory, needs = self._memory, mini.needs(index)
         shard = self._program.shards[mini.tasks[index].shard]
         mini.plan_uses(index)
@@ -287,7 +293,7 @@ class _Pilot:
     def _step(self, at: int) -> None:
         training, memory = self._training, self._memory
         groups = [one for one in training.groups if one.kind == "trained" and one.owner == at]
-        gradient_bytes = sum(one.size_bytes for one in groups)  # of all of them, while each is stepped
+        gradient_bytes = sum(one.size_bytes for one in groups)  # gradients of all groups exist while each is stepped
         for one in groups:
             assert one.item is not None
             memory.flush(keep=[one.item])
@@ -295,7 +301,7 @@ class _Pilot:
             copies = {name: view.clone() for name, view in one.views(storage).items()}
             del storage
             if memory.held_bytes() + 3 * one.size_bytes > memory.budget_bytes:
-                memory.flush()  # the copies stand for it
+                memory.flush()  # the copies replace it
             training.weights.bind(copies)
             parameters = {name: training.weights.parameters[name] for name in one.layouts}
             for parameter in parameters.values():
@@ -327,7 +333,7 @@ class _Pilot:
 
 
 def _gradient_bytes(one: Group) -> int:
-    """Bytes of an item with gradients of all parameters of the group."""
+    """Return the bytes of an item with the gradients of all parameters of the group."""
     return Packed.bytes_of(
         {
             name: torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
@@ -337,7 +343,7 @@ def _gradient_bytes(one: Group) -> int:
 
 
 def _tensors_of(states: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The tensors of optimizer states, by parameter and field."""
+    """Return the tensors of optimizer states, by parameter and field."""
     fields = {f"{name}//{key}": value for name, state in states.items() for key, value in state.items()}
     return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
 
@@ -365,7 +371,7 @@ def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_b
 def _after_visit(
     before: ShardMeasure, kind: UnitKind, needs_bytes: int, peak_bytes: int, taken_s: float
 ) -> ShardMeasure:
-    """A shard that is run whole may be visited several times."""
+    """Add one visit to the measure of a shard. A model that is run whole may visit a shard several times."""
     if kind is UnitKind.FORWARD:
         most = max(before.saving_bytes, peak_bytes)
         return replace(
@@ -387,7 +393,7 @@ def _after_visit(
 
 
 def _as_others(one: ShardMeasure, most: ShardMeasure) -> ShardMeasure:
-    """A shard that the pilot did not come by takes, for all that is known, what the others do."""
+    """Fill in the measure of a shard that the pilot did not reach: assume as much as the others take."""
     forward, backward = one.saving_bytes or most.saving_bytes, one.backward_bytes or most.backward_bytes
     return replace(
         one,
@@ -429,7 +435,10 @@ def _out_of_memory_said(device: torch.device) -> Iterator[None]:
 
 
 def _measured(device: torch.device, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds, and peak of bytes beside those at the start. Raises ``BudgetError`` where memory ran out."""
+    """Return the seconds of ``run``, and its peak of bytes above those at the start.
+
+    Raises ``BudgetError`` if memory ran out.
+    """
     with _out_of_memory_said(device), gate.computing(), record_memory(device, this_thread_only=True) as recording:
         start_s = time.perf_counter()
         run()

@@ -1,4 +1,4 @@
-"""From a job's factories to shards that were measured, in groups that can move, and what of them is recomputed."""
+"""Preparation of a job: its model is built, cut into measured shards and packed into groups that can move."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -27,19 +27,22 @@ if TYPE_CHECKING:
 
 _MOST_ATOMS = 300
 _PLACING_BYTES = 2**16
-"""What a group may take beside its bytes while it is put in place."""
+"""Bytes that a group may take in addition to its own while it is put in place."""
 _MOST_FACTOR = 1.5**7
-"""Estimates are scaled up so far, and the model cut finer, when pilots find more; then each atom is a shard."""
+"""Limit of the factor by which estimates are scaled up, and the model cut finer, when pilots find more.
+
+Beyond it, each atom is a shard.
+"""
 
 
 class Preparation:
-    """From a job's factories to shards that were measured, in groups that can move."""
+    """Preparation of one job on one device."""
 
     def __init__(self, engine: "Engine", run: JobRun, worker: Worker):
         self.engine, self.run_of, self.worker = engine, run, worker
 
     def run(self) -> None:
-        """Builds, cuts, measures; after it the job trains."""
+        """Build the job, cut its model and measure the shards. The job can train afterwards."""
         run, engine = self.run_of, self.engine
         training = run.training
         with engine.condition:
@@ -57,12 +60,12 @@ class Preparation:
         if resume is not None:
             resume()
         run.num_steps = training.feed.count_steps()
-        trim_freed_memory()  # a model was made and traced; a dozen prepared jobs would hold gigabytes of fragments
+        trim_freed_memory()  # a model was made and traced; otherwise a dozen prepared jobs hold gigabytes of fragments
         with engine.condition:
             run.is_prepared = True
 
     def place_constants(self) -> None:
-        """Constants that a new graph brought get a group of their own."""
+        """Put the constants of a new graph into a group of their own."""
         training = self.run_of.training
         fresh = {name: tensor for name, tensor in training.weights.originals.items() if name not in training.group_of}
         if fresh:
@@ -103,7 +106,7 @@ class Preparation:
                 if chosen == finest:
                     raise
                 factor *= 1.5
-        self.engine.let_frozen_go()  # of cuts that were tried
+        self.engine.let_frozen_go()  # those of cuts that were tried
         run.measures_of = {structure.signature: run.measures}
         run.saves = choose_saves(
             run.measures,
@@ -118,7 +121,10 @@ class Preparation:
         run.seconds_per_step += sum(one.step_s for one in run.measures)
 
     def goes_vertically(self, program: Program, measures: Sequence[ShardMeasure]) -> bool:
-        """Whether a step goes shard by shard: it may, moves less, and has room below for what is there at once."""
+        """Whether a step goes shard by shard.
+
+        It must be possible, move fewer bytes, and leave room in the lower tiers for what exists at once.
+        """
         run, count = self.run_of, self.run_of.job.accumulate
         if count < 2 or not self.engine.vertical or not is_possible(run.training, program, measures):
             return False
@@ -129,7 +135,7 @@ class Preparation:
         return parked_bytes(measures, run.saves, count) <= below / 2
 
     def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
-        """As estimated, of few enough atoms; and the index of the last one in each."""
+        """Return estimated costs of not too many atoms, and the index of the last original atom in each."""
         sizes = {name: tensor.nbytes for name, tensor in self.run_of.training.weights.originals.items()}
         costs = [
             AtomCost(
@@ -144,7 +150,7 @@ class Preparation:
 
     @property
     def _room_bytes(self) -> int:
-        """The budget, less what the device's libraries keep; devices are alike."""
+        """The budget minus what the device's libraries keep. Devices are assumed to be alike."""
         return self.engine.budget_bytes - self.worker.memory.library_bytes
 
     def _required(self, one: ShardMeasure, saves: bool) -> int:
@@ -153,9 +159,9 @@ class Preparation:
         return required_bytes(one, saves=saves, accumulates=job.accumulate > 1, waits=waits)
 
     def _check(self, measures: Sequence[ShardMeasure], program: Program, *, is_last: bool) -> None:
-        """Raises ``BudgetError`` where a unit takes more than the budget, next shard not counted.
+        """Raise ``BudgetError`` if a unit takes more than the budget, without the next shard.
 
-        With the budget that it names every unit of every step finds room, as long as batches are like the first.
+        With the budget that the error names, every unit of every step fits, as long as batches are like the first.
         """
         saving = [True] if program.whole is not None else [False] if self.engine.recompute else [True, False]
         needs = [min(self._required(one, saves) for saves in saving) for one in measures]
@@ -174,13 +180,16 @@ class Preparation:
         )
 
     def _refuse_by_far(self, problem: PartitionProblem, refused: BudgetError) -> None:
-        """Where a part of the model is estimated too large even to be tried on the device."""
+        """Raise ``refused`` if a part of the model is estimated too large even to be tried on the device."""
         room_bytes = free_bytes(self.worker.device)
         if largest_atom_bytes(problem) > room_bytes / 2:
             raise refused
 
     def _place(self) -> None:
-        """Puts groups that are nowhere yet into the device's memory, whence they go below as room is needed."""
+        """Put groups that are nowhere yet into the device's memory.
+
+        They move to lower tiers when memory is needed.
+        """
         training, memory = self.run_of.training, self.worker.memory
         for group in training.groups:
             if group.item is not None:
@@ -234,13 +243,16 @@ def choose_saves(
     recompute: bool | None,
     required: Callable[[ShardMeasure, bool], int],
 ) -> list[bool]:
-    """Per shard, whether backward finds what forward saved. ``recompute`` settles it for all where it is possible.
+    """Choose, per shard, whether backward uses what forward saved.
 
-    ``required`` gives the bytes that a shard takes if it saves, and if it does not.
+    ``recompute`` decides it for all shards where possible.
 
-    What is saved costs its way out and in, unless all of the job stays on the device; what is not costs forward again.
-    Both lanes run beside the computation, so a mini-batch takes as long as the longest of the three. Shards are taken
-    in the order of seconds per byte, and as many recompute as makes the mini-batch shortest.
+    ``required`` returns the bytes that a shard takes if it saves, and if it does not.
+
+    A saved activation costs its copies out and in, unless the whole job stays on the device. An activation that is not
+    saved costs another forward. Both lanes run in parallel with the computation, so a mini-batch takes as long as the
+    longest of the three. Shards are taken in the order of seconds per byte, and the number of them that recompute is
+    the one that makes the mini-batch shortest.
     """
     last = len(measures) - 1
     can_save = [required(one, True) <= budget_bytes for one in measures]

@@ -1,7 +1,6 @@
-"""What there is to schedule: jobs cut into shards with measured costs, and devices.
+"""The scheduling problem: jobs cut into shards with measured costs, and devices.
 
-A problem holds no tensor and no model: it is what pilot runs measured, or what somebody wants to know about machines
-that he does not have.
+A problem holds no tensor and no model. Its figures come from pilot runs, or describe machines that you do not have.
 """
 
 import math
@@ -14,48 +13,51 @@ from penstock.arguments import check_fields, checked
 from penstock.errors import BudgetError
 
 _MOST_MINI_BATCHES = 2**20
-"""Of a step: its units are listed."""
+"""Limit of mini-batches per step, because the units of a step are listed."""
 
 
 class UnitKind(Enum):
-    """What one shard does on one mini-batch without leaving the device."""
+    """The work of one shard on one mini-batch without leaving the device."""
 
     FORWARD = "forward"
     FUSED = "forward and backward"
-    """Of the last shard, whose loss is at hand."""
+    """Forward and backward of the last shard, which has the loss."""
     BACKWARD = "backward"
     STEP = "step"
-    """The optimizer's, where it has to wait for the norm of all gradients."""
+    """The optimizer's step, if it has to wait for the norm of all gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A unit by kind and shard."""
+    """A unit, given by its kind and its shard."""
 
     kind: UnitKind
-    """What is computed."""
+    """The kind of computation."""
     shard: int
-    """Of which shard."""
+    """Index of the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCost:
-    """Consecutive layers that fit a device together. Times in seconds on a device of speed 1, sizes in bytes."""
+    """Costs of a shard: consecutive layers that fit a device together.
+
+    Times in seconds on a device of speed 1, sizes in bytes.
+    """
 
     forward_s: float
-    """One mini-batch through it."""
+    """Forward of one mini-batch."""
     backward_s: float
-    """Recomputation not included."""
+    """Backward of one mini-batch, without recomputation."""
     step_s: float = 0.0
     """The optimizer's step on this shard."""
     parameter_bytes: int = 0
-    """Parameters; their gradients take as much."""
+    """Parameters. Their gradients take as much."""
     state_bytes: int = 0
     """The optimizer's state."""
     boundary_bytes: int = 0
-    """What the shard hands to the next; its gradient takes as much."""
+    """Values that the shard hands to the next. Their gradients take as much."""
     activation_bytes: int = 0
-    """What forward saves for backward inside the shard."""
+    """Activations that forward saves for backward inside the shard."""
     recomputes: bool = False
     """Whether backward runs forward again instead of fetching what forward saved."""
 
@@ -68,44 +70,44 @@ class ShardCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One unit of a job: what is computed, and what has to be on the device and leaves it."""
+    """One unit of a job: its computation, and the bytes that it needs on the device, copies in and copies out."""
 
     kind: UnitKind
-    """What is computed."""
+    """The kind of computation."""
     shard: int
-    """Of which shard, from 0."""
+    """Index of the shard, from 0."""
     compute_s: float
-    """On a device of speed 1."""
+    """Seconds on a device of speed 1."""
     in_bytes: int
-    """Copied in before, if the job's last unit ran elsewhere."""
+    """Bytes copied in before, if the job's last unit ran elsewhere."""
     kept_bytes: int
-    """Part of them that is there already if the same device ran the job's last unit."""
+    """Part of these bytes that is already there if the same device ran the job's last unit."""
     out_bytes: int
-    """Copied out after."""
+    """Bytes copied out afterwards."""
     resident_bytes: int
-    """On the device while it computes."""
+    """Bytes on the device while it computes."""
     own_bytes: int = 0
-    """Copied in even where the same shard ran before: the values of another mini-batch."""
+    """Bytes copied in even if the same shard ran before: the values of another mini-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobCost:
-    """One model to train."""
+    """Costs of one model to train."""
 
     name: str
-    """As the user calls it."""
+    """Name given by the user."""
     shards: tuple[ShardCost, ...]
-    """In the order of forward."""
+    """Its shards, in the order of forward."""
     num_steps: int
     """Optimizer steps."""
     accumulate: int = 1
-    """Mini-batches of a step."""
+    """Mini-batches per step."""
     clips: bool = False
     """Whether the optimizer waits for the norm of all gradients, in units of its own."""
     vertical: bool = False
-    """Whether all mini-batches of a step go through a shard before the next shard comes."""
+    """Whether all mini-batches of a step pass one shard before the next."""
     arrival_s: float = 0.0
-    """When the job may begin."""
+    """Time at which the job may begin, in seconds."""
 
     def __post_init__(self) -> None:
         check_fields(self, "JobCost(name='a', shards=(shard,) * 8, num_steps=50)", arrival_s=0)
@@ -127,7 +129,10 @@ class JobCost:
 
     @cached_property
     def turn_ends(self) -> frozenset[int]:
-        """Places in a step of the units that end a mini-batch, after which a device may take another job."""
+        """Positions in a step of the units that end a mini-batch.
+
+        After them a device may take another job.
+        """
         if self.vertical:
             return frozenset([len(self.step_units) - 1])
         per_batch = 2 * len(self.shards) - 1
@@ -136,28 +141,28 @@ class JobCost:
 
     @property
     def num_units(self) -> int:
-        """Of the whole job."""
+        """Number of units of the whole job."""
         return self.num_steps * len(self.step_units)
 
     @property
     def work_s(self) -> float:
-        """Seconds of all units on a device of speed 1, recomputation included."""
+        """Seconds of all units on a device of speed 1, including recomputation."""
         return self.num_steps * sum(unit.compute_s for unit in self.step_units)
 
     @property
     def plain_work_s(self) -> float:
-        """The same without recomputation: what a device would compute that holds the whole model."""
+        """Seconds of all units without recomputation, as on a device that holds the whole model."""
         per_batch = sum(one.forward_s + one.backward_s for one in self.shards)
         return self.num_steps * (self.accumulate * per_batch + sum(one.step_s for one in self.shards))
 
     @checked("job.unit(0)", index=0)
     def unit(self, index: int) -> Unit:
-        """Unit ``index`` of the job, from 0."""
+        """Return unit ``index`` of the job, from 0."""
         return self.step_units[index % len(self.step_units)]
 
     @property
     def turns_per_step(self) -> int:
-        """Times in a step that a device may take another job."""
+        """How often in a step a device may take another job."""
         return 1 if self.vertical else self.accumulate
 
     def _units(self) -> Iterator[Unit]:
@@ -203,7 +208,7 @@ class JobCost:
         else:
             kept, inside = cost.boundary_bytes, given if cost.recomputes else cost.activation_bytes
         runs_forward = is_last or cost.recomputes
-        leaves = not self.vertical or batch == self.accumulate - 1  # gradients, once they are complete
+        leaves = not self.vertical or batch == self.accumulate - 1  # gradients leave once they are complete
         return Unit(
             kind=UnitKind.FUSED if is_last else UnitKind.BACKWARD,
             shard=shard,
@@ -237,15 +242,15 @@ class DeviceCost:
     """A device and its link to host memory."""
 
     name: str
-    """Such as ``"cuda:0"``."""
+    """Its name, such as ``"cuda:0"``."""
     speed: float = 1.0
-    """Units take ``compute_s / speed``."""
+    """Its relative speed: units take ``compute_s / speed``."""
     budget_bytes: int | None = None
-    """What units may take on it, both buffers together; ``None``: enough."""
+    """Bytes that units may take on it, both buffers together; ``None``: no limit."""
     in_bandwidth_bytes_per_s: float = float("inf")
-    """What its lane from host memory carries."""
+    """Bandwidth of its lane from host memory."""
     out_bandwidth_bytes_per_s: float = float("inf")
-    """What its lane to host memory carries."""
+    """Bandwidth of its lane to host memory."""
 
     def __post_init__(self) -> None:
         check_fields(self, "DeviceCost(name='cuda:0', in_bandwidth_bytes_per_s=8e9)", budget_bytes=1)
@@ -263,9 +268,9 @@ class FleetProblem:
     """Jobs and the devices that they share."""
 
     jobs: tuple[JobCost, ...]
-    """In the order in which they were handed in."""
+    """The jobs, in the order in which they were given."""
     devices: tuple[DeviceCost, ...]
-    """At least one."""
+    """The devices; at least one."""
 
     def __post_init__(self) -> None:
         check_fields(self, "FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")

@@ -1,9 +1,9 @@
 """A step of a model as shards: functions of tensors and values, cut from a graph that ``torch.export`` traced.
 
-`Captured` is one graph, for one shape of batch, in training or evaluation. `cut` makes a `Program` of it. Values that
-cross a cut are named; a cut is legal where every value that crosses it is a tensor that nobody changes in place later.
-A value that skips shards passes them by. The operators are those that the model calls (ATen, before decomposition), run
-by autograd as ever, so results and gradients equal the model's own to the bit.
+`Captured` is one graph, for one shape of batch, in training or evaluation. `cut` turns it into a `Program`. Values that
+cross a cut have names. A cut is legal if every value that crosses it is a tensor that nothing changes in place later.
+Values may skip shards. The operators are those that the model calls (ATen, before decomposition), and autograd runs
+them as usual. Results and gradients are therefore bit-identical to the model's own.
 """
 
 import copy
@@ -28,14 +28,14 @@ BATCH = "batch."
 
 
 class Run(Protocol):
-    """The computation of a shard."""
+    """A function that computes a shard."""
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
     ) -> Sequence[torch.Tensor]:
-        """From the shard's tensors and input values, in the order of their names, to its output values.
+        """Compute output values from the shard's tensors and input values, in the order of their names.
 
-        All are on ``device``; a shard may have neither.
+        All are on ``device``. A shard may have no tensors or no inputs.
         """
 
 
@@ -44,30 +44,30 @@ class Shard:
     """Consecutive layers that are on a device together."""
 
     run: Run
-    """What it computes."""
+    """Its computation."""
     tensors: tuple[str, ...]
     """Names of parameters, buffers and constants that it reads or writes."""
     inputs: tuple[str, ...]
-    """Names of values: of the batch, or outputs of shards before."""
+    """Names of values: parts of the batch, or outputs of earlier shards."""
     outputs: tuple[str, ...]
-    """Names of values that shards after it read; of the last, the results."""
+    """Names of values that later shards read; for the last shard, the results."""
     label: str
-    """What it is of the model, for messages."""
+    """Its part of the model, for messages."""
     writes_buffers: bool
     """Whether forward may change a buffer, as batch norm does."""
 
 
 @dataclass(slots=True)
 class Whole:
-    """A step that is run from its first line to its last, as the model's own code has it."""
+    """A step that runs from its first line to its last, in the model's own code."""
 
     function: Callable[[Any, Any], Any]
-    """From the model and a batch to the loss or to metrics."""
+    """A function from the model and a batch to the loss or to metrics."""
     result: Structure | None = None
-    """Of what the function returned when it last ran."""
+    """Structure of the function's last result."""
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:  # any: a scalar or a dict of them
-        """What the function returned, from its tensors."""
+        """Rebuild the result of the function from its tensors."""
         assert self.result is not None
         return self.result.rebuild(tensors)
 
@@ -77,38 +77,42 @@ class Program:
     """A step as shards in order."""
 
     shards: tuple[Shard, ...]
-    """At least one."""
+    """The shards; at least one."""
     rebuild_result: Callable[[Sequence[torch.Tensor]], Any]  # any: a scalar or a dict of them
-    """From the outputs of the last shard to what the user's function returned."""
+    """A function from the outputs of the last shard to the result of the user's function."""
     fingerprints: tuple[str, ...]
-    """Per shard; equal for shards that compute the same with tensors of the same shapes and strides, of which the same
-    need gradients."""
+    """Per shard, a key of its computation.
+
+    Equal for shards that compute the same with tensors of the same shapes and strides, of which the same need
+    gradients.
+    """
     whole: Whole | None = None
-    """What runs instead of the shards' own functions, one after the other, where the model could not be traced."""
+    """The step that runs instead of the shards' own functions if the model could not be traced."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Atom:
-    """What lies between two neighbouring legal cuts, as far as the graph tells."""
+    """The part of a graph between two neighboring legal cuts."""
 
     end: int
     """Index of its last node."""
     tensors: list[str] = field(default_factory=list)
     """Names of the tensors that it uses."""
     activation_bytes: int = 0
-    """What its operators make: at least what autograd may save."""
+    """Bytes that its operators make: at least those that autograd may save."""
     crossing_bytes: int = 0
-    """Values that cross the cut behind it."""
+    """Bytes of values that cross the cut after it."""
     label: str = ""
-    """The module that its last operator belongs to, for messages."""
+    """The module of its last operator, for messages."""
 
 
 class Captured:
-    """One graph of ``function(model, batch)``, for batches with the signature of the one given.
+    """One graph of ``function(model, batch)``, for batches with the same signature as the given one.
 
-    ``names`` gives parameters and buffers (by ``id``) their names; constants of the graph are added to ``constants``,
-    with ``number`` in their names, so that those of a job's graphs differ.
-    Raises ``CaptureError`` where the model cannot be traced, or where a trace would lose its derivatives (``trains``).
+    ``names`` maps the ``id`` of parameters and buffers to their names. Constants of the graph are added to
+    ``constants``, with ``number`` in their names, so that the names differ between the graphs of a job.
+
+    Raises ``CaptureError`` if the model cannot be traced, or if a trace would lose its derivatives (``trains``).
     """
 
     def __init__(
@@ -131,13 +135,13 @@ class Captured:
             return tuple(tensors)
 
         step = _Step(model, flat)
-        whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a base would be symbols
+        whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a view's base become symbols
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
         try:
             with _quiet(), _own_derivatives_refused() if trains else nullcontext():
                 exported = torch.export.export(step, whole, strict=False)
-        except Exception as error:  # whatever a user's forward or PyTorch raises on the way
+        except Exception as error:  # a user's forward or PyTorch may raise anything
             raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
         if any(free_unbacked_symbols(node.meta.get("val")) for node in exported.graph.nodes):
             raise CaptureError(f"{type(model).__name__} cannot be traced: sizes of its tensors depend on numbers")
@@ -158,7 +162,7 @@ class Captured:
         self.atoms = self._find_atoms()
 
     def cut(self, ends: Sequence[int]) -> Program:
-        """Shards that end behind the atoms with these indexes; the last atom ends the last shard."""
+        """Return shards that end after the atoms with these indexes. The last atom ends the last shard."""
         bounds = [-1, *(self.atoms[end].end for end in ends)]
         shards, fingerprints = [], []
         for first, last in itertools.pairwise(bounds):
@@ -217,7 +221,7 @@ class Captured:
         return atoms
 
     def _last_changes(self) -> dict[int, int]:
-        """Per storage, the last node that writes to it in place."""
+        """Return, per storage, the last node that writes to it in place."""
         found: dict[int, int] = {}
         for at, node in enumerate(self.nodes):
             for given in _written_by(node):
@@ -261,7 +265,10 @@ class Captured:
 
 
 class _Step(nn.Module):
-    """The user's function with its model, over flat tensors. Tracing puts attributes back, so results go elsewhere."""
+    """A module that calls the user's function with its model, over flat tensors.
+
+    Tracing restores attributes, so results are stored elsewhere.
+    """
 
     def __init__(self, model: nn.Module, function: Callable[..., tuple[torch.Tensor, ...]]):
         super().__init__()
@@ -273,7 +280,10 @@ class _Step(nn.Module):
 
 
 class _GraphRun:
-    """Runs a shard's graph; per device type it is rewritten once, for operators that name a device."""
+    """A function that runs a shard's graph.
+
+    The graph is rewritten once per device, for operators that name a device.
+    """
 
     def __init__(self, module: fx.GraphModule):
         self._modules = {"cpu": module}
@@ -305,7 +315,7 @@ def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
 
 
 def _written_by(node: fx.Node) -> list[fx.Node]:
-    """What the operator writes to in place, itself or in the graph that it runs."""
+    """Return what the operator writes to in place, itself or in the graph that it runs."""
     inner = next((one for one in node.all_input_nodes if one.op == "get_attr"), None)
     if inner is not None:
         return _written_inside(node, inner)
@@ -319,7 +329,7 @@ def _written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_inside(node: fx.Node, inner: fx.Node) -> list[fx.Node]:
-    """Arguments of an operator that runs a graph to whose storage that graph writes."""
+    """Return those arguments of an operator that runs a graph to whose storage the graph writes."""
     module = inner.graph.owning_module
     graph = getattr(getattr(module, str(inner.target), None), "graph", None)
     given = [one for one in _nodes_in(node.args) if one.op != "get_attr"]
@@ -339,7 +349,7 @@ def _nodes_in(given: Any) -> list[fx.Node]:  # any: arguments of an operator
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether the operator may change what it is given; the schema of batch norm does not say so."""
+    """Whether the operator may change its arguments. The schema of batch norm does not tell."""
     runs_a_graph = any(one.op == "get_attr" for one in node.all_input_nodes)
     return runs_a_graph or bool(_written_by(node)) or "_norm" in str(node.target)
 
@@ -375,7 +385,10 @@ def _label(node: fx.Node) -> str:
 
 
 def _needing(graph: fx.Graph, trained: set[fx.Node]) -> set[fx.Node]:
-    """``trained``, and what is computed from them where derivatives exist, as far as operators' names tell."""
+    """Return ``trained`` and the nodes computed from them that have derivatives.
+
+    Only the names of operators are examined.
+    """
     found = set(trained)
     for node in graph.nodes:
         is_cut = "detach" in str(node.target) or ("set_grad_enabled" in str(node.target) and not node.args[0])
@@ -401,9 +414,9 @@ def _fingerprint(module: fx.GraphModule, layouts: list[tuple[Any, ...]]) -> str:
 
 @contextmanager
 def _own_derivatives_refused() -> Iterator[None]:
-    """Inside, code that gives autograd a derivative of its own raises: a trace has the operators of forward alone.
+    """Refuse code with derivatives of its own inside this context, since a trace records only the operators of forward.
 
-    That is ``torch.autograd.Function``, as which hooks on a module's backward work too, and hooks on tensors.
+    Such code is ``torch.autograd.Function``, which also implements hooks on a module's backward, and hooks on tensors.
     """
     tracer = threading.get_ident()
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
@@ -426,13 +439,16 @@ def _own_derivatives_refused() -> Iterator[None]:
 
 
 def span(first: str, last: str) -> str:
-    """A shard's label, from those of its first and its last part."""
+    """Return a shard's label, made of the labels of its first and its last part."""
     return first if first == last else f"{first} to {last}"
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch prints the graph so far where code looks at a number; that is no news, since the model is run whole."""
+    """Silence PyTorch, which prints the graph so far if code reads the value of a tensor.
+
+    Users need not see it, because such a model is run whole.
+    """
     import torch.export._trace  # loads Dynamo
 
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
@@ -449,5 +465,5 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """The error's kind and the first line of what it says."""
+    """Return the error's type and the first line of its message."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

@@ -1,11 +1,11 @@
-"""Randomness that belongs to a job, although PyTorch's generators belong to the process.
+"""Random numbers that belong to a job, although PyTorch's generators belong to the process.
 
-A job draws from one stream, as a training script of its own would: model, data order, dropout. Two ways of letting it:
+A job draws from one stream, as a training script of its own would: model, data order, dropout. There are two ways:
 
-- ``swapped_in`` puts the job's state in place of the process's for as long as a factory or a data iterator runs:
-  PyTorch's CPU generator, ``random`` and numpy's. One job at a time, whatever it calls, ``torch.manual_seed`` included.
-- ``drawing`` is for units, which run side by side: a dispatch mode swaps the state for single operators, those that
-  PyTorch tags as drawing. An accelerator's generator is swapped for the whole unit, since its thread has it alone.
+- ``swapped_in`` replaces the process's state with the job's while a factory or a data iterator runs: PyTorch's CPU
+  generator, ``random`` and numpy's. Only one job at a time can do so. It covers every call, also ``torch.manual_seed``.
+- ``drawing`` is for units, which run in parallel. A dispatch mode swaps the state for single operators, those that
+  PyTorch tags as drawing. An accelerator's generator is swapped for the whole unit, since only one thread uses it.
 """
 
 import base64
@@ -24,22 +24,25 @@ from penstock.tiers import drawing_from, generators_held
 
 
 class Randomness:
-    """A job's generators. Belongs to whoever runs the job; the process's own are untouched after each use."""
+    """The random generators of a job.
+
+    Only the job's worker uses them, and the process's own are restored after each use.
+    """
 
     def __init__(self, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.cpu = generator.get_state()
         self.seed = seed
         self.cuda: torch.Tensor | None = None
-        """State on an accelerator; ``None`` before the first unit there."""
+        """State of the accelerator's generator; ``None`` before the first unit there."""
         self.python: Any = random.Random(seed).getstate()  # noqa: S311  # any: what `random` says; not a secret
         self.numpy: Any = np.random.RandomState(seed % 2**32).get_state()  # any: what numpy says
         self.num_draws = self.num_host_draws = 0
-        """Operators that may have drawn in units, and those that changed the CPU's generator."""
+        """Numbers of operators that may have drawn in units, and of those that changed the CPU's generator."""
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """The process's generators are the job's inside, and nobody else draws."""
+        """Replace the process's generators with the job's inside this context. Nobody else draws meanwhile."""
         with generators_held():
             before = torch.get_rng_state(), random.getstate(), np.random.get_state()
             torch.set_rng_state(self.cpu)
@@ -55,7 +58,7 @@ class Randomness:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """The process's generators and the job's are afterwards as before."""
+        """Restore the generators of the process and of the job at the end of this context."""
         now = self.cpu, self.python, self.numpy
         try:
             with self.swapped_in():
@@ -65,7 +68,10 @@ class Randomness:
 
     @contextmanager
     def drawing(self, device: torch.device, draws: "Draws | None" = None) -> Iterator[None]:
-        """Operators of this thread draw from the job; ``draws``: which of them do, where a pilot found out."""
+        """Let operators of this thread draw from the job.
+
+        ``draws`` says which of them do, if a pilot has found out.
+        """
         draws = Draws.ON_HOST if draws is None else draws
         if draws is Draws.NONE:
             yield
@@ -76,13 +82,16 @@ class Randomness:
 
     @contextmanager
     def drawing_anyhow(self, device: torch.device) -> Iterator[None]:
-        """Whatever this thread draws, through operators, ``random`` or numpy, is the job's; nobody else draws."""
+        """Let everything that this thread draws, with operators, ``random`` or numpy, come from the job.
+
+        Nobody else draws meanwhile.
+        """
         with self.swapped_in(), self._on(device):
             yield
 
     @contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
-        """The generator of an accelerator, which this thread has alone, is the job's inside."""
+        """Replace the generator of an accelerator, which only this thread uses, with the job's."""
         if device.type == "cpu":
             yield
             return
@@ -98,37 +107,43 @@ class Randomness:
             backend.set_random_state(before)
 
     def get(self, device: str) -> torch.Tensor:
-        """Where the next operator draws from, as `tiers.Generators`."""
+        """Return the state from which the next operator draws, as `tiers.Generators` defines it."""
         return self.cpu if device == "cpu" else backend_of(device).random_state()
 
     def put(self, state: torch.Tensor, device: str) -> None:
-        """Lets the next operator draw from ``state``."""
+        """Let the next operator draw from ``state``."""
         if device == "cpu":
             self.cpu = state
         else:
             backend_of(device).set_random_state(state)
 
     def draws_since(self, num_draws: int, num_host_draws: int) -> "Draws":
-        """What operators drew since these numbers were read, those included that drew nothing this time."""
+        """Return the kind of draws since these counts were read.
+
+        It includes operators that can draw but drew nothing this time.
+        """
         if self.num_host_draws > num_host_draws:
             return Draws.ON_HOST
         return Draws.ON_DEVICE if self.num_draws > num_draws else Draws.NONE
 
     def mark(self, device: torch.device | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where units draw from now, for ``replaying``; ``device``: on which they will."""
+        """Return the state from which units draw now, for ``replaying``. ``device`` is where they will run."""
         if self.cuda is None and device is not None and device.type != "cpu":
             self.cuda = torch.Generator(device).manual_seed(self.seed).get_state()
         return self.cpu, self.cuda
 
     def is_at(self, mark: tuple[torch.Tensor, torch.Tensor | None]) -> bool:
-        """Whether nobody has drawn since."""
+        """Whether nothing was drawn since ``mark``."""
         cpu, cuda = mark
         is_same = cuda is self.cuda or (cuda is not None and self.cuda is not None and torch.equal(cuda, self.cuda))
         return is_same and torch.equal(cpu, self.cpu)
 
     @contextmanager
     def replaying(self, mark: tuple[torch.Tensor, torch.Tensor | None]) -> Iterator[None]:
-        """What is drawn inside is what was drawn after ``mark``; afterwards the job goes on where it was."""
+        """Repeat the random numbers drawn after ``mark`` inside this context.
+
+        Afterwards the job continues where it was.
+        """
         now = self.mark()
         self.cpu, self.cuda = mark
         try:
@@ -137,7 +152,7 @@ class Randomness:
             self.cpu, self.cuda = now
 
     def state(self) -> dict[str, Any]:  # any: JSON
-        """Everything, as JSON can hold it."""
+        """Return the whole state as JSON values."""
         version, numbers, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
         return {
@@ -149,7 +164,7 @@ class Randomness:
         }
 
     def load(self, state: dict[str, Any]) -> None:  # any: JSON
-        """Goes on from ``state()``. Raises ``ValueError`` or ``KeyError`` for what is none."""
+        """Continue from a ``state()``. Raise ``ValueError`` or ``KeyError`` if ``state`` is not one."""
         version, numbers, gauss = state["python"]
         name, keys, position, has_gauss, cached = state["numpy"]
         self.seed, self.cpu = int(state["seed"]), _decode(state["cpu"])
@@ -159,18 +174,18 @@ class Randomness:
 
 
 class Draws(Enum):
-    """What the operators of a shard draw, by what it costs to let them draw from the job."""
+    """Kinds of random draws of a shard's operators, ordered by the cost of drawing from the job."""
 
     NONE = "nothing"
-    """Costs nothing."""
+    """No draws. Costs nothing."""
     ON_DEVICE = "from the accelerator's generator"
-    """Costs nothing for each operator. Attention belongs here even without dropout."""
+    """Draws from the accelerator only. Costs nothing per operator. Includes attention even without dropout."""
     ON_HOST = "from the CPU's generator too"
-    """Costs a call of Python for each operator."""
+    """Draws from the CPU's generator, too. Costs a call of Python per operator."""
 
 
 class _Swapping(TorchDispatchMode):
-    """Runs operators that draw from PyTorch's CPU generator with the job's state in it."""
+    """A dispatch mode that runs operators that draw from PyTorch's CPU generator with the job's state in it."""
 
     def __init__(self, randomness: Randomness):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,7 +193,7 @@ class _Swapping(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that Dynamo, in this thread or another, does not give up because of it."""
+        """Return ``True``, so that Dynamo, in this thread or another, does not give up because of this mode."""
         return True
 
     # any: PyTorch's
@@ -194,7 +209,7 @@ class _Swapping(TorchDispatchMode):
                 return func(*args, **kwargs)
             finally:
                 drawn = torch.get_rng_state()
-                with torch._C._DisableTorchDispatch():  # the mode of a compilation in progress takes no real tensors
+                with torch._C._DisableTorchDispatch():  # the mode of a running compilation rejects real tensors
                     randomness.num_host_draws += not torch.equal(drawn, randomness.cpu)
                 randomness.num_draws += 1
                 randomness.cpu = drawn

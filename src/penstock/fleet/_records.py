@@ -1,6 +1,6 @@
-"""What is written down and told while a fleet runs: metrics and units as JSON lines, and trackers.
+"""Records written and sent while a fleet runs: metrics and units as JSON lines, and calls of trackers.
 
-A tracker that raises is told nothing more, and the user is told once; training is none of its business.
+A tracker that raises receives no further updates, and the user gets one warning. Training is not affected.
 """
 
 import json
@@ -17,24 +17,24 @@ from penstock.fleet._life import JobState
 from penstock.fleet._worker import UnitRecord, Worker
 
 _MOST_RECORDS = 100_000
-"""Units of a device that stay in memory; the file has them all."""
+"""Units of a device that stay in memory. The file has all of them."""
 
 
 class Tracker(Protocol):
-    """Where metrics go. Called by one thread at a time, which is one of the fleet's."""
+    """A receiver of metrics. One thread of the fleet calls it at a time."""
 
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of a step or a validation of a job."""
+        """Receive the metrics of a step or a validation of a job."""
 
     def end(self, job: Job, state: JobState) -> None:
-        """The job is over."""
+        """Learn that the job is over."""
 
     def close(self) -> None:
-        """The fleet has ended."""
+        """Learn that the fleet has ended."""
 
 
 class Records:
-    """The files of a run's folder that grow, and the trackers beside them."""
+    """The growing files of a run's folder, and the trackers."""
 
     def __init__(self, run_dir: Path, trackers: Sequence[Tracker], jobs_dir: str | Path | None = None):
         self._run_dir = run_dir
@@ -44,11 +44,11 @@ class Records:
         self._num_written: dict[int, int] = {}
 
     def folder(self, job: Job) -> Path:
-        """Where everything of a job is."""
+        """Return the folder of everything that belongs to a job."""
         return self._jobs_dir / job.name
 
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of metrics. A disk that is full loses lines, and nothing else."""
+        """Write a line of metrics. If the disk is full, only this line is lost."""
         try:
             self.folder(job).mkdir(parents=True, exist_ok=True)
             with (self.folder(job) / "metrics.jsonl").open("a") as file:
@@ -58,7 +58,7 @@ class Records:
         self._tell(lambda tracker: tracker.log(job, step, metrics))
 
     def end(self, job: Job, state: JobState, trace: str) -> None:
-        """The job is over; ``trace`` is why, if it failed."""
+        """Record that the job is over. ``trace`` is the traceback if it failed."""
         if trace:
             try:
                 self.folder(job).mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Records:
         self._tell(lambda tracker: tracker.end(job, state))
 
     def write_units(self, workers: Sequence[Worker]) -> None:
-        """Units that ran since the last call."""
+        """Write the units that ran since the last call."""
         lines = []
         for worker in workers:
             fresh = worker.records[self._num_written.get(worker.index, 0) :]
@@ -84,7 +84,7 @@ class Records:
                 self._warn(f"units could not be written: {error}")
 
     def close(self) -> None:
-        """The fleet has ended."""
+        """Tell the trackers that the fleet has ended."""
         self._tell(lambda tracker: tracker.close())
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:

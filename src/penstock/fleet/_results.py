@@ -1,4 +1,4 @@
-"""What came of a fleet."""
+"""Results of a fleet."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,68 +19,71 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStatistics:
-    """What a device did. Seconds, and bytes."""
+    """Statistics of one device, in seconds and bytes."""
 
     name: str
-    """Such as ``"cuda:0"``."""
+    """Its name, such as ``"cuda:0"``."""
     wall_s: float
-    """From the fleet's begin to its end."""
+    """Seconds from the fleet's start to its end."""
     compute_s: float
-    """In units, pilots and factories not counted."""
+    """Seconds in units, without pilots and factories."""
     recompute_s: float
-    """Part of it that ran forward again, as pilots measured it."""
+    """Part of these seconds that ran forward again, as measured by pilots."""
     stall_s: float
-    """Waiting for bytes."""
+    """Seconds of waiting for bytes."""
     num_units: int
     """Units that ran."""
     peak_bytes: int
-    """The most that its budget was charged with at once."""
+    """The largest charge of its budget at any time."""
     measured_peak_bytes: int
     """The same with every unit's own bytes measured; 0 unless ``verify=True``."""
     budget_bytes: int
-    """What it was given."""
+    """Its budget."""
     parked_bytes: int
-    """Copied out of the device."""
+    """Bytes copied out of the device."""
     fetched_bytes: int
-    """Copied back."""
+    """Bytes copied back."""
     written_to_disk_bytes: int
-    """Part of it that wore a disk."""
+    """Part of the bytes copied out that was written to a disk."""
 
     @property
     def useful_share(self) -> float:
-        """Seconds that trained (no stall, no recomputation) over seconds in which the device had a job to run."""
+        """Share of the time with a job to run in which the device trained, without stalls and recomputation."""
         busy_s = self.compute_s + self.stall_s
         return (self.compute_s - self.recompute_s) / busy_s if busy_s else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """What came of one job."""
+    """Result of one job."""
 
     job: Job = field(repr=False)
-    """As handed in."""
+    """The job, as it was given."""
     state: JobState
-    """Done, failed, stopped, or where it was when the fleet was interrupted."""
+    """Done, failed, stopped, or its state when the fleet was interrupted."""
     losses: tuple[float, ...] = field(repr=False)
-    """One per optimizer step."""
+    """Losses, one per optimizer step."""
     validations: tuple[Mapping[str, float], ...] = field(repr=False)
-    """One per validation: its ``"step"``, and the metrics."""
+    """Validations: for each its ``"step"``, and the metrics."""
     error: str | None
-    """Why it failed."""
+    """The error that made it fail; ``None`` if it did not fail."""
     seconds_per_step: float
-    """Of its units, on one device."""
+    """Seconds of a step's units, on one device."""
     checkpoint: Path | None
     """Folder of the last checkpoint; ``None`` if there is none."""
     keeps: object = field(default=None, repr=False, compare=False)
-    """Lives as long as the result, so that a temporary folder does, too."""
+    """An object that lives as long as the result, so that a temporary folder does, too."""
 
     @property
     def name(self) -> str:
-        """The job's."""
+        """The job's name."""
         return self.job.name
 
     def model(self) -> nn.Module:
-        """The trained model, in main memory. Raises ``ValueError`` where there is none, ``CheckpointError``."""
+        """Return the trained model, in main memory.
+
+        Raises ``ValueError`` if there is no checkpoint, and ``CheckpointError`` if it cannot be used.
+        """
         if self.checkpoint is None:
             raise ValueError(f"job {self.name!r} is {self.state.value} and has no checkpoint to load: {self.error}")
         with Randomness(self.job.seed).swapped_in():
@@ -88,22 +91,22 @@ class JobResult:
         return load_model(self.checkpoint, model)
 
     def value(self, metric: str) -> float | None:
-        """The last validation's ``metric``; with ``"loss"`` and no validation, the last step's loss."""
+        """Return the last validation's ``metric``; for ``"loss"`` without a validation, the last step's loss."""
         if self.validations and metric in self.validations[-1]:
             return self.validations[-1][metric]
         return self.losses[-1] if metric == "loss" and self.losses else None
 
 
 class Results(Mapping[str, JobResult]):
-    """Results by name of the job, in the order in which jobs came; ``print`` shows them as a table."""
+    """Results by name of the job, in the order in which jobs were added; ``print`` shows them as text."""
 
     def __init__(self, results: Sequence[JobResult], devices: Sequence[DeviceStatistics], run_dir: Path, keeps: object):
         self.devices = tuple(devices)
-        """Per device."""
+        """Statistics of each device."""
         self.run_dir = run_dir
-        """Where checkpoints, metrics and the fleet's state are."""
+        """Folder of checkpoints, metrics and the fleet's state."""
         self._results = {one.name: replace(one, keeps=keeps) for one in results}
-        self._keeps = keeps  # a temporary folder, if nobody named one
+        self._keeps = keeps  # a temporary folder, if the user named none
 
     def __getitem__(self, name: str) -> JobResult:
         try:
@@ -121,7 +124,7 @@ class Results(Mapping[str, JobResult]):
 
     @checked("results.best('loss', mode='min')")
     def best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> JobResult:
-        """The job with the smallest or largest last ``metric``. Raises ``ValueError`` where none has it."""
+        """Return the job with the smallest or largest last ``metric``. Raise ``ValueError`` if no job has it."""
         known = [(value, one) for one in self._results.values() if (value := one.value(metric)) is not None]
         if not known:
             raise ValueError(f"no job has a metric {metric!r}; give jobs validation= and metric=")
@@ -129,7 +132,7 @@ class Results(Mapping[str, JobResult]):
         return pick(known, key=lambda pair: pair[0])[1]
 
     def table(self) -> Table:
-        """For ``rich``."""
+        """Return the results as a table of ``rich``."""
         table = Table()
         for heading in ("job", "state", "steps", "loss", "validation", "s/step", "error"):
             table.add_column(heading)
@@ -162,7 +165,10 @@ class Results(Mapping[str, JobResult]):
 
 @checked("penstock.fleet.stored_result(job, folder, JobState.DONE, None, 0.0)")
 def stored_result(job: Job, folder: Path, state: JobState, error: str | None, seconds_per_step: float) -> JobResult:
-    """Of a job that is over, or was when the process ended, from the last checkpoint in its folder."""
+    """Return the result of a job that is over, or that was in ``state`` when its process ended.
+
+    It comes from the last checkpoint in the job's folder.
+    """
     path = latest(folder)
     known = {} if path is None else read_state(path)
     return JobResult(

@@ -1,4 +1,4 @@
-"""The jobs of a fleet by name: those of this process, those that an earlier one brought to their end."""
+"""The jobs of a fleet by name: those of this process, and those that an earlier process brought to their end."""
 
 import time
 from dataclasses import replace
@@ -14,11 +14,14 @@ from penstock.fleet._state import Command, FleetState, JobRow
 from penstock.fleet._training import Training
 
 _WAITS_S = 1.0
-"""A job that is between two turns for so long is shown as one that waits."""
+"""Time between two turns after which a job is shown as waiting."""
 
 
 class Roster:
-    """Jobs that come, are wanted in another state, and go. ``resume`` takes up what `known` says of them."""
+    """The jobs of a fleet, which are added, change their state, and leave.
+
+    ``resume`` continues from what `known` says about them.
+    """
 
     def __init__(self, engine: Engine, records: Records, *, resume: bool):
         self.known: dict[str, JobRow] = {}
@@ -32,7 +35,7 @@ class Roster:
         return name in self._over or any(run.job.name == name for run in self._engine.runs)
 
     def add(self, job: Job, source: JobSource | None = None) -> None:
-        """Another job. Raises ``ValueError`` if one has its name already."""
+        """Add a job. Raise ``ValueError`` if its name is taken."""
         folder = self._records.folder(job)
         with self._engine.condition:
             if job.name in self:
@@ -56,7 +59,7 @@ class Roster:
             self._engine.add(run)
 
     def want(self, name: str, state: JobState) -> None:
-        """The job is to be in that state when its turn has ended. Raises ``ValueError`` for one that is over."""
+        """Request a state for the end of the job's turn. Raise ``ValueError`` if the job is over."""
         run = self._find(name)
         with self._engine.condition:
             if run.state.is_over:
@@ -65,7 +68,7 @@ class Roster:
             self._engine.condition.notify_all()
 
     def forget(self, name: str) -> None:
-        """A job that is over leaves. Raises ``ValueError`` for another."""
+        """Remove a job that is over. Raise ``ValueError`` if it is not."""
         run = self._find(name)
         with self._engine.condition:
             if not run.state.is_over:
@@ -73,7 +76,7 @@ class Roster:
             self._engine.runs.remove(run)
 
     def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
-        """A new job like ``name``, as `Fleet.clone` has it."""
+        """Add a new job like ``name``, as `Fleet.clone` does."""
         over = self._over.get(name)
         original = self._find(name).job if over is None else over.job
         if new_name in self:
@@ -94,19 +97,19 @@ class Roster:
         return name in self._sources
 
     def rows(self) -> list[JobRow]:
-        """What is known of the jobs of this process now, in the order in which they came."""
+        """Return what is known now about the jobs of this process, in the order in which they were added."""
         with self._engine.condition:
             found = [self._row_of(run) for run in self._engine.runs]
         return sorted([*found, *(self.known[name] for name in self._over)], key=lambda row: row.place)
 
     def results(self) -> list[JobResult]:
-        """What came of them so far, in the same order."""
+        """Return the results so far, in the same order."""
         found = [self._result_of(run) for run in self._engine.runs] + list(self._over.values())
         order = {row.name: row.place for row in self.rows()}
         return sorted(found, key=lambda one: order.get(one.name, len(order)))
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state of those that have begun."""
+        """Return the bytes of parameters, gradients and optimizer state of each job that has started."""
         with self._engine.condition:
             return {run.job.name: run.size_bytes for run in self._engine.runs if run.size_bytes}
 
@@ -156,17 +159,17 @@ class Roster:
 
 
 class Commands:
-    """What other processes asked of a fleet, carried out by the thread that waits for it."""
+    """Requests of other processes to a fleet, carried out by the thread that waits for it."""
 
     def __init__(self, state: FleetState, roster: Roster):
         self._state, self._roster = state, roster
 
     def obey(self) -> None:
-        """Carries out what has come, and answers it."""
+        """Carry out the requests that have arrived, and answer them."""
         for command in self._state.commands():
             try:
                 self._carry_out(command)
-            except Exception as error:  # whatever a user's function raises: the fleet goes on
+            except Exception as error:  # a user's function may raise anything; the fleet continues
                 self._state.answer(command.id, str(error) or type(error).__name__)
             else:
                 self._state.answer(command.id, "")

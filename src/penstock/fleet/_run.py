@@ -1,4 +1,4 @@
-"""`fleet.run` and `Fleet`: jobs, devices and a folder, put together; the only file that starts and ends things."""
+"""`fleet.run` and `Fleet`: jobs, devices and a folder, put together. Only this file starts and ends things."""
 
 import contextlib
 import shutil
@@ -46,9 +46,9 @@ _TICK_S = 0.1
 _WRITE_S = 0.5
 _HOST_RATE = 4e9
 _LEAST_SLACK_BYTES = 512 * 2**20
-"""That heaps of CPU devices may grow by, beyond what is alive, before they are trimmed."""
+"""Bytes that heaps of CPU devices may grow beyond live data before they are trimmed."""
 _SWITCH_S = 5e-4
-"""Python's threads change places that often at most: a device's thread must not wait 5 ms for the interpreter."""
+"""Longest time between switches of Python's threads: a device's thread must not wait 5 ms for the interpreter."""
 
 
 @checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
@@ -56,9 +56,9 @@ def run(
     jobs: Iterable[Job],
     devices: Sequence[str | torch.device | Device] | None = None,
     budget: Size | Budget | None = None,
-    **options: Any,  # those of Fleet
+    **options: Any,  # the options of Fleet
 ) -> Results:
-    """Trains all jobs and returns what came of them. Options are those of `Fleet`.
+    """Train all jobs and return their results. Options are those of `Fleet`.
 
     Several machines: `penstock.integrations.run_on_ray`.
 
@@ -86,19 +86,19 @@ def run(
 
 
 class Fleet:
-    """Devices that train jobs, more of which may come while it runs. ``with Fleet(...) as fleet: fleet.add(job)``.
+    """Devices that train jobs. You can add more jobs while it runs: ``with Fleet(...) as fleet: fleet.add(job)``.
 
     ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true peak
-    per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills first. By
-    default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of checkpoints,
-    metrics and state, on a local disk; by default a temporary one that goes with the results. ``jobs_dir``: folder of
-    checkpoints and metrics, if they are to be apart from it. ``resume=True`` goes on with what an earlier process left
-    there; otherwise a folder with a fleet in it is refused. ``scheduler``: which job a free device takes; by default
-    all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
+    memory per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills
+    first. By default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of
+    checkpoints, metrics and state, on a local disk; by default a temporary one that is deleted with the results.
+    ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues with what an earlier process
+    left there; otherwise a folder that holds a fleet is refused. ``scheduler``: chooses the job that a free device
+    takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
     ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per
-    job. ``trackers``: where metrics go beside the folder. ``progress``: ``"auto"`` shows a live table on a terminal and
-    lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every fetch from disk and measures the
-    memory of every unit, one at a time.
+    job. ``trackers``: receivers of metrics in addition to the folder. ``progress``: ``"auto"`` shows a live table on a
+    terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every fetch from disk and
+    measures the memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
@@ -130,9 +130,9 @@ class Fleet:
         self._resume = resume
         self._temporary = None if run_dir is not None else _TemporaryFolder()
         self.run_dir = Path(self._temporary.path if self._temporary is not None else str(run_dir))
-        """Where checkpoints, metrics and the fleet's state are."""
+        """Folder of checkpoints, metrics and the fleet's state."""
         self.host_bytes = None if self._budget.disk_bytes or self._budget.tiers else self._budget.host_bytes
-        """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what host memory cannot."""
+        """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what exceeds host memory."""
         self.state = FleetState(self.run_dir)
         self.state.refuse_strangers(resume=resume)
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class Fleet:
         self._roster = Roster(self._engine, self._records, resume=resume)
         self._commands = Commands(self.state, self._roster)
         self._taken: contextlib.ExitStack | None = None
-        """What ends with the fleet, once it was entered."""
+        """Everything that ends with the fleet; set once the fleet is entered."""
         self._is_started = self._has_ended = False
         self._started_s = self._written_s = 0.0
 
@@ -179,7 +179,7 @@ class Fleet:
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
             self._started_s = time.time()
             if can_record("cpu"):
-                with record_memory("cpu", this_thread_only=True):  # PyTorch's profiler begins; pilots are other threads
+                with record_memory("cpu", this_thread_only=True):  # starts the profiler; pilots are other threads
                     pass
             self._taken = stack.pop_all()
         return self
@@ -196,13 +196,13 @@ class Fleet:
                 self._engine.is_stopping = True
                 self._engine.condition.notify_all()
             if self._is_started:
-                with gate.released():  # a worker may wait to trace
+                with gate.released():  # a worker may be waiting to trace
                     for worker in self._engine.workers:
                         worker.join()
 
     @checked("running.add(job)")
     def add(self, job: Job, source: JobSource | None = None) -> None:
-        """Another job. Raises ``ValueError`` if one has its name already, and outside of ``with``."""
+        """Add a job. Raise ``ValueError`` if its name is taken, or outside of ``with``."""
         self._refuse_outside()
         self._roster.add(job, source)
 
@@ -211,36 +211,41 @@ class Fleet:
         return name in self._roster
 
     def pause(self, name: str) -> None:
-        """The job leaves its device after the mini-batch at hand, until `resume`."""
+        """Pause the job after its current mini-batch. It leaves its device until `resume`."""
         self._roster.want(name, JobState.PAUSED)
 
     def resume(self, name: str) -> None:
-        """A paused job goes on."""
+        """Resume a paused job."""
         self._roster.want(name, JobState.RUNNING)
 
     def stop(self, name: str) -> None:
-        """The job ends after the optimizer step at hand, with a checkpoint."""
+        """Stop the job after its current optimizer step, with a checkpoint."""
         self._roster.want(name, JobState.STOPPED)
 
     def forget(self, name: str) -> None:
-        """A job that is over leaves the fleet: its name is free again, its folder stays. ``ValueError`` for another."""
+        """Remove a job that is over. Its name becomes free, and its folder stays.
+
+        Raises ``ValueError`` if the job is not over.
+        """
         self._roster.forget(name)
 
     def clone(self, name: str, new_name: str, *, warm: bool = False, **changes: Any) -> None:  # any: hyperparameters
-        """A new job like ``name`` with other hyperparameters; ``warm`` begins with its last checkpoint's parameters.
+        """Add a new job like ``name`` with other hyperparameters.
 
-        A job that was added with its `JobSource` takes that function's parameters as ``changes``; another takes
-        fields of `Job`. Raises ``ValueError`` or ``TypeError`` for changes that it cannot have.
+        ``warm`` starts from its last checkpoint's parameters.
+
+        For a job that was added with its `JobSource`, ``changes`` are parameters of that function; for any other they
+        are fields of `Job`. Raises ``ValueError`` or ``TypeError`` for changes that the job cannot have.
         """
         self._refuse_outside()
         self._roster.clone(name, new_name, warm=warm, **changes)
 
     def wait(self, more: Callable[[], bool] | None = None) -> Results:
-        """Trains until every job is over and returns the results. ``KeyboardInterrupt`` lets mini-batches at hand end.
+        """Train until every job is over and return the results. ``KeyboardInterrupt`` lets current mini-batches end.
 
-        ``more`` is asked by this thread, at first, whenever a job has ended and every 0.1 s, whether jobs may still
-        come; while it says so, devices wait for them. It may `add` some itself. Raises what ``more`` raises, and what
-        a device's thread died of, if one did.
+        ``more`` tells whether more jobs may be added. This thread calls it at the start, whenever a job has ended, and
+        every 0.1 s. While it returns true, devices wait for jobs. It may `add` some itself. Raises what ``more``
+        raises, and the error that ended a device's thread, if any.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -251,7 +256,7 @@ class Fleet:
             raise ValueError("this fleet waited before, and its devices have ended; make another for more jobs")
         self._ask(more)
         self._is_started = True
-        with FakeTensorMode():  # without a GPU, CUDA builds leave with the first thread what later traces use
+        with FakeTensorMode():  # without a GPU, CUDA builds lose with their first thread what later traces use
             pass
         for worker in self._engine.workers:
             worker.start()
@@ -276,16 +281,16 @@ class Fleet:
         return self.results()
 
     def results(self) -> Results:
-        """As of now."""
+        """Return the results so far."""
         devices = [_statistics_of(worker, self._started_s) for worker in self._engine.workers]
         return Results(self._roster.results(), devices, self.run_dir, self._temporary)
 
     def rows(self) -> list[JobRow]:
-        """What is known of the jobs of this process now."""
+        """Return what is known now about the jobs of this process."""
         return self._roster.rows()
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state of the jobs that have begun, by name."""
+        """Return the bytes of parameters, gradients and optimizer state of the jobs that have started, by name."""
         return self._roster.sizes()
 
     @property
@@ -316,7 +321,7 @@ class Fleet:
 def _workers(
     engine: Engine, devices: Sequence[Device], budget: Budget, ablation: Ablation, *, verify: bool
 ) -> list[Worker]:
-    """A thread and a waterfall per device, over tiers that all share."""
+    """Return a worker per device, each with a waterfall over tiers that all of them share."""
     places = [torch.device(one.name) for one in devices]
     sizes = [parse_bytes(one.budget) for one in devices if one.budget is not None]
     keeper = HeapKeeper(max(_LEAST_SLACK_BYTES, 2 * sum(sizes)))
@@ -364,7 +369,7 @@ def _statistics_of(worker: Worker, started_s: float) -> DeviceStatistics:
 
 
 class _LaneRates:
-    """Bytes per second out and in, for one of ``num_devices``; measured when they are first asked for."""
+    """Bytes per second out and in for one of ``num_devices``, measured on first use."""
 
     def __init__(self, budget: Budget, num_devices: int):
         self._budget, self._num_devices = budget, num_devices
@@ -387,7 +392,7 @@ class _LaneRates:
 
 
 class _TemporaryFolder:
-    """A folder that goes when the last who needs it has gone."""
+    """A folder that is deleted when its last user is gone."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix="penstock-fleet-")

@@ -1,4 +1,4 @@
-"""What a fleet did, or would do."""
+"""A schedule: what a fleet did, or would do."""
 
 from dataclasses import dataclass
 
@@ -7,54 +7,54 @@ from penstock.fleet._problem import UnitKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledUnit:
-    """One unit on one device. Times are seconds from the beginning."""
+    """One unit on one device. Times are seconds from the start."""
 
     job: int
-    """Place of the job in the problem."""
+    """Index of the job in the problem."""
     index: int
-    """Place among the job's units."""
+    """Index among the job's units."""
     kind: UnitKind
-    """What it computed."""
+    """Its kind of computation."""
     shard: int
-    """Of which shard."""
+    """Index of the shard."""
     device: int
-    """Place of the device in the problem."""
+    """Index of the device in the problem."""
     load_s: float
-    """When copying in began."""
+    """Time at which its copy in began."""
     start_s: float
-    """When it began to compute."""
+    """Time at which its computation began."""
     end_s: float
-    """When it had computed."""
+    """Time at which its computation ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What became of a device's time until the last unit ended, and of its link."""
+    """Use of a device's time until the last unit ended, and of its link."""
 
     busy_s: float
-    """It computed."""
+    """Seconds of computation."""
     stall_s: float
-    """A unit was chosen, and its bytes were not there yet."""
+    """Seconds in which a unit was chosen, but its bytes were not there yet."""
     idle_s: float
-    """No job was there to take."""
+    """Seconds without a job to take."""
     in_bytes: int
-    """Copied in from host memory."""
+    """Bytes copied in from host memory."""
     out_bytes: int
-    """Copied out to it."""
+    """Bytes copied out to host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Where and when every unit ran."""
+    """Place and time of every unit."""
 
     makespan_s: float
-    """When the last unit ended."""
+    """Time at which the last unit ended."""
     job_end_s: tuple[float, ...]
-    """Per job."""
+    """Per job, the time at which it ended."""
     devices: tuple[DeviceUse, ...]
-    """Per device."""
+    """Per device, the use of its time."""
     units: tuple[ScheduledUnit, ...]
-    """In the order in which they began; empty if they were not recorded."""
+    """Units in the order in which they began; empty if they were not recorded."""
 
     @property
     def busy_share(self) -> float:

@@ -1,13 +1,13 @@
-"""Which job a device takes next: one choice, for the engine and for the simulation, by a scheduler's numbers.
+"""The choice of the job that a device takes next, for both the engine and the simulation.
 
-A device chooses when the last unit of its mini-batch begins, and when it has nothing. `choose` is the whole rule; what
-differs between schedulers is one number per job.
+A device chooses when the last unit of its mini-batch begins, and when it is idle. `choose` is the whole rule.
+Schedulers differ only in one number per job.
 
-The scheduler by default, ``"fair"``, gives all jobs equal turns, but for those that decide when the fleet ends: jobs
-with as much left as all jobs together have for each device. An order that keeps every device busy, and such jobs always
-on one, ends as early as any can (McNaughton 1959), up to the length of a turn; so the rest of the order is free, and
-fairness costs nothing at the end. Sharded-LRTF (Hydra, Nagrecha and Kumar 2021) ends as early, by taking the job with
-the longest remaining time, and lets short jobs wait for long ones.
+The default scheduler, ``"fair"``, gives all jobs equal turns, except jobs that decide when the fleet ends. Such a job
+has as much left to do as all jobs together have per device. An order that keeps every device busy, and such jobs always
+on a device, ends as early as any order can (McNaughton 1959), up to the length of a turn. The rest of the order is
+free, so fairness does not delay the end. Sharded-LRTF (Hydra, Nagrecha and Kumar 2021) ends as early: it takes the job
+with the longest remaining time, and lets short jobs wait for long ones.
 """
 
 import math
@@ -19,57 +19,70 @@ from typing import Any, Literal, NamedTuple
 from penstock.arguments import must_be
 
 SchedulerName = Literal["fair", "sharded-lrtf", "fifo", "shortest-first", "random"]
-"""Schedulers that are called by name: what decides which job a free device takes."""
+"""Names of the built-in schedulers. A scheduler decides which job a free device takes."""
 
 TURN_S = 10.0
-"""A job that has a device keeps it for so long, where others have equal rights: its bytes are there."""
+"""Seconds for which a job keeps its device while others have equal rights, since its bytes are there."""
 _ROOM = 2
-"""Of its turns: a job that would decide when the fleet ends after so many more of waiting is taken as one that does."""
+"""Margin, in turns of the job.
+
+A job that would decide when the fleet ends if it waited that much longer already counts as one that does.
+"""
 _GRACE = 1.02
-"""The fleet may end so much later than at the soonest; without it a short job waits at its last steps to the end."""
+"""Factor by which the fleet may end later than the earliest end.
+
+Without it a short job waits with its last steps until the end.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a scheduler knows of a job that waits, or that a device has and might keep."""
+    """A scheduler's view of a job that waits, or that a device has and might keep."""
 
     job: int
-    """Its place in the problem."""
+    """Its index in the problem."""
     arrival_s: float
-    """When it could have begun, in seconds since the fleet began."""
+    """Time at which it could have begun, in seconds since the fleet started."""
     remaining_s: float
-    """Seconds of the units that it has left, on a device of speed 1; refined as units are measured."""
+    """Seconds of its remaining units on a device of speed 1, refined as units are measured."""
     num_done: int
-    """Mini-batches that it has behind it, the one at hand included."""
+    """Mini-batches done, including the current one."""
     turn_s: float = 0.0
     """Seconds of one mini-batch, on a device of speed 1."""
     since_s: float = 0.0
-    """Since when it waits, in seconds since the fleet began; of the job at hand: since when it has its device."""
+    """Since when it has been waiting, in seconds since the fleet started.
+
+    For a device's current job: since when it has had its device.
+    """
     had_s: float | None = None
-    """For how long the job at hand has had its device; ``None`` for a job that waits."""
+    """Seconds for which the current job has had its device; ``None`` for a job that waits."""
     fleet_s: float = math.inf
-    """Seconds in which the fleet can end at the soonest: what all its jobs have left, over its devices. Infinite with
-    one device, for which any order ends as early."""
+    """Seconds until the earliest possible end of the fleet: the remaining work of all its jobs, divided by its devices.
+
+    Infinite with one device, for which any order ends at the same time.
+    """
 
 
 Scheduler = Callable[[Progress], float]
-"""The smaller the number, the sooner the job is taken; of equals the one at hand, then the one that has waited longest.
-Asked anew at every choice."""
+"""A function from a job's progress to a number. The job with the smallest number is taken.
+
+Of equals, the current job is taken, then the one that has waited longest. The function is called again at every choice.
+"""
 
 
 class Candidate(NamedTuple):
-    """A job that may be taken, in the order of what is taken first."""
+    """A job that may be taken. Candidates sort in the order in which they are taken."""
 
     priority: Any
-    """What the scheduler said."""
+    """The scheduler's number."""
     since_s: float
-    """Since when it waits."""
+    """Since when it has been waiting."""
     job: int
-    """Its place in the problem."""
+    """Its index in the problem."""
 
 
 def choose(candidates: Iterable[Candidate], own: Candidate | None) -> Candidate | None:
-    """The job that a device takes: the first of ``candidates``, or ``own``, which it has, if none comes before it."""
+    """Return the job that the device takes: the first of ``candidates``, or ``own`` if none of them precedes it."""
     first = min(candidates, default=None)
     if own is not None and (first is None or own.priority <= first.priority):
         return own
@@ -80,7 +93,10 @@ _EXAMPLE = "scheduler=lambda progress: progress.remaining_s"
 
 
 def fair(progress: Progress) -> tuple[int, float]:
-    """Equal turns, but for jobs that decide when the fleet ends: they come first, the latest before the others."""
+    """Return a priority that gives equal turns to all jobs, except jobs that decide when the fleet ends.
+
+    Those come first, the latest before the others.
+    """
     slack_s = _GRACE * progress.fleet_s - _needs_s(progress)
     if slack_s <= 0:
         return 0, slack_s
@@ -94,22 +110,22 @@ def _needs_s(progress: Progress) -> float:
 
 
 def longest_remaining_first(progress: Progress) -> float:
-    """Sharded-LRTF."""
+    """Return the priority of Sharded-LRTF."""
     return -progress.remaining_s
 
 
 def first_come_first_served(progress: Progress) -> float:
-    """Jobs that arrived first, to their end."""
+    """Return a priority that runs jobs to their end in the order of arrival."""
     return progress.arrival_s
 
 
 def shortest_remaining_first(progress: Progress) -> float:
-    """First results soonest, at the price of a longer end."""
+    """Return a priority that gives first results soonest, but ends later."""
     return progress.remaining_s
 
 
 def in_any_order(progress: Progress) -> float:
-    """A random job each time, the same in every run."""
+    """Return a random priority at each choice, the same in every run."""
     mixed = (progress.job * 0x9E3779B97F4A7C15 + progress.num_done * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 31)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (mixed ^ (mixed >> 29)) / 2**64
@@ -125,7 +141,10 @@ _SCHEDULERS: dict[str, Callable[[Progress], Any]] = {
 
 
 def orders_of(scheduler: Callable[[Progress], Any]) -> tuple[Callable[[Progress], float], ...] | None:
-    """Numbers that stay while a job waits, one of whose smallest is the scheduler's choice; ``None`` if not known."""
+    """Return orders that do not change while a job waits. The first job of one of them is the scheduler's choice.
+
+    Returns ``None`` if they are not known.
+    """
     if scheduler is fair:
         return (lambda progress: progress.since_s), (lambda progress: -_needs_s(progress))
     return (scheduler,) if scheduler in _SCHEDULERS.values() else None
@@ -142,7 +161,7 @@ def _returns_a_number(scheduler: Scheduler) -> Scheduler:
 
 
 def scheduler_of(name: "SchedulerName | Scheduler") -> Callable[[Progress], Any]:
-    """The scheduler of that name. Raises ``ValueError`` for one that there is not."""
+    """Return the scheduler of that name. Raise ``ValueError`` if there is none."""
     if callable(name):
         return _returns_a_number(name)
     if name not in _SCHEDULERS:

@@ -1,4 +1,4 @@
-"""A fleet to look at while it runs: a live table on a terminal, lines elsewhere."""
+"""Display of a running fleet: a live table on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +21,10 @@ _BEGUN = (JobState.RUNNING.value, JobState.WAITING.value)
 
 
 class Show:
-    """``kind`` is ``"auto"``, ``"rich"``, ``"plain"`` or ``None``. Draws nothing of its own accord: call ``update``."""
+    """A display.
+
+    ``kind`` is ``"auto"``, ``"rich"``, ``"plain"`` or ``None``. It draws only when you call ``update``.
+    """
 
     def __init__(self, kind: str | None, rows: Callable[[], list[JobRow]], workers: Sequence[Worker]):
         if kind not in ("auto", "rich", "plain", None):
@@ -46,14 +49,14 @@ class Show:
             self._say()
 
     def update(self) -> None:
-        """Draws what is now; lines twice a minute."""
+        """Draw the current state; lines are printed twice a minute."""
         if self._live is not None:
             self._live.update(Group(jobs_table(self._rows()), self.devices_table()), refresh=True)
         elif self._is_plain and time.time() - self._said_s > _LINES_S:
             self._say()
 
     def devices_table(self) -> Table:
-        """What devices do."""
+        """Return a table of what the devices do."""
         table = Table("device", "computes", "stalls", "units", "peak", "of", "moved out", "moved in")
         for worker in self._workers:
             past_s = max(time.time() - self._start_s, 1e-9)
@@ -82,7 +85,7 @@ class Show:
 
 @checked("fleet.jobs_table(running.rows())")
 def jobs_table(rows: Sequence[JobRow]) -> Table:
-    """Jobs and how far they are."""
+    """Return a table of jobs and their progress."""
     table = Table("job", "state", "step", "of", "loss", "validation", "s/step", "left", "device")
     shown = sorted(rows, key=lambda row: (row.state not in _BEGUN, row.place))[:_MOST_ROWS]
     for row in sorted(shown, key=lambda row: row.place):

@@ -1,11 +1,11 @@
-"""A fleet on a virtual clock: the scheduler that will run it, with measured unit times, for any number of devices.
+"""A fleet on a virtual clock: the real scheduler with measured unit times, for any number of devices.
 
-Rules, as in the engine. A job is on one device at a time, for a mini-batch at least. When the last unit of a mini-batch
-begins, the device chooses its next job; while a device computes a unit it copies its next one in, if both fit its
-budget; the link in and the link out are serial lanes. What a unit changed is copied out when it ends, and another
-device may take the job when all of it is there. A job that goes on where it was keeps the boundary there, and a shard
-that goes on at once is not copied at all. Cost: O(log jobs) a unit, some 7 microseconds in Python; with a scheduler of
-the user's, O(jobs) a mini-batch.
+The rules are those of the engine. A job is on one device at a time, for at least a mini-batch. When the last unit of a
+mini-batch begins, the device chooses its next job. While a device computes a unit it copies its next one in, if both
+fit its budget. The link in and the link out are serial lanes. What a unit changed is copied out when the unit ends, and
+another device may take the job when all of it has arrived. A job that stays on its device keeps the boundary there, and
+a shard that continues at once is not copied at all. Cost: O(log jobs) per unit, about 7 microseconds in Python; with a
+user's scheduler, O(jobs) per mini-batch.
 """
 
 import heapq
@@ -29,7 +29,7 @@ def simulate(
     sharp: bool = True,
     records: bool = True,
 ) -> Schedule:
-    """Plays the whole fleet. Raises ``ValueError`` for an unknown scheduler.
+    """Simulate the whole fleet. Raises ``ValueError`` for an unknown scheduler.
 
     ``double_buffer=False`` copies in only when a device is free; ``sharp=False`` lets a device finish a job before it
     takes another; ``records=False`` leaves the units out of the result.
@@ -42,17 +42,17 @@ class _Job:
     index: int
     cost: JobCost
     at: int = 0
-    """Units begun or done."""
+    """Number of its units that have begun or ended."""
     num_turns: int = 0
-    """Mini-batches of which the last unit has begun."""
+    """Number of mini-batches whose last unit has begun."""
     shard: int = -1
-    """Which shard the last unit was of."""
+    """The shard of its last unit."""
     since_s: float = 0.0
-    """Since when it waits, or has its device."""
+    """Since when it has been waiting, or has had its device."""
     home: int | None = None
     """The device that had it last."""
     saved_s: float = 0.0
-    """When everything that it changed so far is in host memory."""
+    """Time at which everything that it changed so far is in host memory."""
     end_s: float = 0.0
 
     @property
@@ -61,12 +61,12 @@ class _Job:
 
     @property
     def is_between(self) -> bool:
-        """Whether the unit that it has begun, or ended, was a mini-batch's last."""
+        """Whether the last unit that it has begun or ended was the last of a mini-batch."""
         units = len(self.cost.step_units)
         return (self.at + units - 1) % units in self.cost.turn_ends
 
     def progress(self, fleet_s: float, had_s: float | None) -> Progress:
-        """Turns of equal length, as the engine counts them."""
+        """Return its progress, in turns of equal length, as the engine counts them."""
         cost = self.cost
         num_turns = cost.num_steps * cost.turns_per_step
         turn_s = cost.work_s / num_turns
@@ -97,9 +97,9 @@ class _Device:
     current: _Reservation | None = None
     next: _Reservation | None = None
     following: _Job | None = None
-    """The job that was chosen to come next, before its first unit is copied in."""
+    """The next job, chosen before its first unit is copied in."""
     free_s: float = 0.0
-    """When it last became free."""
+    """Time at which it last became free."""
     in_free_s: float = 0.0
     out_free_s: float = 0.0
     busy_s: float = 0.0
@@ -107,11 +107,11 @@ class _Device:
     in_bytes: int = 0
     out_bytes: int = 0
     last: "_Job | None" = None
-    """The job whose unit ended here last."""
+    """The job of the last unit that ended here."""
 
 
 class _Line:
-    """Jobs that wait, so that the first of them is found without looking at all of them."""
+    """Waiting jobs, ordered so that the first one is found without looking at all of them."""
 
     def __init__(self, scheduler: Callable[[Progress], Any]):
         self._scheduler = scheduler
@@ -126,7 +126,7 @@ class _Line:
             heapq.heappush(heap, (order(progress), job.since_s, job.index))
 
     def take(self, may_take: Callable[[_Job], bool], own: Candidate | None, fleet_s: float) -> int | None:
-        """The number of the job that is chosen, which waits no longer."""
+        """Remove the chosen job from the waiting ones and return its index."""
         if self._orders is None:
             some: Iterator[_Job] = iter(self.jobs.values())
         else:
@@ -147,7 +147,7 @@ class _Line:
         while heap:
             _, since_s, index = heap[0]
             job = self.jobs.get(index)
-            if job is None or job.since_s != since_s:  # it was taken since
+            if job is None or job.since_s != since_s:  # it was taken meanwhile
                 heapq.heappop(heap)
             elif may_take(job):
                 yield job
@@ -167,7 +167,7 @@ class _Clock:
     records: bool
     now_s: float = 0.0
     events: list[tuple[float, int, str, int]] = field(default_factory=list)
-    """Time, order, what, and of which device or job."""
+    """Events: time, order, kind, and index of the device or job."""
     num_events: int = 0
     units: list[ScheduledUnit] = field(default_factory=list)
 
@@ -178,7 +178,7 @@ class _Clock:
         self.idle = set(range(len(self.devices)))
         self.speed = sum(device.speed for device in self.problem.devices)
         self.work_s = 0.0
-        """What all jobs that have arrived have left."""
+        """Remaining seconds of all jobs that have arrived."""
         for job in self.jobs:
             self._at(job.cost.arrival_s, "arrives", job.index)
         while self.events:
@@ -200,12 +200,12 @@ class _Clock:
         heapq.heappush(self.events, (time_s, self.num_events, what, index))
 
     def _wait(self, job: _Job) -> None:
-        """The job may be taken."""
+        """Let the job wait until a device takes it."""
         job.since_s = self.now_s
         self.line.add(job)
 
     def _dispatch(self) -> None:
-        """Devices that have nothing choose."""
+        """Let idle devices choose a job."""
         for index in sorted(self.idle) if self.line.jobs else ():
             device = self.devices[index]
             job = self._take(device, None)
@@ -219,7 +219,7 @@ class _Clock:
         return self.work_s / self.speed if len(self.devices) > 1 else math.inf
 
     def _take(self, device: _Device, own: _Job | None) -> _Job | None:
-        """The job that comes next on the device: ``own``, which it has, or one that waits and fits."""
+        """Return the job that comes next on the device: ``own``, its current job, or a waiting one that fits."""
         candidate = None
         if own is not None:
             progress = own.progress(self._fleet_s, self.now_s - own.since_s)
@@ -240,7 +240,7 @@ class _Clock:
         return job
 
     def _reserve(self, device: _Device, job: _Job) -> _Reservation:
-        """Lays the copy in on the device's lane."""
+        """Reserve the copy in on the device's lane."""
         unit = job.cost.unit(job.at)
         cost = self.problem.devices[device.index]
         goes_on = device.current.job is job if device.current is not None else device.last is job

@@ -1,7 +1,7 @@
-"""A step as stages that the user cut by hand: modules in order, each taking what the one before returned.
+"""A step as stages that the user cut by hand: modules in order, each of which takes the result of the previous one.
 
-The user's function calls the model once. In the first shard that call is interrupted, for its arguments; in the last it
-returns what the stages made. Values between stages may be any nest of tensors.
+The user's function calls the model once. In the first shard this call is interrupted to get its arguments; in the last
+shard it returns the result of the stages. Values between stages may be any nest of tensors.
 """
 
 import itertools
@@ -20,7 +20,7 @@ _numbers = itertools.count()
 
 
 class Staged:
-    """Stages of one model, for batches with one signature. Raises ``CaptureError`` where they do not fit together."""
+    """The stages of one model, for batches with one signature. Raises ``CaptureError`` if they do not fit together."""
 
     def __init__(
         self,
@@ -45,26 +45,29 @@ class Staged:
         self.atoms = self._find_atoms(leaves)
 
     def cut(self, ends: Sequence[int]) -> Program:
-        """Shards that end behind the atoms with these indexes."""
+        """Return shards that end after the atoms with these indexes."""
         last = [self.atoms[end].end for end in ends]
         bounds = list(zip([0, *(end + 1 for end in last)], last, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
-        prints = tuple(f"{self._number} {bound}" for bound in bounds)  # what a module computes cannot be compared
+        prints = tuple(f"{self._number} {bound}" for bound in bounds)  # two modules cannot be compared
         return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
 
     def _rebuild(self, given: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
         return self.result.rebuild(given)
 
     def _find_atoms(self, leaves: Sequence[torch.Tensor]) -> list[Atom]:
-        """Shapes between stages, from a run without numbers. One that writes to its input is not cut off from it."""
+        """Find the shapes between stages in a run on meta tensors.
+
+        A stage that writes to its input is merged with the stage before it.
+        """
         given: list[torch.Tensor] = [one.to("meta") for one in leaves]
         tensors = {name: tensor.to("meta") for stage in self._stages for name, tensor in self._tensors_of(stage)}
         atoms: list[Atom] = []
-        earlier: list[list[tuple[torch.Tensor, int]]] = []  # what each atom handed on, and its version
+        earlier: list[list[tuple[torch.Tensor, int]]] = []  # what each atom handed on, with versions
         for at, stage in enumerate(self._stages):
             try:
                 outputs = self._compute(at, at, tensors, given, leaves=[one.to("meta") for one in leaves])
-            except Exception as error:  # whatever the user's stage raises
+            except Exception as error:  # the user's stage may raise anything
                 raise CaptureError(
                     f"stage {at} ({_name_of(stage)}) cannot follow the stages before it: {error}"
                 ) from error
@@ -79,7 +82,7 @@ class Staged:
         return atoms
 
     def _tensors_of(self, stage: Stage) -> list[tuple[str, torch.Tensor]]:
-        """The stage's parameters and buffers, under the names that they have in the model, each once."""
+        """Return the stage's parameters and buffers by their names in the model, each once."""
         if not isinstance(stage, nn.Module):
             return []
         try:
@@ -144,7 +147,7 @@ class Staged:
         return outputs
 
     def _call_of(self, leaves: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """How the user's function calls the model."""
+        """Return the arguments with which the user's function calls the model."""
 
         def stop(*args: Any, **kwargs: Any) -> Any:
             raise _Called(args, kwargs)
@@ -167,7 +170,10 @@ class Staged:
 
 
 class _Called(BaseException):
-    """The model was called, with these arguments. Not an ``Exception``, so that the user's code lets it through."""
+    """A call of the model, with its arguments.
+
+    It is not an ``Exception``, so that the user's code does not catch it.
+    """
 
     def __init__(self, given: tuple[Any, ...], named: dict[str, Any]):
         super().__init__()

@@ -1,7 +1,7 @@
-"""The state of a fleet in SQLite, which is also how other processes control it: they leave commands, it answers.
+"""The state of a fleet in SQLite. Other processes also control the fleet here: they leave commands, and it answers.
 
-One file, `fleet.db` in the run's folder, with a write-ahead log, so that readers never stop the writer. It lies on a
-local disk. No port is opened and nothing in it is executed.
+It is one file, `fleet.db` in the run's folder, with a write-ahead log, so that readers never stop the writer. It must
+be on a local disk. No port is opened and nothing in the file is executed.
 """
 
 import json
@@ -34,62 +34,62 @@ _COLUMNS = (
 )  # fmt: skip
 _AS_JSON = ("validation", "tags", "source")
 ALIVE_S = 10.0
-"""A fleet that has not written for so long is not running."""
+"""Seconds without a write after which a fleet counts as not running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """What is known of a job, as another process sees it."""
+    """A job as another process sees it."""
 
     name: str
-    """As the user calls it."""
+    """Name given by the user."""
     place: int
-    """In the order in which jobs came."""
+    """Index in the order in which jobs were added."""
     state: str
-    """A ``JobState``'s value."""
+    """The value of a ``JobState``."""
     step: int
     """Optimizer steps done."""
     num_steps: int
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     epoch: int
-    """Of the next batch."""
+    """Epoch of the next batch."""
     loss: float | None
-    """Of the last step."""
+    """Loss of the last step."""
     validation: dict[str, float]
-    """The last one, with its step; empty before the first."""
+    """The last validation, with its step; empty before the first."""
     device: str
-    """Where it ran last."""
+    """The device on which it ran last."""
     seconds_per_step: float
-    """On one device."""
+    """Seconds of a step on one device."""
     error: str | None
-    """Why it failed."""
+    """The error that made it fail."""
     tags: dict[str, Any]
-    """The job's."""
+    """Tags of the job."""
     source: dict[str, Any] | None
     """Import path and parameters of a job that another process can make again."""
     updated_s: float
-    """``time.time()`` of this row."""
+    """Time of this row, as ``time.time()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a user asked of a running fleet."""
+    """A request from a user to a running fleet."""
 
     id: int
-    """By which it is answered."""
+    """Number with which it is answered."""
     verb: str
     """``"pause"``, ``"resume"``, ``"stop"`` or ``"clone"``."""
     job: str
-    """Whom it is about."""
+    """Name of the job that it is about."""
     arguments: dict[str, Any]
-    """Of a clone: ``"name"``, ``"changes"``, ``"warm"``."""
+    """For a clone: ``"name"``, ``"changes"``, ``"warm"``."""
 
 
 _STATES = ("pending", "running", "waiting", "paused", "done", "failed", "stopped")
 
 
 def _row_of(known: dict[str, Any]) -> JobRow:  # any: what SQLite holds
-    """Raises ``TypeError`` or ``ValueError`` for what is no row."""
+    """Convert a row of the database. Raise ``TypeError`` or ``ValueError`` for values that cannot be one."""
     for column in _AS_JSON:
         known[column] = parse_json(known[column], column)
     for column in ("name", "state", "device"):
@@ -116,7 +116,7 @@ def _kind(value: Any, *kinds: type) -> Any:  # any: what SQLite and JSON hold
 
 
 class FleetState:
-    """The database of one run's folder. Each method opens it anew, so that any thread or process may call."""
+    """The database of one run's folder. Each method opens it anew, so that any thread or process may call it."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / "fleet.db"
@@ -131,7 +131,7 @@ class FleetState:
         return bool(names)
 
     def create(self) -> None:
-        """Makes the tables where they are missing, and says that this process runs the fleet."""
+        """Create missing tables, and note that this process runs the fleet."""
         with self._open() as database:
             database.execute("PRAGMA journal_mode=WAL")
             database.executescript(_SCHEMA)
@@ -139,17 +139,20 @@ class FleetState:
         self.say_alive()
 
     def say_alive(self) -> None:
-        """Notes process and time."""
+        """Write this process and the current time."""
         self._set("host", socket.gethostname())
         self._set("pid", str(os.getpid()))
         self._set("alive_s", repr(time.time()))
 
     def say_ended(self) -> None:
-        """No process runs the fleet any more."""
+        """Note that no process runs the fleet any more."""
         self._set("alive_s", "0")
 
     def refuse_strangers(self, *, resume: bool) -> None:
-        """Raises ``ValueError`` where another fleet was run and is not to go on, or where one runs now."""
+        """Raise ``ValueError`` if the folder holds another fleet, or one that is running now.
+
+        With ``resume`` it may hold a fleet that is not running.
+        """
         folder = self.path.parent
         if self.exists and not resume:
             raise ValueError(
@@ -166,13 +169,13 @@ class FleetState:
         try:
             alive_s, pid = float(found.get("alive_s", "0")), int(found.get("pid", "0"))
         except (TypeError, ValueError):
-            return False  # nobody who runs a fleet writes so
+            return False  # a running fleet writes numbers
         if not abs(time.time() - alive_s) <= ALIVE_S:
             return False
         return found.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()
 
     def write(self, rows: list[JobRow]) -> None:
-        """Replaces what is known of these jobs."""
+        """Replace the rows of these jobs."""
         marks = ", ".join("?" for _ in _COLUMNS)
         values = [
             tuple(
@@ -185,7 +188,7 @@ class FleetState:
             database.executemany(f"INSERT OR REPLACE INTO jobs ({', '.join(_COLUMNS)}) VALUES ({marks})", values)  # noqa: S608
 
     def jobs(self) -> list[JobRow]:
-        """All jobs, in the order in which they came."""
+        """Return all jobs, in the order in which they were added."""
         with self._open() as database:
             found = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY place").fetchall()  # noqa: S608
         try:
@@ -197,7 +200,7 @@ class FleetState:
             ) from error
 
     def ask(self, verb: str, job: str, arguments: Mapping[str, Any] | None = None) -> int:
-        """Leaves a command; returns its number."""
+        """Leave a command and return its number."""
         with self._open() as database:
             cursor = database.execute(
                 "INSERT INTO commands (verb, job, arguments, made_s) VALUES (?, ?, ?, ?)",
@@ -207,7 +210,7 @@ class FleetState:
             return cursor.lastrowid
 
     def commands(self) -> list[Command]:
-        """Commands without an answer, in order."""
+        """Return the commands without an answer, in order."""
         with self._open() as database:
             found = database.execute("SELECT id, verb, job, arguments FROM commands WHERE answer IS NULL ORDER BY id")
             given = found.fetchall()
@@ -215,17 +218,17 @@ class FleetState:
         for number, verb, job, text in given:
             try:
                 commands.append(Command(number, verb, job, _kind(parse_json(text, "its arguments"), dict)))
-            except (TypeError, ValueError) as error:  # of whoever asked: the fleet goes on
+            except (TypeError, ValueError) as error:  # the error is the sender's; the fleet continues
                 self.answer(number, f"the command cannot be read: {error}")
         return commands
 
     def answer(self, number: int, text: str) -> None:
-        """Answers a command; an empty text means that it was carried out."""
+        """Answer a command. An empty text means that it was carried out."""
         with self._open() as database:
             database.execute("UPDATE commands SET answer = ? WHERE id = ?", (text, number))
 
     def answer_to(self, number: int, timeout_s: float) -> str | None:
-        """The answer to a command, waiting for it; ``None`` if none came."""
+        """Wait for the answer to a command and return it; ``None`` if none came in time."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._open() as database:

@@ -11,31 +11,31 @@ from penstock.fleet._packed import Packed
 from penstock.fleet._training import Training
 
 _OF = "//"
-"""Between the name of a parameter and the field of its state."""
+"""Separator between the name of a parameter and the field of its state."""
 
 
 class Stepper:
-    """Steps a job's groups on one device."""
+    """The optimizer's steps on a job's groups, on one device."""
 
     def __init__(self, training: Training, memory: DeviceMemory):
         self._training, self._memory = training, memory
 
     def measure(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Takes the loss scale off, and notes norms and whether all is finite."""
+        """Divide gradients by the loss scale, and note their norms and whether all are finite."""
         training = self._training
         if training.scale is not None:
             inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
             for gradient in gradients.values():
                 gradient.mul_(inverse)
             finite = [gradient.isfinite().all() for gradient in gradients.values()]
-            if finite and not torch.stack(finite).all():  # the host asks the device once
+            if finite and not torch.stack(finite).all():  # the host asks the device only once
                 training.is_finite = False
         if training.job.clip_norm is not None and gradients:
             norms = torch.stack([torch.linalg.vector_norm(one, 2.0) for one in gradients.values()])
             training.norms |= zip(gradients, norms.unbind(), strict=True)
 
     def clip(self, gradients: dict[str, torch.Tensor]) -> None:
-        """By the norm of all gradients of the step, of which every one was measured."""
+        """Clip by the norm of all gradients of the step. All of them must have been measured."""
         training = self._training
         assert training.job.clip_norm is not None
         device = self._memory.device
@@ -46,7 +46,7 @@ class Stepper:
         )
 
     def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
-        """The optimizer's step; parameters have these gradients, and all is on the device."""
+        """Step the optimizer. The parameters have these gradients, and everything is on the device."""
         training, memory = self._training, self._memory
         parameters = {name: training.weights.parameters[name] for name in gradients}
         before = training.states.get(one)
@@ -64,7 +64,7 @@ class Stepper:
             memory.discard(training.gradients.pop(one).item)
 
     def _on_device(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Numbers of the optimizer that were on the device which ran the job before come along."""
+        """Return the state with its tensors on this device, if they were on another device of the same type."""
         device = self._memory.device
         return {
             key: value.to(device) if isinstance(value, torch.Tensor) and value.device.type == device.type else value
@@ -95,7 +95,7 @@ class Stepper:
             memory.add(training.states[one].item)
 
     def _take_back_moved_parameters(self, one: Group) -> None:
-        """An optimizer may give a parameter new bytes; they belong into the group's."""
+        """Copy parameters back into the group's storage, since an optimizer may give a parameter new bytes."""
         assert one.item is not None
         (storage,) = self._memory.get(one.item)
         for name, view in one.views(storage).items():

@@ -1,7 +1,7 @@
-"""A job at work: its model in groups, its batches, and its optimizer, on whatever device it is on.
+"""A job in training: its model in groups, its batches, and its optimizer, on any device.
 
-Nothing here decides when or where; the worker of a device does (`_worker.py`). Between mini-batches all of the job is
-in its groups, gradients and optimizer states, which move from device to device as items.
+Nothing here decides when or where it runs. The worker of a device does (`_worker.py`). Between mini-batches all of the
+job is in its groups, gradients and optimizer states, which move from device to device as items.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Scale:
     num_good: int = 0
 
     def update(self, is_finite: bool) -> None:
-        """After a step, or one that had to be skipped."""
+        """Update the scale after a step, or after one that had to be skipped."""
         if not is_finite:
             self.value, self.num_good = self.value * 0.5, 0
         else:
@@ -43,7 +43,10 @@ class Scale:
 
 
 class Training:
-    """The state of one job. What the factories make is there once it was built, on the thread that runs it first."""
+    """The state of one job.
+
+    The thread that runs it first calls ``build``; only then do the results of the factories exist.
+    """
 
     model: nn.Module
     weights: Weights
@@ -56,26 +59,26 @@ class Training:
         self.randomness = Randomness(job.seed)
         self.position = Position()
         self.losses: list[float] = []
-        """One per optimizer step."""
+        """Losses, one per optimizer step."""
         self.validations: list[dict[str, float]] = []
-        """One per validation, with its step."""
+        """Validations, each with its step."""
         self.scale = Scale() if job.precision == "float16" else None
         self.groups: list[Group] = []
         self.group_of: dict[str, Group] = {}
-        """By the name of a tensor."""
+        """Groups by the name of a tensor."""
         self.gradients: dict[Group, Packed] = {}
         self.states: dict[Group, Packed] = {}
         """Optimizer state that is worth moving."""
         self.numbers: dict[str, State] = {}
-        """Optimizer state that is not: numbers, and tensors of one element."""
+        """Optimizer state that is not worth moving: numbers, and tensors of one element."""
         self.norms: dict[str, torch.Tensor] = {}
-        """Norms of gradients of the step at hand, on the devices that measured them."""
+        """Norms of the current step's gradients, on the devices that measured them."""
         self.is_finite = True
-        """Whether all gradients of the step at hand are finite."""
+        """Whether all gradients of the current step are finite."""
         self._losses_of_step: list[float] = []
 
     def build(self) -> None:
-        """Calls the factories, in the order of a training script. Raises what they raise."""
+        """Call the factories, in the order of a training script. Raise what they raise."""
         job = self.job
         with self.randomness.swapped_in():
             box = [job.model()]
@@ -94,11 +97,11 @@ class Training:
             self.validation = None if job.validation is None else job.validation()
 
     def is_done(self) -> bool:
-        """Whether the last step is behind it."""
+        """Whether the job has done its last step."""
         return self.position.is_end_of(self.job)
 
     def finish_batch(self, loss: float, leaves: Sequence[torch.Tensor], *, stepped: bool) -> None:
-        """Notes a mini-batch as done, and the step that it ended."""
+        """Note that a mini-batch is done, and the step if it ended one."""
         at = self.position
         at.num_samples += leaves[0].shape[0] if leaves and leaves[0].dim() else 1
         self._losses_of_step.append(loss / self.job.accumulate)
@@ -115,14 +118,14 @@ class Training:
         at.step, at.micro = at.step + 1, 0
 
     def drop_unfinished_step(self) -> list[Item]:
-        """Forgets batches since the last step; returns the items of their gradients, for whoever holds them."""
+        """Forget batches since the last step. Return the items of their gradients, so that the caller can free them."""
         items = [packed.item for packed in self.gradients.values()]
         self.gradients, self.norms, self._losses_of_step, self.is_finite = {}, {}, [], True
         self.position.micro = 0
         return items
 
     def over(self) -> "Training":
-        """What is known of a job that is over: nothing of its model, data or graphs."""
+        """Return what is kept of a job that is over: nothing of its model, data or graphs."""
         other = Training(self.job)
         other.position, other.losses, other.validations = self.position, self.losses, self.validations
         return other
@@ -130,7 +133,7 @@ class Training:
     # Groups
 
     def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
-        """Cuts the model into groups, for good or until it is cut again."""
+        """Cut the model and group its tensors. The cut holds until the model is cut again."""
         program = self.cuts.cut(captured, structure, ends)
         uses: dict[str, list[int]] = {}
         for at, shard in enumerate(program.shards):
@@ -143,7 +146,7 @@ class Training:
         return program
 
     def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
-        """Shards for batches like this one, cut where the first were."""
+        """Return shards for batches like this one, cut at the same places as the first."""
         known = self.cuts.known(structure, training=training)
         if known is not None:
             return known
@@ -159,19 +162,19 @@ class Training:
         return program
 
     def add_group(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Tensors that came later: constants of another graph."""
+        """Add tensors that came later: constants of another graph."""
         layouts, size_bytes = packed_layouts(tensors)
         made = Group(kind="buffer", shards=(), layouts=layouts, size_bytes=size_bytes)
         self.groups.append(made)
         self.group_of |= dict.fromkeys(layouts, made)
 
     def initial_item(self, one: Group, device: torch.device) -> Item:
-        """A group's item from the values that the factories made."""
+        """Return a new item for a group, with the values that the factories made."""
         originals = {name: self.weights.originals[name] for name in one.layouts}
         storage = pack(originals, one.layouts, one.size_bytes, device)
         return Item(f"{self.job.name}: {one.kind} of shard {one.owner}", [storage])
 
     def items(self) -> list[Item]:
-        """All that a device has to hand over when the job goes elsewhere; frozen groups are nobody's own."""
+        """Return the items that move to another device with the job. Frozen groups belong to no single job."""
         own = [one.item for one in self.groups if one.item is not None and one.kind != "frozen"]
         return own + [packed.item for packed in (*self.gradients.values(), *self.states.values())]

@@ -1,12 +1,12 @@
 """A step whose model cannot be traced, cut by its module tree.
 
-Where forward depends on numbers inside of tensors (masks that are tested, experts that are chosen, layers that are
-skipped) no graph stands for all batches, so the model's own code runs, from its first line to its last, in every
-mini-batch (`_whole.py`). What is cut is its tensors: an atom holds those of one module, in the order in which a first
-run used them, and a shard is some atoms in a row. A run that goes another way visits shards in another order.
+If forward depends on values of tensors (masks that are tested, experts that are chosen, layers that are skipped), no
+single graph represents all batches. So the model's own code runs, from its first line to its last, in every mini-batch
+(`_whole.py`). Only its tensors are cut: an atom holds the tensors of one module, in the order in which a first run used
+them, and a shard is a sequence of atoms. A run that takes another path visits shards in another order.
 
-The first run computes on the CPU, where the factories made the model, lets autograd save nothing, and leaves buffers
-and random numbers as they were.
+The first run computes on the CPU, where the factories made the model. It lets autograd save nothing, and leaves buffers
+and random numbers unchanged.
 """
 
 import copy
@@ -30,7 +30,7 @@ _numbers = itertools.count()
 
 
 class Tree:
-    """The atoms of a model, from a run of ``function(model, batch)``. Raises ``CaptureError`` where that run fails."""
+    """The atoms of a model, from a run of ``function(model, batch)``. Raises ``CaptureError`` if that run fails."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class Tree:
         self.constants: dict[str, torch.Tensor] = {}
         self._names = [
             names[id(tensor)] for _, tensor in _named_tensors(model)
-        ]  # in the order of the tree, tied ones where they are first
+        ]  # in the order of the tree, tied ones at their first place
         self._names = list(dict.fromkeys(self._names))
         tensors = {names[id(tensor)]: tensor for _, tensor in _named_tensors(model)}
         self.atoms = self._find_atoms(self._record(model, leaves, structure, tensors))
 
     def cut(self, ends: Sequence[int]) -> Program:
-        """Shards that end behind the atoms with these indexes."""
+        """Return shards that end after the atoms with these indexes."""
         bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
         return Program(
             shards=tuple(self._shard(first, last) for first, last in bounds),
@@ -61,7 +61,7 @@ class Tree:
         )
 
     def running(self, function: Callable[[Any, Any], Any]) -> "Tree":
-        """The same atoms for another function of the model, such as a metric."""
+        """Return the same atoms for another function of the model, such as a metric."""
         other: Tree = object.__new__(Tree)
         other.__dict__.update(self.__dict__, whole=Whole(function))
         return other
@@ -78,7 +78,7 @@ class Tree:
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
         parameters = {id(one) for one in model.parameters()}
         own = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) in parameters}
-        for without_saving in (True, False):  # code that differentiates inside of forward needs what is saved
+        for without_saving in (True, False):  # code that differentiates inside of forward needs saved tensors
             recorder = Recorder(by_storage, own)
             try:
                 with unchanged(model), dropping() if without_saving else nullcontext(), recorder:
@@ -100,7 +100,10 @@ class Tree:
         return recorder
 
     def _find_atoms(self, recorder: Recorder) -> list[Atom]:
-        """One per module, in the order of first uses. What was not used goes where its neighbours in the tree are."""
+        """Return one atom per module, in the order of first uses.
+
+        Unused tensors go to the atom of their neighbors in the tree.
+        """
         atoms: list[Atom] = []
         at_of: dict[str, int] = {}
         for used, size_bytes in recorder.uses:
@@ -149,10 +152,10 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def unchanged(model: nn.Module, *, numbers: bool = True) -> Iterator[None]:
-    """What a run that does not count changes in the model is afterwards as before: buffers, and modules' attributes.
+    """Undo what a trial run changes in the model: buffers, and attributes of modules.
 
-    Buffers are the same tensors, with the same ``numbers`` where they have any; attributes are the same objects, and
-    lists, dicts and sets among them hold the same things.
+    Afterwards buffers are the same tensors, with the same values if ``numbers`` is true. Attributes are the same
+    objects, and lists, dicts and sets among them hold the same things.
     """
     buffers = [
         (tensor, tensor.detach().clone())

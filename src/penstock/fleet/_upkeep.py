@@ -1,4 +1,4 @@
-"""What a fleet does around training, on the threads of its devices: metrics, stoppers, checkpoints."""
+"""Work of a fleet around training, on the threads of its devices: metrics, stoppers, checkpoints."""
 
 import contextlib
 import time
@@ -17,11 +17,11 @@ from penstock.fleet._worker import Worker
 _SAVE_S = 600.0
 
 Stopper = Callable[[Job, int, Mapping[str, float]], bool]
-"""After a validation: from job, step and metrics to whether the job is to stop."""
+"""A function that is called after a validation with job, step and metrics, and returns whether the job must stop."""
 
 
 class Upkeep:
-    """Called by the engine at certain moments of a job, without its lock.
+    """Callbacks of the engine at certain moments of a job, called without its lock.
 
     ``every``: steps between checkpoints of a job; ``None``: ten minutes. ``ended`` is called when a job is over.
     """
@@ -42,7 +42,7 @@ class Upkeep:
         self._warned = False
 
     def stepped(self, run: JobRun) -> None:
-        """After an optimizer step."""
+        """Record the metrics of an optimizer step."""
         training = run.training
         rates = [group.get("lr") for group in training.optimizer.master.param_groups]
         metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
@@ -54,13 +54,13 @@ class Upkeep:
         self._records.log(run.job, training.position.step, metrics)
 
     def validated(self, run: JobRun, found: dict[str, float]) -> bool:
-        """After a validation; returns whether the job is to stop."""
+        """Record the metrics of a validation, and return whether the job must stop."""
         step = run.training.position.step
         self._records.log(run.job, step, {f"validation/{key}": value for key, value in found.items()})
         return self._stopper is not None and self._stopper(run.job, step, found)
 
     def save(self, run: JobRun, worker: Worker) -> None:
-        """Writes a checkpoint, unless the job is in mid-step or its last checkpoint is of this step."""
+        """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step."""
         training = run.training
         if training.position.micro or training.position.step in (0, run.saved_step):
             return
@@ -81,11 +81,14 @@ class Upkeep:
         return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
 
     def restore(self, run: JobRun) -> Callable[[], None] | None:
-        """What a checkpoint holds for a job that begins: replaces its tensors, and returns what sets the rest."""
+        """Load the last checkpoint, if any, into a job that begins.
+
+        Replaces its tensors, and returns a function that restores the rest.
+        """
         folder = self._records.folder(run.job)
         path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
         if path is None:
-            with contextlib.suppress(IsADirectoryError):  # a line cannot be written then, and that is said
+            with contextlib.suppress(IsADirectoryError):  # then no line can be written either, and a warning says so
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
             origin = sorted((folder / "origin").glob("step-*"))
             return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
@@ -96,6 +99,6 @@ class Upkeep:
         return resume
 
     def ended(self, run: JobRun, state: JobState) -> None:
-        """When a job is over, and just before others see it."""
+        """Record that a job is over, just before others see it."""
         self._records.end(run.job, state, run.trace)
         self._ended()

@@ -1,6 +1,6 @@
-"""What one mini-batch of a model that was cut has between its units, and nobody else: values, graphs, gradients.
+"""Values, graphs and gradients between the units of one mini-batch of a model that was cut.
 
-Each is an item of the device's memory, and goes as soon as no later unit reads it.
+Each is an item of the device's memory, and is freed as soon as no later unit reads it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ from penstock.tiers import ViewLayout
 
 
 class Values:
-    """Values between shards from ``leaves``, the tensors of the batch, on."""
+    """The values between shards of one mini-batch. ``leaves`` are the tensors of the batch."""
 
     def __init__(self, work: Work, order: Order, leaves: Sequence[torch.Tensor]):
         self._work, self._order = work, order
         self._leaves = {f"{BATCH}{at}": leaf for at, leaf in enumerate(leaves)}
         self.graphs: dict[int, Graph] = {}
-        """By shard, what forward left for a backward that finds what it saved."""
+        """Per shard, the graph of a forward whose saved tensors backward uses."""
         self._values: dict[str, Value] = {}
         self._gradients: dict[str, Value] = {}
         self._before: dict[int, Packed] = {}
-        """Per shard that will run forward again, the buffers that forward changed, as they were."""
+        """Per shard that will run forward again, the buffers that forward changed, with their earlier values."""
         self._made: dict[Item, None] = {}
 
     # Who needs what
 
     def needed_by(self, task: Task) -> list[Item]:
-        """Items that the task reads, as far as they exist."""
+        """Return the items that the task reads, as far as they exist."""
         shard, graph = self._work.program.shards[task.shard], self.graphs.get(task.shard)
         found: list[Item] = []
         if task.kind is UnitKind.BACKWARD and graph is not None and graph.saved is not None:
@@ -50,7 +50,7 @@ class Values:
         return found
 
     def uses(self) -> Iterator[tuple[Item, list[int]]]:
-        """All items, each with the places of the tasks that work on it."""
+        """Yield all items, each with the positions of the tasks that work on it."""
         order = self._order
         for at, graph in self.graphs.items():
             if graph.saved is not None and graph.saved.item is not None:
@@ -63,7 +63,7 @@ class Values:
             yield value.item, order.consumers_of(name)
 
     def drop_after(self, index: int) -> None:
-        """Lets go of what no task behind ``index`` reads."""
+        """Free what no task after ``index`` reads."""
         self._values = {
             name: value
             for name, value in self._values.items()
@@ -78,7 +78,7 @@ class Values:
             self._work.memory.discard(item)
 
     def abandon(self) -> None:
-        """Gives back whatever is under way."""
+        """Give back everything that is under way."""
         for item in self._made:
             self._work.memory.discard(item)
         for graph in self.graphs.values():
@@ -89,7 +89,7 @@ class Values:
     # Values
 
     def inputs(self, at: int) -> tuple[list[torch.Tensor], list[bool]]:
-        """What shard ``at`` is given, on the device, and whether backward goes through it."""
+        """Return the inputs of shard ``at``, on the device, and for each whether backward goes through it."""
         memory, tensors, needing = self._work.memory, [], []
         for name in self._work.program.shards[at].inputs:
             if name in self._leaves:
@@ -103,37 +103,37 @@ class Values:
         return tensors, needing
 
     def homes(self, at: int) -> dict[int, Item]:
-        """Items that outlive the forward of shard ``at``, by the identity of their storage."""
+        """Return the items that outlive the forward of shard ``at``, by the identity of their storage."""
         items = [one.item for one in self._work.groups[at] if one.item is not None and one.kind != "buffer"]
         items += [self._values[name].item for name in self._work.program.shards[at].inputs if name in self._values]
         return {self._work.memory.get(item)[0]._cdata: item for item in items}
 
     def hand_on(self, at: int, outputs: Sequence[torch.Tensor], needing: set[str]) -> dict[int, Item]:
-        """Keeps what shard ``at`` returned; backward goes through ``needing``. Returns the items by storage."""
+        """Keep the outputs of shard ``at``. Backward goes through ``needing``. Return their items by storage."""
         items: dict[int, Item] = {}
         held = {storage._cdata for item in self._work.group_items(at) for storage in self._work.memory.get(item)}
         for name, tensor in zip(self._work.program.shards[at].outputs, outputs, strict=True):
             tensor = tensor.detach()
-            if tensor.untyped_storage()._cdata in held:  # a view of a parameter, whose group goes its own way
+            if tensor.untyped_storage()._cdata in held:  # a view of a parameter, whose group moves on its own
                 tensor = tensor.clone()
             item = self._item_of(tensor, items, f"value behind shard {at}")
             self._values[name] = Value(item, ViewLayout.of(tensor), name in needing)
         return items
 
     def value_bytes(self, at: int) -> int:
-        """Bytes of the values that shard ``at`` has handed on."""
+        """Return the bytes of the values that shard ``at`` has handed on."""
         outputs = self._work.program.shards[at].outputs
         return _bytes_of(self._values[name] for name in outputs if name in self._values)
 
     def saved_bytes(self, at: int) -> int:
-        """Bytes that forward of shard ``at`` has saved for its backward and nobody else holds."""
+        """Return the bytes that forward of shard ``at`` has saved for its backward and that no other item holds."""
         graph = self.graphs.get(at)
         return 0 if graph is None or graph.saved is None or graph.saved.item is None else graph.saved.item.size_bytes
 
     # Gradients
 
     def take_gradients(self, at: int) -> dict[str, torch.Tensor]:
-        """Those that backward of shard ``at`` begins with; they are its own from now on."""
+        """Return the gradients with which backward of shard ``at`` begins. The caller owns them from now on."""
         shard = self._work.program.shards[at]
         found = {}
         for name in (*shard.outputs, *shard.inputs, *(TIED + name for name in shard.tensors)):
@@ -144,32 +144,32 @@ class Values:
         return found
 
     def hand_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Keeps those that shards before wait for."""
+        """Keep the gradients for which earlier shards wait."""
         items: dict[int, Item] = {}
         for name, tensor in gradients.items():
             item = self._item_of(tensor, items, f"gradient of {name}")
             self._gradients[name] = Value(item, ViewLayout.of(tensor), False)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that wait for shards before."""
+        """Return the bytes of gradients for which earlier shards wait."""
         return _bytes_of(self._gradients.values())
 
-    # Buffers as forward found them
+    # Buffers before forward
 
     def keep_before(self, at: int, buffers: Mapping[str, torch.Tensor]) -> None:
-        """For the forward that backward of shard ``at`` will run again."""
+        """Keep buffers for the forward that backward of shard ``at`` will run again."""
         if buffers:
             packed = Packed.of(f"{self._work.training.job.name}: buffers before shard {at}", buffers)
             self._before[at] = packed
             self._made[self._work.memory.add(packed.item)] = None
 
     def take_before(self, at: int) -> dict[str, torch.Tensor]:
-        """What `keep_before` kept."""
+        """Take the buffers that `keep_before` kept."""
         packed = self._before.pop(at, None)
         return {} if packed is None else packed.views(self._work.memory.get(packed.item))
 
     def _item_of(self, tensor: torch.Tensor, known: dict[int, Item], label: str) -> Item:
-        """The item of a tensor's storage, which is made unless it is ``known``."""
+        """Return the item of a tensor's storage. It is made unless it is ``known``."""
         key = tensor.untyped_storage()._cdata
         if key not in known:
             item = Item(f"{self._work.training.job.name}: {label}", [tensor.untyped_storage()])

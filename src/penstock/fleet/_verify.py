@@ -1,4 +1,4 @@
-"""An independent check of a schedule: from its list of units alone."""
+"""An independent check of a schedule, from nothing but its list of units."""
 
 import itertools
 from collections import defaultdict
@@ -13,7 +13,7 @@ _ROUNDING_S = 1e-9
 
 @checked("penstock.fleet.verify(problem, penstock.fleet.simulate(problem))")
 def verify(problem: FleetProblem, schedule: Schedule) -> None:
-    """Raises ``InternalError`` naming the first rule that ``schedule`` breaks."""
+    """Raise ``InternalError`` that names the first rule which ``schedule`` breaks."""
     of_job: dict[int, list[ScheduledUnit]] = defaultdict(list)
     of_device: dict[int, list[ScheduledUnit]] = defaultdict(list)
     for unit in schedule.units:

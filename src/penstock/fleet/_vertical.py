@@ -1,8 +1,8 @@
-"""Accumulation shard by shard: all mini-batches of a step go through a shard before the next shard comes.
+"""Accumulation shard by shard: all mini-batches of a step pass one shard before the next.
 
-A step of ``k`` mini-batches fetches each shard twice instead of ``2 k`` times, and its gradients never leave before
-they are complete. In exchange the values between shards of all mini-batches are there at once. Sums are those of one
-mini-batch after the other, to the bit: a shard's gradients are added in the same order.
+A step of ``k`` mini-batches fetches each shard twice instead of ``2 k`` times, and its gradients leave only once they
+are complete. In exchange, the values between shards of all mini-batches exist at once. Sums are bit-identical to those
+of one mini-batch after the other, because a shard's gradients are added in the same order.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from penstock.fleet._training import Training
 def is_possible(training: Training, program: Program, measures: Sequence[ShardMeasure]) -> bool:
     """Whether the order of mini-batches makes no difference to any shard.
 
-    Not where operators draw random numbers, which have to be drawn mini-batch by mini-batch; nor where a shard writes
-    to buffers that another reads; nor where the model is run whole.
+    It does if operators draw random numbers, which must be drawn mini-batch by mini-batch; if a shard writes to buffers
+    that another one reads; or if the model is run whole.
     """
     if program.whole is not None or training.cuts.tree is not None or not all(one.draws_nothing for one in measures):
         return False
@@ -29,7 +29,10 @@ def is_possible(training: Training, program: Program, measures: Sequence[ShardMe
 
 
 def is_cheaper(measures: Sequence[ShardMeasure], num_batches: int, room_bytes: int) -> bool:
-    """Whether fewer bytes move: values between shards out and in, against shards and their gradients."""
+    """Whether accumulation shard by shard moves fewer bytes.
+
+    It moves values between shards out and in, instead of shards and their gradients.
+    """
     parameters = sum(one.parameter_bytes for one in measures)
     gradients = sum(one.accumulated_bytes for one in measures)
     whole = parameters + gradients + sum(one.state_bytes for one in measures)
@@ -39,11 +42,11 @@ def is_cheaper(measures: Sequence[ShardMeasure], num_batches: int, room_bytes: i
 
 
 def handed_bytes(measures: Sequence[ShardMeasure]) -> int:
-    """Of one mini-batch: values between shards."""
+    """Return the bytes of one mini-batch's values between shards."""
     return sum(one.boundary_bytes for one in measures)
 
 
 def parked_bytes(measures: Sequence[ShardMeasure], saves: Sequence[bool], num_batches: int) -> int:
-    """The most that mini-batches have on the device or below it at once, beside what one alone has."""
+    """Return the most bytes that all mini-batches have at once, on the device or below it, beyond those of one."""
     activations = sum(one.activation_bytes for one, keeps in zip(measures[:-1], saves, strict=False) if keeps)
     return (num_batches - 1) * (handed_bytes(measures) + activations)

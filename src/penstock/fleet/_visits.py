@@ -22,13 +22,13 @@ class Visit:
         self.task = task
         self.saved = Saved({}, device)
         self.versions: dict[int, int] = {}
-        """Of saved storages, when they were saved."""
+        """Versions of saved storages at the time they were saved."""
         self.num_waiting = 0
-        """Saved tensors of its own that backward has not read yet."""
+        """Number of its own saved tensors that backward has not read yet."""
 
 
 class _Ticket:
-    """What autograd holds instead of a saved tensor."""
+    """A placeholder that autograd holds instead of a saved tensor."""
 
     __slots__ = ("_owner", "_packed", "_visit", "_visits")
 
@@ -38,7 +38,7 @@ class _Ticket:
             owner.num_waiting += 1
 
     def tensor(self) -> torch.Tensor:
-        """The saved tensor."""
+        """Return the saved tensor."""
         return self._visits.unpack(self._visit, self._packed)
 
     def __del__(self) -> None:
@@ -52,10 +52,10 @@ def _unpack(packed: Any) -> torch.Tensor:  # any: a tensor, or a ticket
 
 
 class Visits:
-    """Those of one mini-batch.
+    """The visits of one mini-batch.
 
-    ``enter(shard, visit)`` ends the unit at hand and begins backward of ``visit``; ``on_device(item)`` gives an item's
-    storages; ``filled(tensor)`` is the tensor with its bytes, which may begin another unit.
+    ``enter(shard, visit)`` ends the current unit and begins backward of ``visit``. ``on_device(item)`` returns an
+    item's storages. ``filled(tensor)`` returns the tensor with its bytes, which may begin another unit.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Visits:
         filled: Callable[[torch.Tensor], torch.Tensor],
     ):
         self.kind = UnitKind.FORWARD
-        """Of the units that come."""
+        """Kind of the next units."""
         self.current: Visit | None = None
         self.saved_by_shard: Counter[int] = Counter()
-        """Bytes that forward saved for backward and nobody else holds."""
+        """Bytes that forward saved for backward and that no other item holds."""
         self._work, self._enter, self._on_device, self._filled = work, enter, on_device, filled
         self._all: list[Visit] = []
         self._known: dict[int, tuple[StorageWeakRef, int, Visit, Place]] = {}
-        """What units that have ended saved, by storage: its version, the unit, and where its bytes are."""
+        """Storages saved by units that have ended: per storage its version, the unit, and where its bytes are."""
         self._has_ended = False
 
     def begin(self, task: Task, visit: Visit | None) -> None:
-        """The unit of ``task`` begins: of a visit that was before, or of a new one."""
+        """Begin the unit of ``task``, with an earlier visit or a new one."""
         if visit is None:
             visit = Visit(task, self._work.memory.device)
             self._all.append(visit)
@@ -85,20 +85,20 @@ class Visits:
         self.current = visit
 
     def likely(self, task: Task) -> Visit | None:
-        """The unit whose backward such a task will be: of those of its shard that wait still, the last."""
+        """Return the visit whose backward the task probably is: the last one of its shard that still waits."""
         waiting = [visit for visit in self._all if visit.task.shard == task.shard and visit.saved.item is not None]
         return waiting[-1] if waiting else None
 
     def saved_items(self) -> list[tuple[int, Item]]:
-        """What waits for backward, each with its shard."""
+        """Return the items that wait for backward, each with its shard."""
         return [(one.task.shard, one.saved.item) for one in self._all if one.saved.item is not None]
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """While forward runs."""
+        """Return the context manager that applies to autograd's saved tensors while forward runs."""
         return saved_tensors_hooks(self._pack, _unpack)
 
     def keep_saved(self, visit: Visit) -> None:
-        """Forward's unit has ended: what it saved becomes an item, unless autograd has let go of it."""
+        """Turn what an ended unit of forward saved into an item, unless autograd has already freed it."""
         weak = {key: StorageWeakRef(storage) for key, storage in visit.saved.storages.items() if is_large(storage)}
         visit.saved.finish(f"{self._work.training.job.name}: activations of shard {visit.task.shard}", {})
         if not visit.num_waiting:
@@ -106,13 +106,13 @@ class Visits:
         if visit.saved.item is not None:
             self._work.memory.add(visit.saved.item)
             self.saved_by_shard[visit.task.shard] += visit.saved.item.size_bytes
-            for key, storage in weak.items():  # of small ones each unit has its own copy, so that none keeps another's
+            for key, storage in weak.items():  # each unit has its own copy of small ones, which keeps no other alive
                 place = visit.saved.place(key)
                 assert place is not None
                 self._known[key] = (storage, visit.versions[key], visit, place)
 
     def unpack(self, visit: Visit, packed: Any) -> torch.Tensor:  # any: as Saved has it
-        """A saved tensor, for autograd: backward is in the unit that saved it."""
+        """Return a saved tensor to autograd. Backward enters the unit that saved it."""
         if self._has_ended:
             raise RuntimeError(
                 f"job {self._work.training.job.name!r}: something kept a part of the graph of a mini-batch that is "
@@ -124,12 +124,12 @@ class Visits:
         return visit.saved.unpack(packed)
 
     def let_go(self, visit: Visit) -> None:
-        """Backward has read one more of what the unit saved; the item goes when it was the last."""
+        """Free the item of the unit if backward has read its last saved tensor."""
         if not visit.num_waiting and visit.saved.item is not None and visit is not self.current:
             self._forget(visit)
 
     def discard(self) -> None:
-        """The mini-batch is over: nothing that was saved is read any more."""
+        """Free all saved tensors at the end of the mini-batch."""
         self._has_ended = True
         for visit in self._all:
             if visit.saved.item is not None:
@@ -150,7 +150,7 @@ class Visits:
             return packed  # autograd keeps it itself
         visit.versions[key] = tensor._version
         if owner is visit and visit.saved.place(key) is not None:
-            owner = None  # a parameter's
+            owner = None  # it belongs to a parameter
         return _Ticket(self, visit, owner, packed)
 
     def _forget(self, visit: Visit) -> None:

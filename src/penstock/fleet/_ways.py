@@ -1,10 +1,10 @@
-"""Mini-batches that go other ways through a model than the one that it was measured with.
+"""Mini-batches that take other paths through a model than the one that was measured.
 
-Layers that are dropped at random, experts, and branches on numbers make some mini-batches of a model that is run whole
-take more than the first did. So the first ones of a training are measured as they run, and so are some after any that
-saved more than those; each of them has all the room to itself. What the fleet expects of the units grows with what is
-seen. Where that does not fit, the mini-batch runs above the budget, and the user hears of it: what it takes was not
-known before.
+Layers that are dropped at random, experts, and branches on values make some mini-batches of a model that is run whole
+take more than the first did. Therefore the first mini-batches of a training are measured as they run, and so are some
+after each that saved more than they did. Each of these has all memory to itself. The memory that the fleet expects
+units to take grows with the measurements. If it does not fit, the mini-batch runs above the budget, and the user gets a
+warning, since its need was not known before.
 """
 
 import warnings
@@ -23,7 +23,7 @@ _NUM_MEASURED = 4
 
 
 class Ways:
-    """What is known of the mini-batches of one job: ``begin`` before each, ``learn`` after it."""
+    """Knowledge about the mini-batches of one job: call ``begin`` before each, ``learn`` after it."""
 
     def __init__(self) -> None:
         self._num_left = _NUM_MEASURED
@@ -31,10 +31,13 @@ class Ways:
         self._said_bytes = 0
         self._shapes: set[Any] = set()  # any: signatures
         self._seen: dict[tuple[Any, UnitKind, int], int] = {}  # any: a signature
-        """The most that units took, by the shape of their batch, their kind and their shard."""
+        """The most bytes that units took, by the shape of their batch, their kind and their shard."""
 
     def begin(self, mini: WholeBatch, memory: DeviceMemory, known: Expected) -> Expected:
-        """Measures it where it may show something new. Returns what its units are expected to take."""
+        """Prepare to measure the mini-batch if it may show something new.
+
+        Return what its units are expected to take.
+        """
         if mini.work.structure.signature not in self._shapes:
             self._shapes.add(mini.work.structure.signature)
             self._num_left = _NUM_MEASURED
@@ -43,7 +46,7 @@ class Ways:
         return _Wider(mini, known, self._seen, memory.room_bytes, takes_all=self._num_left > 0)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
-        """Expects of the units from now on what those of ``mini`` took."""
+        """Update the expectations with what the units of ``mini`` took."""
         seen = len(mini.tasks), sum(mini.saved_by_shard.values())
         is_new = seen[0] > self._most[0] or seen[1] > self._most[1]
         self._most = max(seen[0], self._most[0]), max(seen[1], self._most[1])
@@ -68,9 +71,9 @@ class Ways:
 
 
 class _Wider:
-    """Units as the pilot measured them, or as they were seen, as far as the budget has room for that.
+    """Memory of units as the pilot measured it, or the larger memory seen since, as far as the budget allows.
 
-    As long as mini-batches may show something new, each ``takes_all`` of the room, and keeps nothing else there.
+    While mini-batches may show something new, each of them ``takes_all`` of the memory, and keeps nothing else there.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class _Wider:
         self._takes_all = takes_all
 
     def transient_bytes(self, index: int) -> int:
-        if self._mini.tasks[index].kind is UnitKind.STEP:  # no way of the model's
+        if self._mini.tasks[index].kind is UnitKind.STEP:  # does not depend on the model's path
             return self._known.transient_bytes(index)
         most_bytes = max(self._known.transient_bytes(index), self._seen.get(_key(self._mini, index), 0))
         room_bytes = self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index))

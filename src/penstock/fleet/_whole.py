@@ -1,12 +1,12 @@
 """A mini-batch of a model that is run whole: its own code, from its first line to its last, and autograd's backward.
 
-Units are not calls here but stretches of time. The model's tensors are hollow; when the code calls a module, or an
-operator uses a tensor, whose shard is not on the device, the unit at hand ends and that shard's begins. In backward
-the same happens when autograd asks for what was saved in another unit. So units come in whatever order this batch
-takes, and the order of the batch before, if it was of the same kind, says what to fetch ahead.
+Units are not calls here but stretches of time. The model's tensors are hollow. When the code calls a module, or an
+operator uses a tensor, whose shard is not on the device, the current unit ends and that shard's unit begins. In
+backward the same happens when autograd asks for a tensor that was saved in another unit. So units come in the order
+that this batch takes. The order of the previous batch of the same kind, if any, tells what to fetch ahead.
 
-What forward saved goes away with its unit and comes back with it. Values that the code itself holds stay on the device;
-pilots count them. The optimizer steps when backward has ended, shard by shard: only then is it certain that nobody
+What forward saved leaves with its unit and comes back with it. Values that the code itself holds stay on the device;
+pilots count them. The optimizer steps when backward has ended, shard by shard: only then is it certain that nothing
 reads a parameter any more.
 """
 
@@ -31,16 +31,16 @@ from penstock.fleet._work import Work
 
 
 class WholeBatch(MiniBatch):
-    """One mini-batch, run whole. ``tasks`` is what is expected of it, and in the end what it was."""
+    """One mini-batch, run whole. ``tasks`` holds the expected tasks, and in the end the actual ones."""
 
     def __init__(self, work: Work, leaves: Sequence[torch.Tensor]):
         self.work = work
         self.meter: Meter | None = None
-        """Measures units, for pilots."""
+        """A meter of units; set by pilots, by verification and for mini-batches that may show something new."""
         self.used: dict[int, dict[Item, None]] = {}
-        """By index of the task, the items that it worked on."""
+        """Per index of a task, the items that it worked on."""
         self.open_groups: dict[int, set[Group]] = {}
-        """By index of the task, groups of which gradients had arrived when it ended, and others had not."""
+        """Per index of a task, groups for which only some gradients had arrived when it ended."""
         self._leaves = leaves
         self._results: list[torch.Tensor] = []
         self._visits = Visits(work, self._enter, self._on_device, self._filled)
@@ -48,12 +48,12 @@ class WholeBatch(MiniBatch):
         self._between: Between
         self._index = -1
         self._bound: dict[Group, int] = {}
-        """Groups whose tensors stand for bytes on the device, and the identity of the storage."""
+        """Groups whose tensors have their bytes on the device, with the identity of the storage."""
         self._own_bytes = 0
-        """What the unit at hand takes beside items."""
+        """Bytes that the current unit takes in addition to items."""
         self._watch: Watch
         self._way = (work.structure.signature, work.behaviour.trains)
-        """The kind of mini-batches that go the same way through the model."""
+        """The kind of mini-batches that take the same path through the model."""
         shards = range(len(work.program.shards))
         self._steps = [Task(UnitKind.STEP, at) for at in shards] if work.steps else []
         known = work.training.cuts.ways.get(self._way)
@@ -64,16 +64,16 @@ class WholeBatch(MiniBatch):
 
     @property
     def results(self) -> list[list[torch.Tensor]]:
-        """What the model returned, without gradients."""
+        """The model's results, without gradients."""
         return [self._results]
 
     @property
     def saved_by_shard(self) -> dict[int, int]:
-        """Bytes that forward saved for backward and nobody else holds, by shard."""
+        """Bytes per shard that forward saved for backward and that no other item holds."""
         return dict(self._visits.saved_by_shard)
 
     def run_all(self, between: Between) -> None:
-        """Runs the model, backward and the optimizer's steps, and tells ``between`` of the units."""
+        """Run the model, backward and the optimizer's steps, and notify ``between`` of the units."""
         self._between = between
         with self._prepared():
             if self.work.behaviour.trains:
@@ -86,13 +86,13 @@ class WholeBatch(MiniBatch):
         self._run_from(len(done), between)
 
     def run(self, index: int) -> None:
-        """Runs task ``index``, a step of the optimizer; forward and backward are one long call."""
+        """Run task ``index``, a step of the optimizer. Forward and backward are one long call."""
         shard = self.tasks[index].shard
         with self.work.bound(self.work.owned(shard)):
             self.work.step(shard)
 
     def needs(self, index: int) -> list[Item]:
-        """Items that task ``index`` works on, as far as they exist."""
+        """Return the items that task ``index`` works on, as far as they exist."""
         task, visits = self.tasks[index], self._visits
         if task.kind is UnitKind.STEP:
             return self.work.step_items(task.shard)
@@ -106,7 +106,7 @@ class WholeBatch(MiniBatch):
         return [item for item in found if item.storages is not None or item.handles is not None]
 
     def plan_uses(self, index: int) -> None:
-        """Tells items when they are used next, as seen before task ``index``, in units from now."""
+        """Set the next use of each item, counted in units from task ``index``."""
         end = len(self.tasks) - index
         nearest: dict[tuple[bool, int], int] = {}
         for at, task in enumerate(self.tasks[index:]):
@@ -123,14 +123,14 @@ class WholeBatch(MiniBatch):
             item.next_use = nearest.get((True, shard), end)
 
     def abandon(self) -> None:
-        """Gives back whatever is under way."""
+        """Give back everything that is under way."""
         self._visits.discard()
 
     # The run
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:
-        """The model's tensors are hollow, on this device, and whoever uses one is seen."""
+        """Make the model's tensors hollow on this device, and detect every use of one."""
         training = self.work.training
         hollow = training.weights.hollow_on(self.work.memory.device)
         self._watch = Watch(hollow, training.weights.tensors, self._bring, self._fill, self._refuse_writes)
@@ -145,7 +145,7 @@ class WholeBatch(MiniBatch):
                 self._watch.note = self.meter.note
                 stack.enter_context(self.meter.recording())
             stack.callback(self._unbind)
-            stack.callback(self._visits.discard)  # code may keep parts of the graph that backward did not come by
+            stack.callback(self._visits.discard)  # code may keep parts of the graph that backward did not reach
             yield
 
     def _train(self) -> None:
@@ -187,7 +187,7 @@ class WholeBatch(MiniBatch):
         return outputs
 
     def _adopt_buffers(self) -> None:
-        """A buffer that forward replaced by another tensor: its numbers go where the buffer's are."""
+        """Copy the values of a tensor with which forward replaced a buffer into the buffer."""
         training = self.work.training
         for prefix, module in training.model.named_modules():
             for key, tensor in module._buffers.items():
@@ -209,16 +209,16 @@ class WholeBatch(MiniBatch):
     # Units
 
     def _enter(self, shard: int, visit: Visit | None = None) -> None:
-        """Ends the unit at hand, and begins one."""
+        """End the current unit and begin another."""
         self._leave()
         task = Task(self._visits.kind, shard)
         self._index += 1
         expected = self.tasks[self._index :]
-        if expected[:1] != [task]:  # the batch goes another way than the one before, and meets it again where it may
+        if expected[:1] != [task]:  # the batch takes another path than the previous one, and rejoins it where it can
             later = expected[expected.index(task) + 1 :] if task in expected else expected
             self.tasks[self._index :] = [task, *later]
         self._visits.begin(task, visit)
-        torch.clear_autocast_cache()  # casts of parameters that go
+        torch.clear_autocast_cache()  # casts of parameters that leave
         self._own_bytes = self._between.begin(self._index)
         self.used[self._index] = dict.fromkeys(self.needs(self._index))
         for one in self.work.groups[task.shard]:
@@ -272,7 +272,7 @@ class WholeBatch(MiniBatch):
         self._bound = {}
 
     def _bring(self, names: list[str]) -> None:
-        """Somebody is about to use these tensors: the unit of their shard begins."""
+        """Begin the unit of the shard of these tensors, which are about to be used."""
         assert self._visits.current is not None
         owners = [self.work.training.group_of[name].owner for name in names]
         if self._visits.current.task.shard not in owners:
@@ -280,7 +280,7 @@ class WholeBatch(MiniBatch):
         self._fill(names)
 
     def _refuse_writes(self, tensors: list[torch.Tensor]) -> None:
-        """Raises ``CaptureError`` if an operator is to write to parameters."""
+        """Raise ``CaptureError`` if an operator is about to write to parameters."""
         if self._visits.kind is not UnitKind.FORWARD:
             return
         written = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -289,7 +289,7 @@ class WholeBatch(MiniBatch):
                 raise writes_to(next(iter(one.layouts)))
 
     def _fill(self, names: list[str]) -> None:
-        """Those of ``names`` that are hollow come to the unit at hand."""
+        """Bring the hollow ones of ``names`` to the current unit."""
         groups = dict.fromkeys(self.work.training.group_of[name] for name in names)
         for one in groups:
             if one not in self._bound and one.item is not None:
@@ -298,17 +298,17 @@ class WholeBatch(MiniBatch):
                     self._bind(one)
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor with its bytes, for which another unit may have to begin."""
+        """Return the tensor with its bytes. Another unit may have to begin for it."""
         return self._watch.filled(tensor) if self._watch.need([tensor]) else tensor
 
     def _on_device(self, item: Item) -> list[torch.UntypedStorage]:
-        """The item's storages, which the unit at hand turns out to need."""
+        """Return the storages of an item that the current unit turns out to need."""
         memory = self.work.memory
         if item.storages is None:
             with self._not_measured():
                 pinned = [*self.used[self._index], item]
                 missing = item.size_bytes - item.held_bytes()
-                room = memory.room_bytes - sum(one.size_bytes for one in pinned)  # of another way than measured
+                room = memory.room_bytes - sum(one.size_bytes for one in pinned)  # it may take an unmeasured path
                 label = f"job {self.work.training.job.name!r}: {item.label}"
                 memory.make_room(missing + max(0, min(self._own_bytes, room)), pinned, label)
                 memory.get(item)
@@ -333,5 +333,5 @@ def _announces(watch: Watch, own: list[torch.Tensor]) -> Callable[..., None]:
 
 
 def mini_batch(work: Work, leaves: Sequence[torch.Tensor], saves: Sequence[bool]) -> MiniBatch:
-    """A mini-batch of a model that was cut, or of one that is run whole."""
+    """Return a mini-batch of a model that was cut, or of one that is run whole."""
     return WholeBatch(work, leaves) if work.program.whole is not None else CutBatches([CutBatch(work, leaves, saves)])

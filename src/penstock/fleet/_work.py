@@ -1,4 +1,4 @@
-"""What of a job its mini-batches work on: the tensors of each shard, their gradients, the optimizer's states."""
+"""The part of a job that its mini-batches work on: tensors of each shard, their gradients, optimizer states."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +17,18 @@ from penstock.fleet._training import Training
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """How units run that are not the ordinary ones."""
+    """Settings for units that differ from ordinary training."""
 
     is_pilot: bool = False
-    """Measures: buffers, gradients and random numbers are as before afterwards."""
+    """Whether units only measure. Buffers, gradients and random numbers are unchanged afterwards."""
     trains: bool = True
-    """``False`` for validation."""
+    """Whether units train; ``False`` for validation."""
 
 
 class Work:
-    """What one mini-batch of a job works on, on the device of ``memory``.
+    """The tensors and items that one mini-batch of a job works on, on the device of ``memory``.
 
-    ``micro`` says how many of its step come before it, where that is not what the job has behind it.
+    ``micro`` is the number of mini-batches of its step that precede it, if it differs from the job's position.
     """
 
     def __init__(
@@ -48,34 +48,36 @@ class Work:
         self.steps = collects and before == job.accumulate - 1
         """Whether the optimizer steps at its end."""
         self.waits_for_all = program.whole is not None or job.clip_norm is not None or training.scale is not None
-        """Whether the optimizer needs all gradients before it changes anything: a model that is run whole may read any
-        parameter until backward has ended."""
+        """Whether the optimizer needs all gradients before it changes anything.
+
+        A model that is run whole may read any parameter until backward has ended.
+        """
         self.groups = [
             list(dict.fromkeys(training.group_of[name] for name in shard.tensors)) for shard in program.shards
         ]
-        """Per shard."""
+        """The groups of each shard."""
         used = {one for groups in self.groups for one in groups}
         for one in training.gradients if collects else ():
-            if one not in used:  # from batches of another shape; this one's graph does not use it, but it steps too
+            if one not in used:  # from batches of another shape; this graph does not use it, but it is stepped
                 self.groups[one.owner].append(one)
 
     # Items
 
     def owned(self, at: int) -> list[Group]:
-        """Groups whose gradients shard ``at`` collects."""
+        """Return the groups whose gradients shard ``at`` collects."""
         return [one for one in self.groups[at] if one.kind == "trained" and one.owner == at]
 
     def group_items(self, at: int) -> list[Item]:
-        """Of the groups that shard ``at`` uses."""
+        """Return the items of the groups that shard ``at`` uses."""
         return [one.item for one in self.groups[at] if one.item is not None]
 
     def collected_items(self, at: int) -> list[Item]:
-        """Gradients and optimizer states of shard ``at``, as far as they exist."""
+        """Return the gradients and optimizer states of shard ``at``, as far as they exist."""
         places = (self.training.gradients, self.training.states)
         return [place[one].item for one in self.owned(at) for place in places if one in place]
 
     def backward_items(self, at: int) -> list[Item]:
-        """Of those, what backward of shard ``at`` works on, where it collects."""
+        """Return those of these items that backward of shard ``at`` works on, if it collects gradients."""
         if not self.behaviour.trains or self.behaviour.is_pilot:
             return []
         if self.steps and not self.waits_for_all:
@@ -83,12 +85,12 @@ class Work:
         return [self.training.gradients[one].item for one in self.owned(at) if one in self.training.gradients]
 
     def step_items(self, at: int) -> list[Item]:
-        """What the optimizer's unit of shard ``at`` works on."""
+        """Return the items that the optimizer's unit of shard ``at`` works on."""
         own = [one.item for one in self.owned(at) if one.item is not None]
         return own + self.collected_items(at)
 
     def state_bytes(self, at: int) -> int:
-        """Bytes of optimizer state that shard ``at`` has already."""
+        """Return the bytes of optimizer state that shard ``at`` already has."""
         states = self.training.states
         return sum(states[one].item.size_bytes for one in self.owned(at) if one in states)
 
@@ -96,7 +98,7 @@ class Work:
 
     @contextmanager
     def bound(self, groups: Iterable[Group]) -> Iterator[None]:
-        """The model's tensors stand for the bytes of these groups, which are on the device."""
+        """Bind the model's tensors to the bytes of these groups, which are on the device, inside this context."""
         here = [one for one in groups if one.item is not None]
         for one in here:
             assert one.item is not None
@@ -109,11 +111,11 @@ class Work:
                 self.training.weights.unbind(one.layouts)
 
     def tensors(self, at: int) -> list[torch.Tensor]:
-        """Of shard ``at``."""
+        """Return the tensors of shard ``at``."""
         return [self.training.weights.tensors[name] for name in self.program.shards[at].tensors]
 
     def travelling(self, at: int) -> list[str]:
-        """Tensors of the shard whose gradient another one collects."""
+        """Return the names of the shard's tensors whose gradients another shard collects."""
         group_of = self.training.group_of
         return [
             name
@@ -122,7 +124,7 @@ class Work:
         ]
 
     def shared(self, at: int) -> dict[str, torch.Tensor]:
-        """Parameters that the shard owns and others use."""
+        """Return the parameters that the shard owns and others also use."""
         return {
             name: self.training.weights.tensors[name]
             for one in self.owned(at)
@@ -131,7 +133,7 @@ class Work:
         }
 
     def seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``loss`` that backward begins with. Raises ``ValueError`` for what is no loss."""
+        """Return the gradient of ``loss`` with which backward begins. Raise ``ValueError`` if it cannot be a loss."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"the loss is a scalar that requires a gradient, not a tensor of shape {tuple(loss.shape)}; for "
@@ -145,16 +147,16 @@ class Work:
     # Gradients and steps
 
     def lay_out(self, one: Group, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Gives the group's parameters the gradients of the batches before, so that autograd adds to them."""
+        """Give the group's parameters the gradients of earlier batches, so that autograd adds to them."""
         for name, tensor in self.training.gradients[one].views(list(storages)).items():
             self.training.weights.tensors[name].grad = tensor
 
     def collect(self, one: Group) -> None:
-        """The group's gradients are whole: they are measured, stepped or kept."""
+        """Measure, step or keep the group's gradients, which are complete."""
         training = self.training
         found = {name: training.weights.tensors[name].grad for name in one.layouts}
         gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        if self.behaviour.is_pilot and gradients:  # for their bytes
+        if self.behaviour.is_pilot and gradients:  # to find their bytes
             self._stepper.measure(gradients)
             Packed.of("", gradients)
         if self.behaviour.is_pilot or not gradients:
@@ -175,12 +177,12 @@ class Work:
             self.memory.add(packed.item)
 
     def measure(self, packed: Packed, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Takes the loss scale off gradients to which this mini-batch has nothing to add, and notes their norms."""
+        """Divide gradients to which this mini-batch adds nothing by the loss scale, and note their norms."""
         self._stepper.measure(packed.views(list(storages)))
         self.memory.changed(packed.item)
 
     def step(self, at: int) -> None:
-        """The optimizer's unit of shard ``at``, once all gradients are known."""
+        """Run the optimizer's unit of shard ``at``, once all gradients are known."""
         training = self.training
         for one in self.owned(at):
             packed = training.gradients.get(one)

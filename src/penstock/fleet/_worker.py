@@ -1,8 +1,8 @@
-"""The thread of a device: takes a job, prepares it or runs its next mini-batch, and hands it back.
+"""The thread of a device: it takes a job, prepares it or runs its next mini-batch, and hands it back.
 
-A job stays for its mini-batch: leaving in the middle would move boundaries and activations, and gain nothing, since a
-job is on one device at a time anyway. While the last unit computes, the job that comes next is chosen and its first
-shard copied in; within a mini-batch that is the next shard. Shards of the unit before leave meanwhile.
+A job keeps the device for a whole mini-batch. Leaving in the middle would move boundaries and activations without gain,
+since a job is on one device at a time anyway. While the last unit computes, the next job is chosen and its first shard
+copied in. Within a mini-batch, the next shard is copied in. Shards of earlier units leave meanwhile.
 """
 
 import threading
@@ -27,7 +27,7 @@ from penstock.probe import record_memory
 from penstock.tiers import HeapKeeper, Waterfall, gate
 
 TOLERANCE = 200
-"""What is above the budget by so small a part of it is not said."""
+"""Divisor of the budget: an excess of at most the budget divided by it causes no warning."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,37 +41,37 @@ class UnitRecord:
     start_s: float
     end_s: float
     stall_s: float
-    """Of that, before it began to compute, the wait for bytes."""
+    """Seconds of waiting for bytes before the unit began to compute."""
     recompute_s: float
-    """Part of it that ran forward again, as pilots measured it."""
+    """Seconds in which it ran forward again, as measured by pilots."""
 
 
 class Turn(Protocol):
-    """What a worker does with a job before it looks at others again."""
+    """The work of a device on one job before the device looks at other jobs again."""
 
     def first_items(self, worker: "Worker") -> list[Item]:
-        """What it will need first, as far as that is known."""
+        """Return the items that it needs first, as far as known."""
 
     def run(self, worker: "Worker") -> None:
-        """Does it."""
+        """Carry out the turn."""
 
 
 class Expected(Protocol):
-    """What units take, as pilots measured them."""
+    """Expected memory and time of units, as measured by pilots."""
 
     def transient_bytes(self, index: int) -> int:
-        """Beside what the unit needs, at its peak."""
+        """Return the peak bytes in addition to the items that the unit needs."""
 
     def remaining_bytes(self, index: int) -> int:
-        """Of those, what is still there after it."""
+        """Return the part of these bytes that remains after the unit."""
 
     def recompute_s(self, index: int) -> float:
-        """Seconds in which it runs forward again."""
+        """Return the seconds in which it runs forward again."""
 
 
 @dataclass(slots=True)
 class Busy:
-    """What became of a device's time, in seconds."""
+    """Use of a device's time, in seconds."""
 
     compute_s: float = 0.0
     recompute_s: float = 0.0
@@ -84,12 +84,12 @@ _this_thread = threading.local()
 
 
 def trains_jobs() -> bool:
-    """Whether this thread is a device's, so that whoever asks was called by a job."""
+    """Whether this thread belongs to a device, so that the caller runs inside a job."""
     return getattr(_this_thread, "is_worker", False)
 
 
 class Worker:
-    """A device's thread and memory. ``take`` gives it turns; it ends when there are no more."""
+    """The thread and memory of a device. ``take`` gives it turns, and it ends when there are no more."""
 
     def __init__(
         self,
@@ -113,46 +113,46 @@ class Worker:
         self.records: list[UnitRecord] = []
         self.error: BaseException | None = None
         self.measuring = threading.Lock()
-        """Held while a unit's memory is measured, one at a time in the process."""
+        """A lock that is held while a unit's memory is measured, one at a time in the process."""
         self.verifies = False
         """Whether every unit is measured."""
         self.measured_peak_bytes = 0
-        """The most that items and a unit, as measured, took together."""
+        """The most that items and a unit took together, as measured."""
         self.keeper: HeapKeeper | None = None
-        """Of main memory, where it is the device."""
+        """The keeper of the heap, if the device is main memory."""
         self.following: Turn | None = None
         """The turn after this one, once it is chosen."""
         self._has_said_above = False
         self._timeline: DeviceTimeline | None = None
         self._spans: deque[tuple[MiniBatch, int, _Span, float]] = deque()
-        """Units that the device has perhaps not ended yet, each with what of it may be computing again."""
+        """Units that may still run on the device, each with the seconds that may be recomputation."""
         self._take, self._look_ahead = take, look_ahead
         self._is_ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"penstock fleet {index}", daemon=True)
 
     def start(self) -> None:
-        """Begins to take turns. Returns once it is known what the device's libraries keep for its thread."""
+        """Start to take turns. Return once it is known what the device's libraries keep for its thread."""
         self._thread.start()
         self._is_ready.wait()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes turns still."""
+        """Whether it still takes turns."""
         return self._thread.is_alive()
 
     def join(self) -> None:
-        """Waits for the end of all turns."""
+        """Wait for the end of all turns."""
         self._thread.join()
 
     def run_minibatch(self, owner: Any, mini: MiniBatch, expected: "Expected") -> None:  # any: for `look_ahead`
-        """All units of a mini-batch in order; ``owner`` is the job whose turn it is."""
+        """Run all units of a mini-batch in order. ``owner`` is the job whose turn it is."""
         self._owner = owner
         try:
             if isinstance(mini, WholeBatch):
                 self._run_whole(mini, expected)
             else:
                 mini.run_all(_Units(self, mini, expected))
-            self.backend.finish_current()  # so that all its units are over, and told
+            self.backend.finish_current()  # so that all its units have ended and are recorded
             self.settle()
         except BaseException:
             self._spans.clear()
@@ -168,7 +168,7 @@ class Worker:
             self.measured_peak_bytes = max(self.measured_peak_bytes, *totals.values(), 0)
 
     def compute(self, mini: MiniBatch, index: int) -> None:
-        """One unit that is a call of its own."""
+        """Run one unit that is a call of its own."""
         if not self.verifies or isinstance(mini, WholeBatch):
             with gate.computing():
                 mini.run(index)
@@ -191,11 +191,11 @@ class Worker:
             )
 
     def bring_in(self, mini: MiniBatch, index: int, transient_bytes: int) -> list[Item]:
-        """What unit ``index`` works on comes to the device, and room for what it takes beside; returns the items."""
+        """Bring the items of unit ``index`` to the device, make room for its own bytes, and return the items."""
         memory, needs = self.memory, mini.needs(index)
         mini.plan_uses(index)
         for item in needs:
-            if item.held_bytes():  # what is on its way out comes back
+            if item.held_bytes():  # takes back what is on its way out
                 memory.prefetch(item)
         missing = sum(item.size_bytes - item.held_bytes() for item in needs)
         label = (
@@ -211,7 +211,7 @@ class Worker:
         return needs
 
     def look_at_next(self, mini: MiniBatch, index: int, needs: Sequence[Item], expected: "Expected") -> None:
-        """What comes next comes in as far as it fits, and what would be in its way begins to leave."""
+        """Copy in what comes next as far as it fits, and let what would be in its way begin to leave."""
         memory, now_bytes = self.memory, expected.transient_bytes(index)
         if index == len(mini.tasks) - 1 and self.following is None:  # a validation has several mini-batches
             self.following = self._look_ahead(self, self._owner)
@@ -227,7 +227,7 @@ class Worker:
         memory.begin_to_leave(max(now_bytes, expected.remaining_bytes(index) + next_bytes) + missing, used)
 
     def _upcoming(self, mini: MiniBatch, index: int, expected: "Expected") -> tuple[list[Item], list[Item], int]:
-        """What the next unit and the one after it need, and the next one's own bytes."""
+        """Return what the next unit and the one after it need, and the next one's own bytes."""
         if index + 1 < len(mini.tasks):
             after = mini.needs(index + 2) if index + 2 < len(mini.tasks) else []
             return mini.needs(index + 1), after, expected.transient_bytes(index + 1)
@@ -235,7 +235,7 @@ class Worker:
         return items, [], 0
 
     def span(self) -> "_Span":
-        """Of a unit that begins now."""
+        """Return the span of a unit that begins now."""
         streams = self.backend.streams
         if streams is None:
             return _HostSpan(self.memory)
@@ -244,12 +244,12 @@ class Worker:
         return _DeviceSpan(streams, self._timeline)
 
     def note(self, mini: MiniBatch, index: int, span: "_Span", recompute_s: float) -> None:
-        """A unit has ended, or its last operator is on its way to the device."""
+        """Note that a unit has ended, or that its last operator was sent to the device."""
         self._spans.append((mini, index, span, recompute_s))
         self.settle()
 
     def settle(self) -> None:
-        """Notes units that have ended."""
+        """Record the units that have ended."""
         while self._spans and self._spans[0][2].is_over():
             mini, index, span, recompute_s = self._spans.popleft()
             start_s, waited_s, compute_s = span.seconds()
@@ -259,7 +259,7 @@ class Worker:
     def _note(
         self, mini: MiniBatch, index: int, start_s: float, waited_s: float, compute_s: float, again_s: float
     ) -> None:
-        """Its seconds of waiting, of computing, and of those in which forward ran again."""
+        """Record the unit's seconds of waiting, of computing, and of running forward again."""
         busy, task = self.busy, mini.tasks[index]
         busy.compute_s += compute_s
         busy.stall_s += waited_s
@@ -282,7 +282,7 @@ class Worker:
         _this_thread.is_worker = True
         try:
             self.backend.use(num_threads=self.num_threads)
-            self.memory.library_bytes = self.backend.warm_up()  # they are no unit's
+            self.memory.library_bytes = self.backend.warm_up()  # these bytes belong to no unit
             self._is_ready.set()
             while (turn := self.following or self._take(self)) is not None:
                 self.following = None
@@ -297,23 +297,23 @@ class Worker:
 
 
 class _Span(Protocol):
-    """When a unit waited and computed."""
+    """The times at which a unit waited and computed."""
 
     def computes(self) -> None:
-        """What it needs is there, or was told to be."""
+        """Mark that what the unit needs is there, or was requested."""
 
     def ends(self) -> None:
-        """It has run its last operator, or sent it to the device."""
+        """Mark that the unit has run its last operator, or sent it to the device."""
 
     def is_over(self) -> bool:
-        """Whether ``seconds`` can be told."""
+        """Whether ``seconds`` is known."""
 
     def seconds(self) -> tuple[float, float, float]:
-        """When it began, by ``time.time()``; for how long it waited for bytes, and for how long it computed."""
+        """Return when it began, by ``time.time()``, for how long it waited for bytes, and for how long it computed."""
 
 
 class _HostSpan:
-    """Of a unit that ends when its last operator returns."""
+    """The span of a unit that ends when its last operator returns."""
 
     def __init__(self, memory: DeviceMemory):
         self._memory = memory
@@ -335,7 +335,7 @@ class _HostSpan:
 
 
 class _DeviceSpan:
-    """Of a unit that the host runs ahead of: marks on the stream that computes."""
+    """The span of a unit that the host runs ahead of: marks on the computing stream."""
 
     def __init__(self, streams: Streams, timeline: DeviceTimeline):
         self._streams, self._timeline = streams, timeline
@@ -360,7 +360,7 @@ class _DeviceSpan:
 
 
 class _Units:
-    """A mini-batch's units as they come, on a worker."""
+    """The units of a mini-batch as they come, on a worker."""
 
     def __init__(self, worker: Worker, mini: MiniBatch, expected: Expected):
         self._worker, self._mini, self._expected = worker, mini, expected

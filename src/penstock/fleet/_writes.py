@@ -1,8 +1,9 @@
-"""What forward of a shard writes to: buffers, which it may change, and nothing else.
+"""Writes of a shard's forward: it may change buffers, and nothing else.
 
-A model's buffers change in forward (running statistics, counters, spectral norm's vectors). Backward that runs forward
-again has to begin with what forward began with, and what it writes is to be forgotten. Writes to anything else would be
-lost or happen twice, since a shard's bytes have copies below and units may run again: they are refused by name.
+A model's buffers change in forward (running statistics, counters, spectral norm's vectors). A backward that runs
+forward again must begin with the values that forward began with, and discard what it writes. Writes to anything else
+would be lost or happen twice, since a shard's bytes have copies in lower tiers and units may run again. They raise an
+error that names the tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from penstock.fleet._program import Shard
 
 
 class StandIns:
-    """Lets tensors stand for other bytes meanwhile, so that what is written to them is forgotten."""
+    """A context in which tensors use other bytes, so that writes to them are discarded."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]):
         self._tensors = {name: tensors[name] for name in others}
@@ -37,7 +38,7 @@ def run_watched(
     buffers: frozenset[str],
     device: torch.device,
 ) -> Sequence[torch.Tensor]:
-    """Runs the shard on ``device``. Raises ``CaptureError`` if it writes to anything but ``buffers``."""
+    """Run the shard on ``device``. Raise ``CaptureError`` if it writes to anything but ``buffers``."""
     given = list(zip((*shard.tensors, *shard.inputs), (*tensors, *inputs), strict=True))
     versions = [tensor._version for _, tensor in given]
     outputs = shard.run(tensors, inputs, device)

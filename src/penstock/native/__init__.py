@@ -1,15 +1,15 @@
-"""The few loops that Python cannot run: plain C without headers of others, called through ctypes.
+"""The few loops that are too slow in Python: plain C without other libraries' headers, called through ctypes.
 
-Sources lie beside this file. Where there is a C compiler they are compiled when first needed, for this machine, into a
-cache by content (`$XDG_CACHE_HOME/penstock/native`); elsewhere the libraries that a wheel brings along are loaded
-(docs/design/native.md says why in this order). Without either `load` returns ``None``, callers take their slower way in
-Python, and the user is told once.
+Sources lie next to this file. If there is a C compiler, they are compiled for this machine when first needed, into a
+cache by content (`$XDG_CACHE_HOME/penstock/native`). Otherwise the libraries that a wheel contains are loaded
+(docs/design/native.md gives the reason for this order). Without either, `load` returns ``None``, callers use slower
+Python code, and the user is told once.
 
 - `load`: a library by the name of its source.
-- `compile_source`, `can_compile`: the same for source text that is made at run time, and whether it is possible.
+- `compile_source`, `can_compile`: the same for source text that is generated at run time, and whether it is possible.
 - `keep_source`: text as a file in the same cache, `cache_folder`.
 - `compile_extension`, `find_cpp_compiler`: the same for a C++ extension of Python, which tests use.
-- `find_compiler`, `describe_compiler`, `has_libraries`: what there is on this machine.
+- `find_compiler`, `describe_compiler`, `has_libraries`: what this machine and this installation have.
 - `tell_what_is_slower`: tells the user before anything slow begins.
 """
 

@@ -31,17 +31,17 @@ _NAMES = ("relational", "remat", "unified")
 
 
 def load(name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
-    """The library of this package's ``<name>.c``, compiled for this machine, else as the wheel has it, else ``None``.
+    """Return the library of this package's ``<name>.c``, compiled here or taken from the wheel, else ``None``.
 
-    ``openmp``: with threads, those of PyTorch's OpenMP runtime, and for this machine's own processor.
+    ``openmp`` compiles for this machine's own processor, with threads of PyTorch's OpenMP runtime.
     """
     return _own(name, openmp)
 
 
 def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CDLL | None:
-    """The library compiled from ``source``; ``None`` on a machine without a C compiler.
+    """Return the library compiled from ``source``; ``None`` on a machine without a C compiler.
 
-    Raises ``InternalError`` with the compiler's message where the source is refused.
+    Raises ``InternalError`` with the compiler's message if the source does not compile.
     """
     library = _loaded(source, name, openmp)
     if library is None:
@@ -50,7 +50,7 @@ def compile_source(source: str, name: str, *, openmp: bool = False) -> ctypes.CD
 
 
 def can_compile() -> bool:
-    """Whether generated source can be compiled; warns once where it cannot."""
+    """Whether generated source can be compiled. Warns once if it cannot."""
     if find_compiler() is not None:
         return True
     warn_once(_without_generated() if has_libraries() else why_slower())
@@ -58,16 +58,16 @@ def can_compile() -> bool:
 
 
 def tell_what_is_slower(say: Callable[[str], None]) -> None:
-    """Say what runs slower on this machine for want of compiled libraries, and how to mend it, before it is met.
+    """Say what runs slower on this machine without compiled libraries, and how to fix it, before the user meets it.
 
-    Says nothing where nothing is slower, or where the user was told already; child processes stay silent then.
+    Says nothing if nothing is slower, or if the user was told already. Child processes then stay silent, too.
     """
     if find_compiler() is None and not has_libraries():
         say_once(why_slower(), say)
 
 
 def describe_compiler() -> str:
-    """Return the command of the C compiler, or what its absence costs and how to mend it."""
+    """Return the command of the C compiler, or what its absence costs and how to fix it."""
     compiler = find_compiler()
     if compiler is not None:
         return shlex.join(compiler)
@@ -77,12 +77,15 @@ def describe_compiler() -> str:
 
 
 def has_libraries() -> bool:
-    """Whether this installation brings its own libraries along, as wheels do."""
+    """Whether this installation contains compiled libraries, as wheels do."""
     return all(_shipped(name) for name in _NAMES)
 
 
 def keep_source(source: str, name: str) -> Path:
-    """The source as a file of that name in the cache, for what reads its own source; ``name`` tells contents apart."""
+    """Write the source to a file ``name`` in the cache, for code that reads its own source, and return the path.
+
+    ``name`` must differ for different contents.
+    """
     file = cache_folder() / name
     if not file.is_file() or file.read_bytes() != source.encode():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -116,7 +119,7 @@ def _own(name: str, openmp: bool) -> ctypes.CDLL | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """The library that a wheel brings along."""
+    """Return the library that the wheel contains, if any."""
     file = Path(__file__).parent / f"{name}.so"
     return file if file.is_file() else None
 
@@ -135,10 +138,10 @@ def _loaded(source: str, name: str, openmp: bool) -> ctypes.CDLL | None:
 
 
 def _opened(file: Path) -> ctypes.CDLL:
-    """Opens a library that names no OpenMP runtime.
+    """Open a library that names no OpenMP runtime.
 
-    PyTorch makes the names of its own global; where it does not, they are made so here. A second runtime in the process
-    would cost milliseconds on small calls.
+    PyTorch makes the names of its own runtime global. If it does not, they are made global here. A second runtime in
+    the process would cost milliseconds on small calls.
     """
     try:
         return ctypes.CDLL(str(file))
@@ -149,7 +152,7 @@ def _opened(file: Path) -> ctypes.CDLL:
 
 
 def _runtimes() -> list[str]:
-    """OpenMP runtimes that this process has loaded."""
+    """Return the OpenMP runtimes that this process has loaded."""
     paths = dict.fromkeys(
         line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line
     )
@@ -157,7 +160,7 @@ def _runtimes() -> list[str]:
 
 
 def _compiled(compiler: Command, flags: tuple[str, ...], source: str, name: str) -> Path:
-    """The library's file in the cache, by content."""
+    """Return the library's file in the cache, by content, and compile it if it is missing or damaged."""
     processor = _processor() if "-march=native" in flags else ""
     key = hashlib.sha256("\0".join([source, *compiler, *flags, processor]).encode()).hexdigest()[:24]
     file = cache_folder() / f"{name}-{key}.so"
@@ -167,7 +170,10 @@ def _compiled(compiler: Command, flags: tuple[str, ...], source: str, name: str)
 
 
 def is_whole(file: Path) -> bool:
-    """Whether it is what was compiled: a damaged one would be executed. Its last bytes are its own checksum."""
+    """Whether the file is intact. A damaged one would be executed.
+
+    Its last bytes are its own checksum.
+    """
     if not file.is_file():
         return False
     raw = file.read_bytes()
@@ -175,7 +181,10 @@ def is_whole(file: Path) -> bool:
 
 
 def seal(made: Path) -> None:
-    """Append the checksum that ``is_whole`` looks for. Loaders read what the headers name, and not the end."""
+    """Append the checksum that ``is_whole`` checks.
+
+    Loaders read the parts that the headers name, and ignore the end of the file.
+    """
     raw = made.read_bytes()
     made.write_bytes(raw + hashlib.sha256(raw).digest())
 
@@ -185,7 +194,7 @@ def _compile(compiler: Command, flags: tuple[str, ...], source: str, name: str, 
         made = Path(folder) / file.name
         compile_to(compiler, flags, source, name, made)
         seal(made)
-        _replace(made, file)  # whoever compiles the same at once replaces it with the same
+        _replace(made, file)  # a concurrent process that compiles the same replaces it with the same
 
 
 def _replace(made: Path, file: Path) -> None:
@@ -195,7 +204,7 @@ def _replace(made: Path, file: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """A folder that only this user can write to, since what lies in it is executed."""
+    """Return a folder that only this user can write to, since its contents are executed."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -213,7 +222,7 @@ def _folder_of_this_process() -> Path:
 
 @functools.cache
 def _processor() -> str:
-    """What ``-march=native`` depends on."""
+    """Return the properties of the processor on which ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The machine's C compiler: finding it, calling it, and saying what its absence costs."""
+"""The machine's C compiler: how to find it and call it, and what its absence costs."""
 
 import os
 import shlex
@@ -15,24 +15,24 @@ Command = tuple[str, ...]
 """A program and its first arguments."""
 
 FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", "-fPIC", "-ffp-contract=off")
-"""Results must not depend on the compiler: no fused multiply-add, no fast math."""
+"""Compiler flags. Results must not depend on the compiler: no fused multiply-add, no fast math."""
 WITH_THREADS = ("-fopenmp", "-fno-math-errno", "-Wno-unused-function", "-Wno-unused-variable")
-"""Linked without a runtime of OpenMP: its names are found in PyTorch's own, whatever its file is called."""
+"""Flags for threads. No OpenMP runtime is linked: names resolve to PyTorch's own, whatever its file is called."""
 WITHOUT_THREADS = ("-fopenmp-simd", "-Wno-unknown-pragmas", "-Wno-unused-parameter", *WITH_THREADS[1:])
-"""Where PyTorch's runtime lacks what the compiler calls, as with clang's calls and GCC's runtime."""
+"""Flags for when PyTorch's runtime lacks functions that the compiler calls, as with clang and GCC's runtime."""
 
 INSTALL = "Install gcc (apt-get install gcc libc6-dev; dnf install gcc; conda install -c conda-forge gcc)"
 SLOWER = (
     "planning (remat) takes about 30 times as long, reading rows from disk (unified) 20 times, sampling neighbours and "
     "relational layers 3 times"
 )
-"""As docs/design/native.md measures it."""
+"""The cost of a missing compiler, as docs/design/native.md measures it."""
 _TOLD = "PENSTOCK_TOLD_OF_COMPILER"
-"""Set once it was said, so that child processes do not say it again."""
+"""Name of a process variable that is set once the user was told, so that child processes do not repeat it."""
 
 
 def find_compiler() -> Command | None:
-    """The command of the C compiler: ``$CC``, or the first of cc, gcc and clang on the path; ``None`` without one."""
+    """Return the C compiler: ``$CC``, or the first of cc, gcc and clang on the path; ``None`` without one."""
     if given := shlex.split(os.environ.get("CC", "")):
         return tuple(given) if shutil.which(given[0]) else None
     found = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -40,7 +40,7 @@ def find_compiler() -> Command | None:
 
 
 def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str, file: Path) -> None:
-    """Compiles ``source`` into the library ``file``. Raises ``InternalError`` with what the compiler says."""
+    """Compile ``source`` into the library ``file``. Raise ``InternalError`` with the compiler's message if it fails."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         text, compiled, linked = (Path(folder) / f"{name}.{kind}" for kind in ("c", "o", "so"))
         text.write_text(source)
@@ -55,7 +55,7 @@ def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str
 
 
 def why_slower(refused: str = "") -> str:
-    """What runs slower without compiled libraries, and what to do; ``refused``: what the compiler said."""
+    """Return what runs slower without compiled libraries, and what to do. ``refused`` is the compiler's message."""
     given = os.environ.get("CC", "")
     tried = f"`$CC` names {given!r}, which is no program" if given else "none of cc, gcc and clang is on the path"
     first = f"the C compiler does not work: {refused}" if refused else f"no C compiler was found ({tried})"
@@ -66,12 +66,15 @@ def why_slower(refused: str = "") -> str:
 
 
 def say_once(message: str, say: Callable[[str], None]) -> None:
-    """Says it, unless this process or the one that started it has told the user: once a command, not once a child."""
+    """Say it, unless this process or the one that started it has told the user.
+
+    A command says it once, and its child processes do not.
+    """
     if not os.environ.get(_TOLD):
         os.environ[_TOLD] = "1"
         say(message)
 
 
 def warn_once(message: str) -> None:
-    """The same as a warning."""
+    """Warn once, under the same condition as `say_once`."""
     say_once(message, lambda text: warnings.warn(text, PenstockWarning, stacklevel=5))

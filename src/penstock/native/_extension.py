@@ -1,4 +1,4 @@
-"""Compiling a C++ extension of Python into the same cache."""
+"""Compilation of a C++ extension of Python into the same cache."""
 
 import hashlib
 import os
@@ -23,9 +23,9 @@ def find_cpp_compiler() -> Command | None:
 
 
 def compile_extension(source: Path, flags: Sequence[str], *, versions: str) -> Path:
-    """Compile ``source`` and the headers beside it into a module of its name, once for each content and ``versions``.
+    """Compile ``source`` and the headers next to it into a module of its name, once for each content and ``versions``.
 
-    Raises ``PenstockError`` where there is no C++ compiler, or with what the compiler says.
+    Raises ``PenstockError`` if there is no C++ compiler, or with the compiler's message if it fails.
     """
     compiler = find_cpp_compiler()
     if compiler is None:
@@ -35,7 +35,7 @@ def compile_extension(source: Path, flags: Sequence[str], *, versions: str) -> P
     file = cache_folder() / key / f"{source.stem}.so"
     if not is_whole(file):
         file.parent.mkdir(exist_ok=True)
-        _compile([*compiler, "-shared", "-fPIC", str(source), *flags], file)  # libraries follow what needs them
+        _compile([*compiler, "-shared", "-fPIC", str(source), *flags], file)  # libraries must come last
     return file
 
 

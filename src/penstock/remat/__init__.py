@@ -1,15 +1,16 @@
-"""One budget in bytes: a plan that keeps, recomputes or swaps every storage of a training step (Libra).
+"""A byte budget for a training step: a plan that keeps, recomputes or swaps every storage of the step (after Libra).
 
-- `compile`: a model that trains within a budget, whatever shapes come and wherever its graph breaks; it returns a
-  `CompiledModule`, or a `CompiledFunction` for a function.
-- `optimize`: a step planned for a budget before it runs; it returns an `OptimizedStep`, whose `.plan` is a `Planned`.
-- `max_batch`: the largest batch that a budget takes.
-- `RematProblem`, `Operator`, `Storage`: a step as the planner sees it, saved to and loaded from a file.
-- `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s; `Method` says
-  what it may use.
-- `verify`, `live_bytes`: an independent check of a plan, and what is held while each operator runs.
-- `optimizer_state_bytes`: what an optimizer holds, or will after its first step.
-- `compile_backend`: what ``torch.compile(backend="penstock")`` calls; `Backend`: one that can be closed.
+- `compile`: a model that trains within a budget, for any shapes and any graph breaks. It returns a `CompiledModule`, or
+  a `CompiledFunction` for a function.
+- `optimize`: a step that is planned for a budget before it runs. It returns an `OptimizedStep`, whose `.plan` is a
+  `Planned`.
+- `max_batch`: the largest batch that fits a budget.
+- `RematProblem`, `Operator`, `Storage`: a step as the planner sees it, which can be saved to a file and loaded.
+- `plan`, `pareto`, `smallest_budget_bytes`: a `RematPlan` for one budget or many, made of `Decision`s. `Method` says
+  what a plan may use.
+- `verify`, `live_bytes`: an independent check of a plan, and the bytes that are held while each operator runs.
+- `optimizer_state_bytes`: the bytes that an optimizer holds, or will hold after its first step.
+- `compile_backend`: what ``torch.compile(backend="penstock")`` calls. `Backend`: a backend that can be closed.
 """
 
 from penstock.remat._door import Backend as Backend

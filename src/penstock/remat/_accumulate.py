@@ -1,11 +1,13 @@
-"""Gradients added to what accumulates them as soon as they are made, rather than handed out together at the end.
+"""Addition of gradients to those of their leaves as soon as they are made, instead of returning all of them at the end.
 
-AOTAutograd's backward is one function, so all its gradients live until it returns, beside those they are then added to.
-Eager training adds each one where it is made and frees it. A planned backward does the same: it adds a finished
-gradient to its leaf and returns nothing in its place. Where that would not be what the caller asked for, as in
-``torch.autograd.grad``, with hooks on the leaf or on a stream of the caller's own, the gradient is returned and
-autograd does the rest. So it is where a step has several graphs, or an eager rest: a leaf of several of them gets the
-sum of its gradients at once in eager training, which rounds differently than adding each to what the leaf has.
+AOTAutograd's backward is one function. All its gradients therefore live until it returns, together with the gradients
+that they are then added to. Eager training adds each one where it is made and frees it. A planned backward does the
+same: it adds a finished gradient to its leaf and returns nothing in its place.
+
+If the caller asked for something else, the gradient is returned and autograd does the rest. That is so for
+``torch.autograd.grad``, with hooks on the leaf, and on a stream of the caller's own. It is also so if a step has
+several graphs, or an eager rest: in eager training a leaf that several of them use gets the sum of its gradients at
+once, which rounds differently than adding each to the leaf's gradient.
 """
 
 import threading
@@ -20,7 +22,7 @@ from penstock.remat import _ticket
 from penstock.remat._capture import accumulates_now
 
 _adding = threading.Lock()
-"""Backwards of several threads may share a leaf."""
+"""A lock, because backwards of several threads may share a leaf."""
 
 
 class _Here(threading.local):
@@ -34,13 +36,13 @@ _here = _Here()
 class _Leaves(NamedTuple):
     leaves: tuple[torch.Tensor, ...]
     others: frozenset[int]
-    """Storages of what else forward was given: a gradient among them is not to change before backward has read it."""
+    """Storages of forward's other arguments. A gradient in one of them must not change before backward has read it."""
 
 
 def leaves(num_leaves: int, *inputs: torch.Tensor | None) -> torch.Tensor:
-    """In forward: a ticket for the leaves, which are given first, that backward will have gradients of.
+    """Return a ticket for the leaves that backward will have gradients of. Runs in forward.
 
-    Inputs may be ``None``: a token of AOTAutograd's, for the order of checks.
+    The leaves are the first inputs. Inputs may be ``None``: a token with which AOTAutograd orders checks.
     """
     given = [one for one in inputs if one is not None]
     others = [one for one in given[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
@@ -49,7 +51,7 @@ def leaves(num_leaves: int, *inputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """In backward: adds ``gradient`` to that of a leaf, or returns it where autograd has to."""
+    """Add ``gradient`` to that of a leaf, or return it if autograd has to add it. Runs in backward."""
     if _here.discards:
         return None
     found: _Leaves = _ticket.thing_of(ticket)
@@ -66,7 +68,10 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
 
 @contextmanager
 def returning() -> Iterator[None]:
-    """Gradients made inside, on this thread, are handed to autograd: others of the same leaf come from elsewhere."""
+    """Return gradients made on this thread to autograd inside this context.
+
+    Other gradients of the same leaves come from elsewhere.
+    """
     before, _here.returns = _here.returns, True
     try:
         yield
@@ -76,7 +81,7 @@ def returning() -> Iterator[None]:
 
 @contextmanager
 def discarding() -> Iterator[None]:
-    """Gradients made inside, on this thread, are for nobody: a trial of a step."""
+    """Discard gradients made on this thread inside this context, which is a trial of a step."""
     _here.discards = True
     try:
         yield

@@ -1,10 +1,10 @@
-"""AOTAutograd, which makes the joint graph of forward and backward, and calls what the plan makes of it.
+"""The interface to AOTAutograd, which makes the joint graph of forward and backward and calls what a plan makes of it.
 
-The compiled function keeps its plan open: forward hands over to backward one ticket instead of tensors, so that each
-call may run as another plan says (`_piece.py`). What AOTAutograd is given to look at is therefore an outline: a graph
-with the results' fake values and a ticket, which is never run.
+The compiled function leaves its plan open: forward hands backward one ticket instead of tensors, so that each call may
+follow another plan (`_piece.py`). AOTAutograd therefore gets only an outline: a graph with the results' fake values and
+a ticket, which never runs.
 
-Python decompositions that change the last bits (interpolation) are out of the way meanwhile: the operator and its own
+Python decompositions that change the last bits (interpolation) are disabled meanwhile: the operator and its own
 backward are captured instead.
 """
 
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.remat._ticket import TICKET_BYTES
 
 Partition = Callable[[fx.GraphModule, int], None]
-"""Takes a joint graph with so many forward outputs, from which it may make plans."""
+"""A function that takes a joint graph and its number of forward outputs, and may make plans for it."""
 
 Runner = Callable[[list[Any]], Any]
-"""A boxed function: takes a list, which it empties, so that arguments die with their last use."""
+"""A boxed function: it takes a list and empties it, so that arguments are freed after their last use."""
 
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 _WHOLE = ("upsample_", "_upsample_")
-"""Names of operators whose decompositions for tracing round differently than the operators do."""
+"""Prefixes of operators whose decompositions for tracing round differently than the operators do."""
 
 
 def compiled(
@@ -38,12 +38,12 @@ def compiled(
     backward: Runner,
     inference: Callable[[fx.GraphModule], Runner],
 ) -> Callable[..., Any]:
-    """``module`` for arguments like ``inputs``, run by ``forward`` and ``backward``, or by what ``inference`` makes.
+    """Compile ``module`` for arguments like ``inputs``, to run by ``forward`` and ``backward``, or by ``inference``.
 
-    ``partition`` is given the joint graph; it is not called where nothing requires gradients. ``forward`` returns the
-    results and a ticket, which ``backward`` is given before the gradients of the results.
+    ``partition`` gets the joint graph; it is not called if nothing requires gradients. ``forward`` returns the results
+    and a ticket, which ``backward`` gets before the gradients of the results.
     """
-    from torch._dynamo.backends.common import aot_autograd  # Dynamo takes a second to import
+    from torch._dynamo.backends.common import aot_autograd  # importing Dynamo takes a second
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     def split(
@@ -65,7 +65,7 @@ def compiled(
 
 @functools.cache
 def cannot_trace() -> tuple[type[Exception], ...]:
-    """What is raised for operators whose results' shapes depend on numbers, or that have no fake version."""
+    """Return the errors raised for operators whose result shapes depend on values, or that have no fake version."""
     from torch._subclasses import fake_tensor
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -77,14 +77,14 @@ def cannot_trace() -> tuple[type[Exception], ...]:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape alone, since somebody traces."""
+    """Whether a tensor has only a shape, since it is being traced."""
     from torch._subclasses import fake_tensor
 
     return fake_tensor.is_fake(tensor)
 
 
 def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A forward and a backward with the right inputs, outputs and fake values, and nothing in between."""
+    """Return a forward and a backward with the right inputs, outputs and fake values, and nothing in between."""
     nodes = list(joint.graph.nodes)
     results = list(nodes[-1].args[0])
     ticket = fake_like(joint.graph, TICKET_BYTES)
@@ -107,7 +107,7 @@ def _outlines(joint: fx.GraphModule, num_forward_outputs: int) -> tuple[fx.Graph
 
 
 def fake_like(graph: fx.Graph, size_bytes: int) -> torch.Tensor:
-    """A fake tensor of bytes, of the mode in which ``graph`` was traced."""
+    """Return a fake tensor of ``size_bytes`` bytes, in the mode in which ``graph`` was traced."""
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
@@ -127,12 +127,12 @@ def _copy(made: fx.Node, node: fx.Node) -> fx.Node:
 
 
 def _never() -> torch.Tensor:
-    raise NotImplementedError  # an outline is not run
+    raise NotImplementedError  # an outline does not run
 
 
 @contextlib.contextmanager
 def _operators_stay_whole() -> Iterator[None]:
-    """Inside, operators of `_WHOLE` are traced as such, and their backward as eager's."""
+    """Trace operators of `_WHOLE` as such inside this context, and their backward as in eager PyTorch."""
     removed = []
     for operator in _whole_operators():
         keys = [key for key in _KEYS if key in operator.py_kernels]
@@ -159,10 +159,10 @@ def _whole_operators() -> list[torch._ops.OpOverload]:
 
 @contextlib.contextmanager
 def _gradients_of_any_layout() -> Iterator[None]:
-    """Inside, gradients of results are traced with the results' strides and taken at run time with any.
+    """Trace gradients of results with the results' strides inside this context, and accept any strides at run time.
 
-    AOTAutograd copies a gradient whose strides differ, which eager PyTorch does not, and some kernels sum in the order
-    of memory.
+    AOTAutograd copies a gradient whose strides differ. Eager PyTorch does not, and some kernels sum in the order of
+    memory.
     """
     from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 
@@ -170,7 +170,7 @@ def _gradients_of_any_layout() -> Iterator[None]:
 
     def from_tensor(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         guessed = guess(tensor, *arguments, **keywords)
-        if torch._debug_has_internal_overlap(tensor) == 1:  # an expanded tensor, in which no gradient has room
+        if torch._debug_has_internal_overlap(tensor) == 1:  # an expanded tensor, which cannot hold a gradient
             return guessed
         return MemoryFormatMeta(size=tensor.size(), stride=_AnyStride(tensor.stride()))
 
@@ -182,7 +182,7 @@ def _gradients_of_any_layout() -> Iterator[None]:
 
 
 class _AnyStride(tuple[int, ...]):
-    """Equal to the strides of any tensor."""
+    """Strides that are equal to those of any tensor."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, tuple)
@@ -192,7 +192,7 @@ class _AnyStride(tuple[int, ...]):
 
 
 def boxed(module: fx.GraphModule) -> Runner:
-    """``module`` node by node, each value freed after its last use."""
+    """Return a runner of ``module``, node by node, that frees each value after its last use."""
     module.graph.set_codegen(fx.graph._BoxedCodeGen())
     module.recompile()
     run = module.forward
@@ -204,6 +204,6 @@ def boxed(module: fx.GraphModule) -> Runner:
 
 
 def boxed_function(runner: Runner) -> Runner:
-    """Marks a runner as boxed, which AOTAutograd looks for."""
+    """Mark a runner as boxed, which AOTAutograd checks."""
     runner._boxed_call = True  # type: ignore[attr-defined]
     return runner

@@ -1,8 +1,8 @@
-"""Operators that capture puts in place of others which round differently, run as eager PyTorch would have run them.
+"""Operators that capture replaces by others which round differently, run as eager PyTorch runs them.
 
-On a CPU eager dropout multiplies by a mask that was divided by ``1 - p`` in the tensor's own dtype; captured it becomes
-``native_dropout``, which multiplies by ``1 / (1 - p)``, rounded once. For bfloat16 and float16 the two differ in the
-third digit, for float32 in the last one, for 15 of the 99 whole percentages.
+On a CPU, eager dropout multiplies by a mask that was divided by ``1 - p`` in the tensor's own dtype. Captured dropout
+becomes ``native_dropout``, which multiplies by ``1 / (1 - p)``, rounded once. For bfloat16 and float16 the two differ
+in the third digit; for float32 in the last one, for 15 of the 99 whole percentages.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,9 @@ _ROUNDED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def function_of(call: fx.Node) -> Callable[..., Any]:
-    """What to run for an operator of a captured graph. It takes the same arguments, and as many bytes."""
+    """Return the function to run for an operator of a captured graph. It takes the same arguments and as many bytes."""
     assert callable(call.target)
-    if call.target in FORWARD:  # called as they are: a dispatcher's kernel has no autograd
+    if call.target in FORWARD:  # called directly, because a dispatcher's kernel has no autograd
         return run_forward
     if call.target is BACKWARD:
         return run_backward
@@ -44,7 +44,10 @@ def _dropout_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) 
 
 
 def _times(x: torch.Tensor, scaled_mask: torch.Tensor) -> torch.Tensor:
-    """The product, in the layout that it has in eager PyTorch, on which later sums depend; in place where it may be."""
+    """Return the product in the layout that it has in eager PyTorch, on which later sums depend.
+
+    It is computed in place if possible.
+    """
     return scaled_mask.mul_(x) if x.stride() == scaled_mask.stride() else x * scaled_mask
 
 

@@ -15,35 +15,35 @@ from penstock.remat._verify import live_bytes
 
 @dataclass(slots=True)
 class Done:
-    """A call of the step that runs."""
+    """One call of the running step."""
 
     variant: Variant
     statics: "Statics"
     call: Call | None = None
-    """``None`` before it begins."""
+    """The call; ``None`` before it begins."""
 
     @property
     def plan(self) -> RematPlan:
-        """What it follows."""
+        """The plan that it follows."""
         assert self.call is not None
         return self.call.plan
 
     @property
     def results(self) -> list[tuple[int, int]]:
-        """Identity and bytes of the storage of each result, once forward has ended."""
+        """Identity and bytes of each result's storage, once forward has ended."""
         return [] if self.call is None else self.call.results
 
 
 class Statics:
-    """What the arguments of a call hold: parameters with their gradients, and other storages, by identity."""
+    """Storages of a call's arguments: parameters with their gradients, and other storages, by identity."""
 
     def __init__(self, arguments: Sequence[Any], *, accumulates: bool):
         self.storages = [storage_of(one)[0] for one in arguments]
         self._held = [weak_storage(one) for one in arguments]
-        """As long as they live, no other storage gets one of these identities."""
+        """Weak references. While they live, no other storage gets one of these identities."""
         self.parameters: dict[int, int] = {}
         self.missing: dict[int, int] = {}
-        """Of the parameters' bytes those of gradients that do not exist yet."""
+        """Part of the parameters' bytes that belongs to gradients which do not exist yet."""
         self.gradient_bytes = 0
         """Bytes of the gradients that exist."""
         self.others: dict[int, int] = {}
@@ -61,7 +61,7 @@ class Statics:
 
 
 def links_of(step: Sequence[Done]) -> list[Link]:
-    """Which results of the step's graphs were arguments of later ones."""
+    """Return which results of the step's graphs were arguments of later graphs."""
     links: list[Link] = []
     made: dict[int, tuple[int, int]] = {}
     for target, done in enumerate(step):
@@ -84,7 +84,7 @@ def _gradient_of(captured: _capture.Captured, argument: int) -> int | None:
 
 
 def saved_bytes_of(done: Done) -> int:
-    """What a call has left for its backward, or a little more."""
+    """Return the bytes that a call has left for its backward, or a little more."""
     problem = done.variant.problem
     assert problem is not None
     live = live_bytes(problem, done.plan)

@@ -1,8 +1,8 @@
-"""From AOTAutograd's joint graph to a problem.
+"""Conversion of AOTAutograd's joint graph to a problem.
 
-What it leans on, each with a test that fails when PyTorch moves it: the joint graph's nodes are tagged forward or
-backward (``partitioner_tag``), their fake values share storages exactly where the real ones do (views are found so),
-and mutation has been turned into extra outputs.
+It relies on three properties, each with a test that fails if PyTorch changes it. The joint graph's nodes are tagged
+forward or backward (``partitioner_tag``). Their fake values share storages exactly where the real ones do, which is how
+views are found. Mutation has been turned into extra outputs.
 """
 
 import operator
@@ -22,7 +22,7 @@ from penstock.remat._whole import is_opaque
 _IS_BACKWARD = "is_backward"
 _RANDOM = torch.Tag.nondeterministic_seeded
 _ROOT = re.compile(r"^(G\['__import_\w+'\]\.\w+|[LG]\['\w+'\](\.__closure__\[\d+\]\.cell_contents)*)\.?")
-"""How Dynamo's names of modules begin: the variable or the closure that holds the model."""
+"""A pattern of how Dynamo's names of modules begin: the variable or the closure that holds the model."""
 
 
 _DEPEND_ON_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
@@ -31,7 +31,7 @@ _DEPEND_ON_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape
 
 @dataclass(slots=True)
 class Captured:
-    """A joint graph, and which of its nodes stand for which operators and storages of the problem."""
+    """A joint graph, with the nodes that represent the operators and storages of the problem."""
 
     graph: fx.Graph
     num_forward_outputs: int
@@ -40,53 +40,53 @@ class Captured:
     tangents: list[fx.Node] = field(default_factory=list)
     """Inputs of backward: gradients of the outputs."""
     calls: list[fx.Node] = field(default_factory=list)
-    """The node of each operator of the problem; tangents count as operators that begin backward."""
+    """The node of each operator of the problem. Tangents count as operators, with which backward begins."""
     num_forward: int = 0
-    """How many of them are forward."""
+    """Number of forward operators."""
     values: list[fx.Node] = field(default_factory=list)
-    """Per storage, the node whose value made it."""
+    """Per storage, the node whose value created it."""
     storage_of: dict[fx.Node, int] = field(default_factory=dict)
-    """The storage under each value that was made in the graph; views included."""
+    """The storage of each value that was made in the graph, including views."""
     static_inputs_bytes: int = 0
-    """Bytes of the primals, each storage once."""
+    """Bytes of the primals; each storage counts once."""
     changed: set[fx.Node] = field(default_factory=set)
-    """Primals that the caller overwrites with an output once forward has ended, such as batch norm's statistics."""
+    """Primals that the caller overwrites with an output after forward, such as batch norm's statistics."""
 
     @property
     def forward_outputs(self) -> list[Any]:
-        """What forward returns to the caller."""
+        """The outputs that forward returns to the caller."""
         return list(_output_of(self.graph).args[0][: self.num_forward_outputs])  # type: ignore[index, arg-type]
 
     @property
     def gradients(self) -> list[Any]:
-        """What backward returns."""
+        """The outputs that backward returns."""
         return list(_output_of(self.graph).args[0][self.num_forward_outputs :])  # type: ignore[index, arg-type]
 
     @property
     def generator_state_bytes(self) -> int:
-        """What the states of generators take, if every random operator of forward runs again."""
+        """Bytes of generator states, if every random operator of forward runs again."""
         devices = [tensors_of(call)[0].device.type for call in self.calls[: self.num_forward] if is_random(call)]
         return sum(torch.get_rng_state().nbytes if device == "cpu" else 16 for device in devices)
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device of the primals; an accelerator if any is on one."""
         tensors = [tensor for node in self.primals for tensor in tensors_of(node)]
         return max((one.device for one in tensors), key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def takes_any_layout(self) -> bool:
-        """Whether backward is right for gradients of other strides than those that it was traced with."""
+        """Whether backward is correct for gradients with other strides than the traced ones."""
         return not any(is_backward(node) and node.target in _DEPEND_ON_STRIDES for node in self.graph.nodes)
 
     @property
     def changed_bytes(self) -> int:
-        """What copies of the changed primals take, if all are read once more in backward."""
+        """Bytes of copies of the changed primals, if backward reads all of them."""
         return sum(tensor.nbytes for node in self.changed for tensor in tensors_of(node))
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that backward makes; of what they are added to, where it does that itself."""
+        """Bytes of the gradients that backward makes, or of the leaves' gradients that it adds to."""
         made = [node.all_input_nodes[0] if node.target is accumulate else node for node in self._gradient_nodes]
         return sum(tensor.nbytes for node in made for tensor in tensors_of(node))
 
@@ -96,7 +96,7 @@ class Captured:
 
 
 def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
-    """Sorts the nodes of a joint graph. Raises ``CaptureError`` for what cannot be planned."""
+    """Sort the nodes of a joint graph. Raise ``CaptureError`` for nodes that cannot be planned."""
     _correct_norms(graph)
     captured = Captured(graph=graph, num_forward_outputs=num_forward_outputs)
     owners: dict[int, int] = {}
@@ -139,7 +139,10 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
 
 
 def tag_backward(graph: fx.Graph) -> None:
-    """Tags what depends on tangents. AOTAutograd leaves out what a ``torch.autograd.Function`` does in its backward."""
+    """Tag the nodes that depend on tangents as backward.
+
+    AOTAutograd leaves out the nodes of a ``torch.autograd.Function``'s backward.
+    """
     behind: set[fx.Node] = set()
     for node in graph.nodes:
         is_tangent = node.op == "placeholder" and "tangents" in node.name
@@ -150,14 +153,18 @@ def tag_backward(graph: fx.Graph) -> None:
 
 
 def accumulate(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Stands in a joint graph for adding a gradient to what its leaf has; costs as much, and is never run as it is."""
+    """Represent the addition of a gradient to its leaf's in a joint graph.
+
+    It costs as much as the real addition, and never runs as it is.
+    """
     leaf.add_(gradient)
 
 
 def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence[Any]) -> None:
-    """Lets a joint graph add gradients to their leaves where they are made, instead of returning them at the end.
+    """Let a joint graph add gradients to their leaves where they are made, instead of returning them at the end.
 
-    ``inputs`` are what the graph was compiled for. Gradients of what is no leaf, or has hooks, are returned as ever.
+    ``inputs`` are those for which the graph was compiled. Gradients of tensors that are not leaves, or have hooks, are
+    returned as usual.
     """
     output = _output_of(graph)
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -176,11 +183,11 @@ def accumulate_early(graph: fx.Graph, num_forward_outputs: int, inputs: Sequence
 
 
 def separate_sums(graph: fx.Graph, num_forward_outputs: int, groups: Sequence[Sequence[int]]) -> None:
-    """Returns the terms of a gradient's sum as gradients of further inputs, which autograd then adds.
+    """Return the terms of a gradient's sum as gradients of further inputs, which autograd then adds.
 
-    ``groups`` has, for an input, its number and those of the inputs that stand for further gradients of it. Autograd
-    takes the first one's, and then the last one's, and so on backwards. Raises ``AssertionError`` where AOTAutograd put
-    one base in place of several views of it, since numbers stand for other inputs then.
+    ``groups`` contains, for an input, its number and those of the inputs that represent further gradients of it.
+    Autograd takes the gradient of the first one, and then from the last one backwards. Raises ``AssertionError`` if
+    AOTAutograd replaced several views of a base by the base, since the numbers then mean other inputs.
     """
     if groups and any("ViewBase" in type(node.meta.get("desc")).__name__ for node in graph.nodes):
         raise AssertionError("inputs that are views of one tensor, which is changed")
@@ -197,7 +204,7 @@ def separate_sums(graph: fx.Graph, num_forward_outputs: int, groups: Sequence[Se
 
 
 def _is_sum(node: Any) -> bool:
-    """Whether a gradient is the sum of what came so far, and one more."""
+    """Whether a gradient is the sum of all earlier terms and one more."""
     if not isinstance(node, fx.Node) or node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2:
         return False
     tensors = [one.meta["val"] for one in (node, *node.args) if isinstance(one, fx.Node)]
@@ -206,10 +213,12 @@ def _is_sum(node: Any) -> bool:
 
 
 def accumulates_now(leaf: torch.Tensor) -> bool:
-    """Inside a backward: whether this run of autograd is to add a gradient to that of ``leaf``, and nothing else.
+    """Whether this run of autograd has to add a gradient to that of ``leaf``, and do nothing else.
 
-    Not where the graph is kept, since ``create_graph`` wants gradients of gradients, and not on a stream of the
-    caller's own, which autograd would let the add wait for.
+    Call it inside a backward.
+
+    It does not if the graph is kept, since ``create_graph`` needs gradients of gradients, or on a stream of the
+    caller's own, for which autograd would let the addition wait.
     """
     if not _is_plain_leaf(leaf) or torch._C._current_graph_task_id() == -1 or keeps_graph():  # type: ignore[attr-defined]
         return False
@@ -222,7 +231,7 @@ def accumulates_now(leaf: torch.Tensor) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Inside a backward: whether the graph, and what it saved, is kept for another one."""
+    """Whether the graph, and what it saved, is kept for another backward. Call it inside a backward."""
     if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
         return False
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # type: ignore[attr-defined]
@@ -231,7 +240,10 @@ def keeps_graph() -> bool:
 def problem_of(
     captured: Captured, durations_s: Sequence[float], workspaces: Sequence[int], **lanes: Any
 ) -> RematProblem:
-    """The problem of a captured graph with measured operators. ``lanes`` are further fields of ``RematProblem``."""
+    """Return the problem of a captured graph with measured operators.
+
+    ``lanes`` are further fields of ``RematProblem``.
+    """
     made_by: dict[int, list[int]] = {}
     producers = {}
     for index, call in enumerate(captured.calls):
@@ -245,7 +257,7 @@ def problem_of(
         for node in captured.forward_outputs + captured.gradients
         if isinstance(node, fx.Node) and node in captured.storage_of
     }
-    # ``loss.backward()`` keeps the gradient that it begins with until it is over
+    # ``loss.backward()`` keeps its first gradient until it returns
     outputs |= {
         captured.storage_of[node]
         for node in captured.tangents
@@ -278,14 +290,14 @@ def problem_of(
 
 
 def costs_of(captured: Captured, profile: RematProblem) -> tuple[list[float], list[int]] | None:
-    """Times and workspaces from a problem of the same operators; ``None`` if they are others."""
+    """Return times and workspaces from a problem of the same operators; ``None`` if the operators differ."""
     if [_target(call) for call in captured.calls] != [one.target for one in profile.operators]:
         return None
     return [one.duration_s for one in profile.operators], [one.workspace_bytes for one in profile.operators]
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether ``node`` only looks at a storage that one of its inputs has."""
+    """Whether ``node`` only views a storage of one of its inputs."""
     tensors = tensors_of(node)
     if not tensors or (isinstance(node.meta.get("val"), list | tuple) and node.target is not operator.getitem):
         return bool(tensors) and _all_alias(node, tensors)
@@ -293,12 +305,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether AOTAutograd tells that the node is part of backward."""
+    """Whether AOTAutograd marks the node as part of backward."""
     return node.meta.get("partitioner_tag") == _IS_BACKWARD
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` takes part in communication, which may read its input until it is waited for."""
+    """Whether ``node`` takes part in communication, which may read its input until the end of the wait for it."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in (
         "_c10d_functional", "c10d_functional", "c10d",
     )  # fmt: skip
@@ -310,25 +322,25 @@ def is_random(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return bool(given.get("dropout_p", None) != 0.0)  # attention that drops nothing draws nothing
+    return bool(given.get("dropout_p", None) != 0.0)  # attention without dropout draws nothing
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors of a node's value."""
+    """Return the fake tensors of a node's value."""
     value = node.meta.get("val")
     parts = value if isinstance(value, list | tuple) else [value]
     return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Which storage a fake tensor looks at."""
+    """Return the identity of a fake tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def taken_from(call: fx.Node) -> set[int] | None:
-    """Which results of a call that has several are taken up by the graph; ``None`` for one that has a single one.
+    """Return which of a call's results the graph uses; ``None`` for a call with a single result.
 
-    The others are dropped as soon as the call has ended, and are part of what it works with.
+    The others are dropped as soon as the call has ended, and count as its workspace.
     """
     if not isinstance(call.meta.get("val"), list | tuple):
         return None
@@ -336,13 +348,13 @@ def taken_from(call: fx.Node) -> set[int] | None:
 
 
 def device_of(call: fx.Node) -> torch.device:
-    """Where an operator's results are, or its inputs if it has none."""
+    """Return the device of an operator's results, or of its inputs if it has no results."""
     nodes = (call, *call.all_input_nodes)
     return next((tensor.device for node in nodes for tensor in tensors_of(node)), torch.device("cpu"))
 
 
 def module_of(node: fx.Node) -> str:
-    """The innermost module that the node comes from, or the user's line."""
+    """Return the innermost module from which the node comes, or the user's line of code."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if stack:
         return _ROOT.sub("", str(list(stack.values())[-1][0]))
@@ -351,7 +363,10 @@ def module_of(node: fx.Node) -> str:
 
 
 def _is_plain_leaf(tensor: Any) -> bool:
-    """Whether a gradient of ``tensor`` is for nobody but its ``grad``: no hooks, and no other process waits for it."""
+    """Whether only ``grad`` uses a gradient of ``tensor``.
+
+    There are no hooks, and no other process waits for it.
+    """
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.is_leaf
@@ -363,7 +378,7 @@ def _is_plain_leaf(tensor: Any) -> bool:
 
 
 def _last_of_group(node: fx.Node) -> fx.Node:
-    """The node after which ``node`` may be used: getitem nodes of one call stay together."""
+    """Return the node after which ``node`` may be used, since getitem nodes of one call stay together."""
     while node.next.target is operator.getitem:
         node = node.next
     return node
@@ -379,16 +394,16 @@ def _place_input(captured: Captured, node: fx.Node) -> None:
 
 
 def _changed(captured: Captured) -> set[fx.Node]:
-    """Found by the descriptions that AOTAutograd gives of inputs and outputs."""
+    """Return the changed primals, found by AOTAutograd's descriptions of inputs and outputs."""
     descriptions = _output_of(captured.graph).meta.get("desc") or []
     changed = [getattr(one, "mutated_input", None) for one in descriptions]
     return {node for node in captured.primals if node.meta.get("desc") is not None and node.meta["desc"] in changed}
 
 
 def _knows_too_little(node: fx.Node) -> bool:
-    """Whether the fake value is a symbol, or that of a view which is not on its input's storage.
+    """Whether the fake value is a symbol, or that of a view which does not share its input's storage.
 
-    What ``item()`` gives becomes a symbol, or leaves stale fake values behind where Dynamo makes it a tensor again.
+    ``item()`` returns a symbol, or leaves outdated fake values behind if Dynamo turns it into a tensor again.
     """
     if isinstance(node.meta.get("val"), torch.SymFloat | torch.SymInt | torch.SymBool):
         return True
@@ -396,7 +411,7 @@ def _knows_too_little(node: fx.Node) -> bool:
 
 
 def _looks_at_an_input(node: fx.Node) -> bool:
-    """Whether the operator is one that gives views, by its schema."""
+    """Whether the operator returns views, according to its schema."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
@@ -404,11 +419,11 @@ def _looks_at_an_input(node: fx.Node) -> bool:
 
 
 def _correct_norms(graph: fx.Graph) -> None:
-    """Gives results of norms the dtype of the tensor that kernels take it from.
+    """Give results of norms the dtype of the tensor from which kernels take it.
 
-    For bfloat16 or float16 PyTorch's fake tensors have another one: that of the input for means and deviations, where
-    CPU kernels give that of the weights; float32 for running statistics, which keep theirs; and for the gradient of a
-    group norm's input that of the weights.
+    For bfloat16 or float16, PyTorch's fake tensors have another dtype. Means and deviations have that of the input,
+    where CPU kernels use that of the weights. Running statistics have float32, where kernels keep theirs. The gradient
+    of a group norm's input should have that of the weights.
     """
     anew: set[fx.Node] = set()
     for node in graph.nodes:
@@ -422,7 +437,7 @@ def _correct_norms(graph: fx.Graph) -> None:
         corrected = list(value)
         for at, places in _NORMS[node.target].items():
             like = next((one for one in map(node.args.__getitem__, places) if isinstance(one, fx.Node)), None)
-            if like is None or corrected[at] is None:  # a gradient that nobody needs
+            if like is None or corrected[at] is None:  # a gradient that is not needed
                 continue
             if corrected[at].device.type != "cpu" and at in _MEAN_AND_DEVIATION:
                 continue
@@ -434,7 +449,7 @@ def _correct_norms(graph: fx.Graph) -> None:
 
 
 _MEAN_AND_DEVIATION = (1, 2)
-"""Where norms give them."""
+"""Positions of mean and deviation in the results of norms."""
 
 _NORMS: dict[Any, dict[int, tuple[int, ...]]] = {
     torch.ops.aten.native_layer_norm.default: dict.fromkeys(_MEAN_AND_DEVIATION, (2,)),
@@ -449,11 +464,11 @@ _NORMS: dict[Any, dict[int, tuple[int, ...]]] = {
     torch.ops.aten._native_batch_norm_legit.no_stats: dict.fromkeys(_MEAN_AND_DEVIATION, (1,)),
     torch.ops.aten.native_batch_norm.default: dict.fromkeys(_MEAN_AND_DEVIATION, (1, 3)),
 }
-"""For results of norms by their place: the arguments whose dtype they have, the first that is a tensor."""
+"""Per result of a norm, by position: the arguments that may give its dtype. The first that is a tensor does."""
 
 
 def _values_of(call: fx.Node) -> list[fx.Node]:
-    """The nodes that hold what a call returns: its getitem nodes, or itself."""
+    """Return the nodes that hold a call's results: its getitem nodes, or itself."""
     if isinstance(call.meta.get("val"), list | tuple):
         return [user for user in call.users if user.target is operator.getitem]
     return [call]

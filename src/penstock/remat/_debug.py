@@ -1,4 +1,4 @@
-"""Debug mode: runs a planned graph node by node, and compares what is resident with what the plan says."""
+"""Debug mode, which runs a planned graph node by node and compares resident bytes with the plan."""
 
 from typing import Any
 
@@ -17,10 +17,10 @@ from penstock.remat._verify import live_bytes
 
 
 def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem, plan: RematPlan) -> Runner:
-    """A boxed runner of ``module`` that raises ``InternalError`` at the first node that holds other bytes than planned.
+    """Return a boxed runner of ``module`` that raises ``InternalError`` at a node with other bytes than planned.
 
-    ``slots`` has the plan's slot of each node that stands for an operator. Storages of the graph's inputs that the
-    caller holds as well (parameters, the batch) do not count, as in the plan.
+    ``slots`` maps each node that represents an operator to its slot in the plan. As in the plan, storages of the
+    graph's inputs that the caller also holds (parameters, the batch) do not count.
     """
     expected = live_bytes(problem, plan)
 
@@ -36,7 +36,7 @@ def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem
 
 
 class _Checker(fx.Interpreter):
-    """Runs nodes and counts the bytes of the storages that are reachable after each."""
+    """An interpreter that counts the bytes of all reachable storages after each node."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class _Checker(fx.Interpreter):
     ):
         super().__init__(module)
         self._slots, self._problem, self._plan, self._expected = slots, problem, plan, expected
-        self._static = static  # themselves, since an identity is used again
+        self._static = static  # the storages themselves, since identities are reused
         self._returned_bytes = 0
 
     def run_node(self, node: fx.Node) -> Any:
-        """Runs a node, and checks what is held while the inputs that die with it still are."""
+        """Run a node, and check the held bytes before the inputs that die with it are freed."""
         result = super().run_node(node)
         if node.op == "get_attr" or IS_STATIC in node.meta:
             self._static |= _storages(result)
@@ -61,7 +61,7 @@ class _Checker(fx.Interpreter):
         if slot is not None:
             taken = node.meta[TAKEN]
             self._check(node, slot, result if taken is None else [result[at] for at in taken])
-        if node.target is deliver:  # a gradient that was not added is one that exists from here on
+        if node.target is deliver:  # a gradient that was not added exists from here on
             returned = _storages(result)
             self._returned_bytes += sum(one.nbytes() for one in returned.values())
             self._static |= returned
@@ -77,9 +77,9 @@ class _Checker(fx.Interpreter):
             raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")
 
     def _unseen_bytes(self, slot: int) -> int:
-        """What the plan counts, and handles or the caller may hold instead of the graph."""
+        """Return bytes that the plan counts but that handles or the caller may hold instead of the graph."""
         storages = self._problem.storages
-        edges = 3 * self._problem.swap_page_bytes  # at most
+        edges = 3 * self._problem.swap_page_bytes  # an upper bound
         unseen = sum(storages[one].size_bytes + edges for one in self._plan.gone_slots)
         unseen += self._returned_bytes  # until they are read for the last time
         if slot >= self._problem.num_forward:
@@ -92,6 +92,6 @@ class _Checker(fx.Interpreter):
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages under all tensors in ``value``, by identity."""
+    """Return the storages of all tensors in ``value``, by identity."""
     storages = [one.untyped_storage() for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
     return {one._cdata: one for one in storages}

@@ -1,8 +1,8 @@
-"""The doors for models as they come: `compile`, and ``torch.compile(model, backend="penstock")``.
+"""Entry points for unmodified models: `compile`, and ``torch.compile(model, backend="penstock")``.
 
 Both bring graphs to a `Session`, and put a context around every call: Dynamo's settings for planned steps, and hooks
-that see what the eager rest of the step saves. `compile` owns the call; the string door finds the calls by what
-``torch.compile`` offers to backends (`_dynamo.own_calls`).
+that see what the eager rest of the step saves. `compile` makes the calls itself. The string backend finds the calls
+through what ``torch.compile`` offers to backends (`_dynamo.own_calls`).
 """
 
 import contextlib
@@ -27,9 +27,9 @@ from penstock.remat._session import Session
 from penstock.remat._settings import Settings
 
 _OFFLOADING = "penstock.integrations:offloading_of_the_rest"
-"""Made where rooms may know each other; found when it is first needed."""
+"""The function that offloads an eager rest. It is found on first use, in a package that may import several rooms."""
 _WORTH_BYTES = 2**20
-"""An eager rest that saves less is not worth offloading."""
+"""Size below which an eager rest is not worth offloading."""
 
 
 class _OfThread(threading.local):
@@ -40,7 +40,10 @@ _mine = _OfThread()
 
 
 def modules_of(function: Any) -> tuple[nn.Module, ...]:
-    """The modules that a function is, is a method of, or refers to by its closure, its globals and its object."""
+    """Return the modules of a function.
+
+    They are the function itself, the object of a method, or modules in its closure, its globals and its object.
+    """
     if isinstance(function, nn.Module):
         return (function,)
     owner = getattr(function, "__self__", None)
@@ -58,20 +61,20 @@ def _tensors_of(arguments: Any) -> list[torch.Tensor]:
 
 
 class Door:
-    """What is around every call of a compiled step."""
+    """The context around every call of a compiled step."""
 
     def __init__(self, session: Session, function: Any = None):
         self.session = session
         session.modules = modules_of(function)
         self._rest = EagerRest()
         self.counts = True
-        """Whether what the eager rest saves can be counted."""
+        """Whether the bytes that the eager rest saves can be counted."""
         self._meter = StepMeter(session.was_measured)
         self._offloading: Offloading | None = None
 
     @contextlib.contextmanager
     def call(self, *arguments: Any) -> Iterator[None]:
-        """Inside is one call with these arguments, as far as they are known."""
+        """Enclose one call with these arguments, as far as they are known."""
         session = self.session
         before, _mine.session = _mine.session, session
         session.num_calls += 1
@@ -102,7 +105,7 @@ class Door:
                 self.offload_rest()
 
     def offload_rest(self) -> None:
-        """From the next call on what the eager rest saves is offloaded."""
+        """Offload what the eager rest saves, from the next call on."""
         if self._offloading is None and self.session.modules:
             make: MakeOffloading = pkgutil.resolve_name(_OFFLOADING)
             modules = self.session.modules
@@ -110,7 +113,7 @@ class Door:
             self._offloading = make(module, self.session.settings.account())
 
     def close(self) -> None:
-        """The step cannot be called again."""
+        """Close the step. It cannot be called again."""
         self._meter.cancel()
         self.session.close()
         if self._offloading is not None:
@@ -118,23 +121,25 @@ class Door:
 
 
 _OWN = ("_orig_mod", "_step", "training", "_is_full_backward_hook")
-"""Attributes of a `CompiledModule` itself; all others are its module's."""
+"""Attributes of a `CompiledModule` itself. All others are its module's."""
 
 
 class CompiledModule(nn.Module):
-    """What ``compile`` returns for a module: called and trained like it; its attributes are the module's.
+    """The result of ``compile`` for a module.
 
-    In ``state_dict`` names have the prefix ``_orig_mod.``, as ``torch.compile``'s have.
+    You call and train it like the module, and its attributes are the module's.
+
+    In ``state_dict`` names have the prefix ``_orig_mod.``, as with ``torch.compile``.
     """
 
     def __init__(self, module: nn.Module, session: Session):
         super().__init__()
         self._orig_mod = module
         self._step = CompiledFunction(module, session)
-        self.training = module.training  # train() would reach into frozen parts
+        self.training = module.training  # train() would change frozen parts
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the module as planned."""
+        """Run the module as planned."""
         return self._step(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
@@ -157,26 +162,26 @@ class CompiledModule(nn.Module):
 
     @property
     def plans(self) -> Sequence[Planned]:
-        """What was planned, for each kind of step that came."""
+        """The plans, one for each kind of step so far."""
         return self._step.plans
 
     @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
-        """Every plan in words; ``most`` storages of each."""
+        """Return every plan as text, with ``most`` storages of each."""
         return self._step.explain(most)
 
     def close(self) -> None:
-        """Returns its share of a ``Budget`` and stops its copy threads. Only the module given to it can run again."""
+        """Return its share of a ``Budget`` and stop its copy threads. Only the module given to it can run again."""
         self._step.close()
 
 
 def _compiled_again(module: nn.Module, options: dict[str, Any]) -> Any:
-    """What a pickled `CompiledModule` becomes: compiled for the same options, with nothing planned."""
+    """Unpickle a `CompiledModule`: compile it with the same options, with nothing planned."""
     return compile(module, **options)
 
 
 class CompiledFunction:
-    """What ``compile`` returns for a function."""
+    """The result of ``compile`` for a function."""
 
     def __init__(self, function: Callable[..., Any], session: Session):
         self.door = Door(session, function)
@@ -184,17 +189,17 @@ class CompiledFunction:
 
         def backend(graph: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
             found = held()
-            assert found is not None  # whoever calls the step has it
+            assert found is not None  # the caller of the step holds the session
             return found.take(graph)
 
         own = set(vars(function)) if isinstance(function, nn.Module) else None
         self._compiled: Callable[..., Any] = torch.compile(function, backend=backend)
-        if own is not None:  # what PyTorch and Lightning note on the module keeps it from being pickled
+        if own is not None:  # what PyTorch and Lightning note on the module prevents pickling
             for name in vars(function).keys() - own:
                 del vars(function)[name]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the function as planned."""
+        """Run the function as planned."""
         counted = self.door.counts
         try:
             with self.door.call(arguments, keywords):
@@ -202,21 +207,21 @@ class CompiledFunction:
         except RuntimeError:
             if self.door.counts or not counted:
                 raise
-        with self.door.call(arguments, keywords):  # it was torch.func's error, which has nothing to refuse any more
+        with self.door.call(arguments, keywords):  # the error came from torch.func, which now has nothing to refuse
             return self._compiled(*arguments, **keywords)
 
     @property
     def plans(self) -> Sequence[Planned]:
-        """What was planned, for each kind of step that came."""
+        """The plans, one for each kind of step so far."""
         return self.door.session.plans()
 
     @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
-        """Every plan in words; ``most`` storages of each."""
+        """Return every plan as text, with ``most`` storages of each."""
         return self.door.session.explain(most)
 
     def close(self) -> None:
-        """Returns its share of a ``Budget`` and stops its copy threads. It cannot be called again."""
+        """Return its share of a ``Budget`` and stop its copy threads. It cannot be called again."""
         self.door.close()
 
 
@@ -224,12 +229,13 @@ class CompiledFunction:
 def compile(  # noqa: A001
     model: nn.Module | Callable[..., Any], **options: Any
 ) -> CompiledModule | CompiledFunction:
-    """``model``, run within a budget of bytes, whatever shapes come and wherever its graph breaks.
+    """Return ``model`` in a form that runs within a byte budget, for any shapes and any graph breaks.
 
-    A step that is one graph is planned before it runs. One of several graphs is planned once it has run: in its first
-    step each graph saves as little as it can. What PyTorch cannot compile runs eagerly; what that saves counts in the
-    same budget, and is offloaded where ``disk`` or ``host`` is given. Results and gradients equal eager PyTorch's to
-    the bit, with the exceptions that docs/rooms/remat.md lists. Steps without gradients run as they are.
+    A step that is one graph is planned before it runs. A step of several graphs is planned once it has run; in its
+    first step each graph saves as little as it can. What PyTorch cannot compile runs eagerly. The tensors that it saves
+    count in the same budget, and are offloaded if ``disk`` or ``host`` is given. Results and gradients are
+    bit-identical to eager PyTorch's, with the exceptions listed in docs/rooms/remat.md. Steps without gradients run
+    unchanged.
 
     >>> import torch, penstock
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
@@ -238,8 +244,8 @@ def compile(  # noqa: A001
     ...     model(torch.randn(rows, 64)).sum().backward()
 
     ``options`` are those of ``optimize``: ``budget`` (bytes at the true peak of the step, with parameters, gradients
-    and, if ``optimizer`` is given, its state), ``optimizer``, ``disk``, ``host``, ``reserve`` and others. With
-    ``strict=True`` a budget that cannot be kept is a ``BudgetError``, else a ``BudgetNotKeptWarning``; with
+    and, if ``optimizer`` is given, its state), ``optimizer``, ``disk``, ``host``, ``reserve`` and others. If a budget
+    cannot be kept, ``strict=True`` raises a ``BudgetError``; otherwise you get a ``BudgetNotKeptWarning``. With
     ``as_eager=False`` the model may ask PyTorch whether it is compiled. Raises ``ValueError`` for unknown options.
     Calling the result raises ``BudgetError`` if a single graph cannot fit.
     """
@@ -255,7 +261,7 @@ def compile(  # noqa: A001
 
 
 class Backend:
-    """A backend for ``torch.compile`` that can be closed: ``torch.compile(model, backend=Backend(budget="6GiB"))``.
+    """A backend for ``torch.compile`` that you can close: ``torch.compile(model, backend=Backend(budget="6GiB"))``.
 
     Options are those of ``optimize``. PyTorch keeps backends until ``torch.compiler.reset()``, so close one that holds
     an account, a disk or an optimizer.
@@ -267,29 +273,29 @@ class Backend:
 
     @checked("torch.compile(model, backend=penstock.remat.Backend(budget='6GiB'))")
     def __call__(self, module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        """What PyTorch calls for each graph."""
+        """Take a graph. PyTorch calls it for each graph."""
         return self._open().session.take(module)
 
     def context_of(self, _: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What is around each call of what was compiled."""
+        """Return the context around each call of the compiled function."""
         return lambda: self._open().call()
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Backend":
-        """Itself: Lightning notes a copy of the arguments of every ``torch.compile``."""
+        """Return itself. Lightning notes a copy of the arguments of every ``torch.compile``."""
         return self
 
     @property
     def plans(self) -> Sequence[Planned]:
-        """What was planned, for each kind of step that came."""
+        """The plans, one for each kind of step so far."""
         return self._open().session.plans()
 
     @checked("step.explain(20)", most=0)
     def explain(self, most: int | None = 5) -> str:
-        """Every plan in words; ``most`` storages of each."""
+        """Return every plan as text, with ``most`` storages of each."""
         return self._open().session.explain(most)
 
     def close(self) -> None:
-        """Returns its share of a ``Budget`` and stops its copy threads. What it compiled cannot run again."""
+        """Return its share of a ``Budget`` and stop its copy threads. What it compiled cannot run again."""
         if self._door is not None:
             self._door.close()
             self._door = None
@@ -301,7 +307,10 @@ class Backend:
 
 
 class _Options(dict[str, Any]):
-    """Options of one call of ``torch.compile``, equal to no other's: Dynamo shares what equal backends compiled."""
+    """Options of one call of ``torch.compile``, which are equal to no others.
+
+    Dynamo shares what equal backends compiled.
+    """
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -311,19 +320,19 @@ class _Options(dict[str, Any]):
 
 
 class _NamedBackend:
-    """What ``torch.compile(backend="penstock")`` finds under that name."""
+    """The backend that ``torch.compile(backend="penstock")`` finds under that name."""
 
     __name__ = "penstock"
 
     def __init__(self) -> None:
         self._without_calls: dict[int, tuple[Any, Session]] = {}
-        """Sessions by the identity of their options, where PyTorch did not ask for a context."""
+        """Sessions by the identity of their options, for calls in which PyTorch did not ask for a context."""
 
     @checked("torch.compile(model, backend='penstock', options={'budget': '6GiB'})")
     def __call__(
         self, module: fx.GraphModule, _: list[Any], *, options: dict[str, Any] | None = None, **_others: Any
     ) -> Callable[..., Any]:
-        """What PyTorch calls for each graph; options as those of ``optimize``."""
+        """Take a graph. PyTorch calls it for each graph; options are those of ``optimize``."""
         session = _mine.session
         if session is None or session.options is not options:
             if id(options) not in self._without_calls:
@@ -333,10 +342,13 @@ class _NamedBackend:
         return session.take(module)
 
     def context_of(self, keywords: dict[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What is around each call of what one call of ``torch.compile`` returned."""
+        """Return the context around each call of what one ``torch.compile`` returned."""
         options = keywords["options"] = _Options(keywords.get("options") or {})
         return Door(Session(Settings.of_options(options), options=options)).call
 
 
 compile_backend = _NamedBackend()
-"""``torch.compile(model, backend="penstock", options={"budget": "6GiB"})``; options as those of ``optimize``."""
+"""The backend of ``torch.compile(model, backend="penstock", options={"budget": "6GiB"})``.
+
+Options are those of ``optimize``.
+"""

@@ -1,8 +1,8 @@
-"""Dynamo, which brings the graphs: its settings while it traces a step, its errors, and the calls of what it compiled.
+"""The interface to Dynamo, which makes the graphs: settings while it traces a step, errors, and calls of its results.
 
-A backend of `torch.compile` is called for graphs alone: not for what Dynamo leaves eager, and not when a call of the
-compiled function begins or ends. Dynamo lets a backend have a context around each call (``backend_ctx_ctor``), but
-looks for it on its own wrapper of the backend, through which `own_calls` lets it see ours. Others stay as they are.
+`torch.compile` calls a backend only for graphs: not for what Dynamo leaves eager, and not when a call of the compiled
+function begins or ends. Dynamo lets a backend have a context around each call (``backend_ctx_ctor``), but looks for it
+on its own wrapper of the backend. `own_calls` makes the wrapper return ours. Other backends are unchanged.
 """
 
 import contextlib
@@ -24,29 +24,32 @@ from penstock.remat._warn import warn
 from penstock.tiers import gate
 
 TESTED = "2.11 to 2.15"
-"""Versions of PyTorch that the tests were run with."""
+"""Versions of PyTorch with which the tests ran."""
 _NEWEST = (2, 15)
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 _NO_LIMIT = 2**20
-"""Of recompilations: every shape may be one, and beyond a limit Dynamo runs plain PyTorch without a word."""
+"""Limit of recompilations. Every shape may be one.
+
+Beyond a limit Dynamo silently runs plain PyTorch.
+"""
 _ASKED = ("is_compiling", "is_dynamo_compiling", "is_exporting")
-"""What a model may ask PyTorch, and Dynamo answers with yes."""
+"""Questions that a model may ask PyTorch, and that Dynamo answers with yes."""
 _UNANSWERED: Any = object()
 _CONTEXT = "backend_ctx_ctor"
 
 
 @contextlib.contextmanager
 def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator[None]:
-    """Inside, Dynamo traces what a plan needs whole, and guards every parameter. Settings are as before afterwards.
+    """Let Dynamo trace whole what a plan needs whole, and guard every parameter, inside this context.
 
-    Calls of loggers are left out of a step instead of ending its graph; RNNs are taken up, over packed sequences too
-    (`_packed.py`); no number of shapes is too many; hooks that a module gets later are noticed. PyTorch 2.11 skips
-    guards of a module whose attributes are the same objects, as they are after ``model.double()`` and
-    ``parameter.requires_grad_(False)``.
+    Settings are restored afterwards. Calls of loggers are left out of a step instead of ending its graph. RNNs are
+    traced, also over packed sequences (`_packed.py`). The number of shapes is not limited. Hooks that a module gets
+    later are noticed. PyTorch 2.11 skips guards of a module whose attributes are the same objects, as they are after
+    ``model.double()`` and ``parameter.requires_grad_(False)``.
 
-    ``as_eager`` tells a model that asks ``torch.compiler.is_compiling()`` that nobody compiles: else many take other
-    paths, whose results differ in their last bits. ``has_rest``: what Dynamo fails on may run eagerly, since somebody
-    looks at it; else its error is raised.
+    ``as_eager`` tells a model that asks ``torch.compiler.is_compiling()`` that it is not being compiled. Otherwise many
+    models take other paths, whose results differ in their last bits. ``has_rest`` lets code on which Dynamo fails run
+    eagerly, since it is monitored; otherwise the error is raised.
     """
     import torch._dynamo.config as dynamo_config
     from torch._dynamo.variables.torch import tracing_state_functions
@@ -81,14 +84,14 @@ def tracing_a_step(*, as_eager: bool = True, has_rest: bool = False) -> Iterator
 
 
 def _has_settings_per_thread() -> bool:
-    """Whether Dynamo's settings are a thread's own, as they are in PyTorch 2.13 and are not in 2.11."""
+    """Whether Dynamo's settings belong to a thread, as in PyTorch 2.13. In 2.11 they do not."""
     import torch._dynamo.config as dynamo_config
 
     return isinstance(dynamo_config._config["suppress_errors"].user_override, contextvars.ContextVar)  # type: ignore[attr-defined]
 
 
 class _OfPyTorch:
-    """PyTorch's attributes and answers as they were before the first who changed them, and are after the last."""
+    """PyTorch's attributes and answers, saved before the first change and restored after the last context ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -97,7 +100,7 @@ class _OfPyTorch:
         self._answers: dict[Any, Any] = {}
 
     def enter(self, changes: dict[tuple[Any, str], Any], answers: dict[Any, Any], told: dict[Any, Any]) -> None:
-        """Changes attributes of objects, and answers; calls may overlap, in several threads too."""
+        """Change attributes of objects, and answers. Calls may overlap, also in several threads."""
         with self._lock:
             self._depth += 1
             for owner, name in changes.keys() - self._attributes.keys():
@@ -109,7 +112,7 @@ class _OfPyTorch:
             answers |= told
 
     def leave(self, answers: dict[Any, Any]) -> None:
-        """The last one puts everything back."""
+        """Leave. The last call restores everything."""
         with self._lock:
             self._depth -= 1
             if self._depth:
@@ -136,13 +139,13 @@ _of_thread = _OfThread()
 
 
 def is_untested() -> bool:
-    """Whether PyTorch is newer than what was tested."""
+    """Whether PyTorch is newer than the tested versions."""
     return tuple(map(int, torch.__version__.split(".")[:2])) > _NEWEST
 
 
 @functools.cache
 def warn_if_untested() -> None:
-    """Says so once if PyTorch is newer than what was tested."""
+    """Warn once if PyTorch is newer than the tested versions."""
     if is_untested():
         warn(
             f"Penstock's plans are tested with PyTorch {TESTED}, and this is {torch.__version__}. They use private "
@@ -152,14 +155,14 @@ def warn_if_untested() -> None:
 
 
 def is_tracing_a_step() -> bool:
-    """Whether a graph that Dynamo makes now is guarded as a planned step has to be."""
+    """Whether a graph that Dynamo makes now has the guards that a planned step needs."""
     import torch._dynamo.config as dynamo_config
 
     return not dynamo_config.skip_tensor_guards_with_matching_dict_tags
 
 
 class _Functions(dict[Any, Any]):  # any: functions
-    """Functions for whoever iterates, and an empty object in JSON, as which PyTorch 2.11 logs its settings."""
+    """A set of functions when iterated, and an empty object in JSON, in which PyTorch 2.11 logs its settings."""
 
     def __init__(self, functions: set[Any]):
         super().__init__()
@@ -173,7 +176,7 @@ class _Functions(dict[Any, Any]):  # any: functions
 
 
 def own_calls() -> None:
-    """Lets Dynamo find the context of our backend, around every call of what ``torch.compile`` returns for it."""
+    """Let Dynamo find our backend's context around every call of what ``torch.compile`` returns for it."""
     from torch._dynamo.repro.after_dynamo import WrapBackendDebug
 
     wrapper: Any = torch._TorchCompileWrapper  # type: ignore[attr-defined]
@@ -183,7 +186,10 @@ def own_calls() -> None:
 
 
 class _Context:
-    """An attribute that instances may still have of their own: what a backend sets on itself comes first."""
+    """An attribute that instances may override.
+
+    What a backend sets on itself takes precedence.
+    """
 
     def __init__(self, find: Callable[[Any], Any]):
         self._find = find
@@ -197,13 +203,16 @@ def _context_of_wrapped(wrapper: Any) -> Any:
 
 
 def _context_of_ours(wrapper: Any) -> Any:
-    """``torch.compile``'s wrapper has the backend and what it is to be called with."""
+    """Return the context of the backend in ``torch.compile``'s wrapper, which also has the backend's arguments."""
     find = getattr(wrapper.compiler_fn, "context_of", None)
     return contextlib.nullcontext if find is None else find(wrapper.kwargs)
 
 
 def compiled_function() -> Any:
-    """Inside of the context around a call: what is called, as the user gave it to ``torch.compile``; else ``None``."""
+    """Return the function that is being called, as the user gave it to ``torch.compile``; else ``None``.
+
+    Works inside the context around a call.
+    """
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
@@ -215,7 +224,7 @@ def compiled_function() -> Any:
 
 
 def held_by_ddp(modules: Sequence[nn.Module]) -> int:
-    """Bytes of the buckets in which DDP reduces gradients, if one of ``modules`` is it, or it calls them."""
+    """Return the bytes of DDP's buckets for reducing gradients, if one of ``modules`` is DDP or DDP calls them."""
     ddp = nn.parallel.DistributedDataParallel
     active = ddp._get_active_ddp_module()
     found = {id(one): one for one in (active, *modules) if isinstance(one, ddp) and not one.gradient_as_bucket_view}
@@ -223,21 +232,24 @@ def held_by_ddp(modules: Sequence[nn.Module]) -> int:
 
 
 def compiling_alone() -> contextlib.AbstractContextManager[Any]:
-    """Inside, Dynamo compiles nothing in other threads: tracing puts functions of its own in place of PyTorch's."""
+    """Keep Dynamo from compiling in other threads inside this context.
+
+    Tracing temporarily replaces functions of PyTorch.
+    """
     from torch._dynamo import convert_frame
 
     return convert_frame.compile_lock
 
 
 def outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, into which Dynamo does not look when it is called from compiled code."""
+    """Return ``function`` in a form that Dynamo does not trace into when compiled code calls it."""
     import torch._dynamo
 
     return torch._dynamo.disable(function, reason="planned by Penstock")  # type: ignore[no-any-return, no-untyped-call]
 
 
 def break_after(module: fx.GraphModule) -> str:
-    """Why, and where, Dynamo ended this graph before the function ended; empty if it did not."""
+    """Return why and where Dynamo ended this graph before the end of the function; empty if it did not."""
     reason = getattr(module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
@@ -254,13 +266,13 @@ def _first_line(text: object) -> str:
 
 
 def why_unsupported(error: BaseException) -> str:
-    """Where Dynamo could not go on, and why, on one line."""
+    """Return where Dynamo could not continue, and why, on one line."""
     stack = getattr(error, "real_stack", None) or getattr(error, "user_stack", None)
     return f"{_place(stack)}{_first_line(error)}"
 
 
 def is_unsupported(error: BaseException) -> bool:
-    """Whether Dynamo says by ``error`` that a function is not one graph."""
+    """Whether ``error`` means that a function is not one graph."""
     from torch._dynamo import exc
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -269,13 +281,16 @@ def is_unsupported(error: BaseException) -> bool:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised inside a backend, without Dynamo's wrapping."""
+    """Return the error raised inside a backend, without Dynamo's wrapping."""
     inner = getattr(error, "inner_exception", None)
     return error if inner is None else cause_of(inner)
 
 
 def forget(codes: list[CodeType]) -> None:
-    """Drops what Dynamo compiled for ``codes``: each holds it, and it holds them."""
+    """Drop what Dynamo compiled for ``codes``.
+
+    The two refer to each other.
+    """
     from torch._dynamo.eval_frame import remove_from_cache
 
     while codes:
@@ -283,10 +298,10 @@ def forget(codes: list[CodeType]) -> None:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether an input of a graph stands for a number of the caller's: a size, or a float, which comes as a tensor."""
+    """Whether an input of a graph represents a number of the caller's: a size, or a float, which comes as a tensor."""
     value = node.meta.get("example_value")
     if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
         return True
     if not getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False):
-        return False  # else an array of NumPy's, or a float of which nothing but the number is read
+        return False  # otherwise an array of NumPy, or a float of which only the value is read
     return bool(node.users) and all(one.op == "call_method" and one.target == "item" for one in node.users)

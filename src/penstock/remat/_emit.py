@@ -1,8 +1,8 @@
-"""From a captured graph and a plan to two graphs: forward, and backward with everything recomputed in its place.
+"""Conversion of a captured graph and a plan to two graphs: forward, and backward with every recomputation in its place.
 
-A value is bound to the node that computed it last, so a storage that is recomputed twice is two nodes, and each is
-freed after its own last use. Views are rebuilt where they are read. A swapped storage leaves forward as a ticket
-(`_swap.py`), is called back by a prefetch and received where backward first needs it.
+A value is bound to the node that computed it last. A storage that is recomputed twice is therefore two nodes, and each
+is freed after its own last use. Views are rebuilt where they are read. A swapped storage leaves forward as a ticket
+(`_swap.py`). A prefetch calls it back, and it is received where backward first needs it.
 """
 
 import operator
@@ -20,25 +20,26 @@ from penstock.remat._problem import RematProblem
 from penstock.remat._ticket import TICKET_BYTES
 
 IS_STATIC = "penstock_is_static"
-"""In the ``meta`` of an emitted node: its value counts among the plan's static bytes, or is a ticket."""
+"""Key in the ``meta`` of an emitted node whose value counts among the plan's static bytes, or is a ticket."""
 TAKEN = "penstock_taken"
-"""In a node's ``meta``: which of several results the captured graph takes up."""
+"""Key in a node's ``meta``: which of several results the captured graph uses."""
 SLOTS = "penstock_slots"
-"""In the ``meta`` of an emitted module: per node that stands for an operator, its slot in the plan."""
+"""Key in the ``meta`` of an emitted module: per node that represents an operator, its slot in the plan."""
 
 
 def emit(
     captured: Captured, problem: RematProblem, plan: RematPlan, owner: torch.nn.Module, tiers: int | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward, as AOTAutograd wants them: forward also returns what backward takes first.
+    """Return forward and backward as AOTAutograd expects them. Forward also returns the first arguments of backward.
 
-    ``owner`` has what ``get_attr`` nodes refer to; ``tiers`` is the number of the tiers that swaps go to, if any.
+    ``owner`` has the attributes to which ``get_attr`` nodes refer. ``tiers`` is the number of the tiers for swaps, if
+    any.
     """
     return _Emitter(captured, problem, plan, owner, tiers).emit()
 
 
 class _Side:
-    """One graph while it is made, with the values that it has."""
+    """One graph while it is being made, with its values."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -53,17 +54,17 @@ class _Emitter:
         self.captured, self.problem, self.plan, self.owner, self.tiers = captured, problem, plan, owner, tiers
         self.forward, self.backward = _Side(), _Side()
         self.saved: list[fx.Node] = []
-        """What forward hands over to backward: forward's nodes, in order."""
+        """Values that forward hands over to backward: forward's nodes, in order."""
         self.handed_over: dict[fx.Node, fx.Node] = {}
-        """The same with backward's placeholders."""
+        """The same values with their placeholders in backward."""
         self.parked: dict[int, fx.Node] = {}
-        """Per swapped storage, forward's node of its ticket."""
+        """Per swapped storage, the node of its ticket in forward."""
         self.tickets: dict[int, fx.Node] = {}
-        """The same in backward."""
+        """The same for backward."""
         self.states: dict[fx.Node, fx.Node] = {}
-        """Per random operator that runs again, forward's node of the generator's state."""
+        """Per random operator that runs again, the node of the generator's state in forward."""
         self.leaves = [node for node in captured.primals if any(one.target is accumulate for one in node.users)]
-        """Primals whose gradients backward adds itself, one to each."""
+        """Primals whose gradients backward itself adds to theirs."""
         self.values_on: dict[int, list[fx.Node]] = {}
         for node, storage in captured.storage_of.items():
             self.values_on.setdefault(storage, []).append(node)
@@ -71,7 +72,7 @@ class _Emitter:
         self.runs_again = {captured.calls[one] for one in again if one < problem.num_forward}
 
     def emit(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward as captured, then backward as planned."""
+        """Emit forward as captured, then backward as planned."""
         num_forward = self.problem.num_forward
         begins, ends = _by_slot(self.plan.fetch_slots), _by_slot(self.plan.gone_slots)
         for node in self.captured.primals:
@@ -109,16 +110,16 @@ class _Emitter:
     def _module(self, side: _Side) -> fx.GraphModule:
         for node in reversed(side.graph.nodes):
             if node.target is operator.getitem and not node.users:
-                side.graph.erase_node(node)  # nobody takes this output: it dies with the others' tuple
+                side.graph.erase_node(node)  # this output is not used: it dies with the tuple of the others
         module = fx.GraphModule(self.owner, side.graph)
         module.meta[SLOTS] = side.slots
         return module
 
     def _run(self, side: _Side, index: int, slot: int) -> None:
-        """Emits an operator of the problem, and binds anew what it makes."""
+        """Emit an operator of the problem, and bind its results anew."""
         call = self.captured.calls[index]
         if call.op == "placeholder":
-            return  # a tangent, which backward was given
+            return  # a tangent, which is an argument of backward
         is_again = side is self.backward and index < self.problem.num_forward
         if is_random(call) and is_again:
             arguments = fx.node.map_arg(call.args, lambda one: self._value(side, one))
@@ -146,7 +147,7 @@ class _Emitter:
         for storage in self.problem.operators[index].outputs:
             if not is_again or self.plan.is_dropped(self.problem, storage):
                 for node in self.values_on[storage]:
-                    side.bound.pop(node, None)  # it and its views, of an earlier time
+                    side.bound.pop(node, None)  # the storage and its views, as made earlier
         if not isinstance(call.meta.get("val"), list | tuple):
             side.bound[call] = made
             return
@@ -155,12 +156,15 @@ class _Emitter:
                 side.bound[user] = side.graph.node_copy(user, lambda _: made)
 
     def _never_went(self, node: fx.Node) -> bool:
-        """Whether a value that is made once more beside another is still there."""
+        """Whether a value that is made again together with another one still exists."""
         storage = self.captured.storage_of.get(node)
         return storage is not None and not self.plan.is_dropped(self.problem, storage)
 
     def _value(self, side: _Side, node: fx.Node | Any) -> Any:
-        """The node of ``side`` with the value of a captured node; views are rebuilt, forward's values handed over."""
+        """Return the node of ``side`` with the value of a captured node.
+
+        Views are rebuilt, and values of forward handed over.
+        """
         if not isinstance(node, fx.Node):
             return node
         if node not in side.bound:
@@ -171,7 +175,7 @@ class _Emitter:
         if node.op == "get_attr" or (node.op == "call_function" and (is_view(node) or not tensors_of(node))):
             made = side.graph.node_copy(node, lambda one: self._value(side, one))
             if made.target is torch.ops.aten.view.default and side is self.backward:
-                made.target = torch.ops.aten.reshape.default  # gradients may come with other strides than were traced
+                made.target = torch.ops.aten.reshape.default  # gradients may have other strides than the traced ones
             return made
         if node.target is operator.getitem and is_view(node.all_input_nodes[0]):
             return side.graph.node_copy(node, lambda one: self._value(side, one))
@@ -194,7 +198,7 @@ class _Emitter:
         return self.tickets[storage]
 
     def _saved(self, value: fx.Node) -> fx.Node:
-        """Backward's placeholder for a value of forward, which forward then returns."""
+        """Return backward's placeholder for a value of forward, which forward then also returns."""
         if value in self.handed_over:
             return self.handed_over[value]
         graph = self.backward.graph

@@ -1,4 +1,7 @@
-"""What PyTorch loads for ``torch.compile(model, backend="penstock")``: from then on calls of such models are seen."""
+"""The module that PyTorch loads for ``torch.compile(model, backend="penstock")``.
+
+From then on calls of such models are noticed.
+"""
 
 from penstock.remat._door import compile_backend
 from penstock.remat._dynamo import own_calls

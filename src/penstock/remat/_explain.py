@@ -1,4 +1,4 @@
-"""A plan in words: what becomes of every storage and why, largest first."""
+"""A plan as text: the decision on every storage and its reason, largest first."""
 
 from dataclasses import dataclass
 
@@ -11,39 +11,39 @@ NOTHING_PLANNED = (
     "it has run; without gradients nothing is, nor if the budget has no room for any plan"
 )
 _MAX_SHAPES = 3
-"""Of graphs, in one line."""
+"""Largest number of graphs' shapes in one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A step and the plan for it."""
+    """A step and its plan."""
 
     problem: RematProblem
-    """The step."""
+    """The step that was planned."""
     plan: RematPlan
-    """What to do with its storages."""
+    """The decisions on its storages."""
     budget_bytes: int
-    """What it was planned for; 2**62 without a budget."""
+    """The budget of the plan; 2**62 without a budget."""
     shapes: tuple[str, ...] = ("",)
-    """Of the arguments that it was planned for, such as ``"32x128 int64"``, for each graph of the step."""
+    """Shapes of the arguments that it was planned for, such as ``"32x128 int64"``, for each graph of the step."""
 
     @property
     def num_graphs(self) -> int:
-        """How many graphs the step has."""
+        """Number of graphs of the step."""
         return len(self.shapes)
 
     @property
     def has_budget(self) -> bool:
-        """Whether there was one."""
+        """Whether there is a budget."""
         return self.budget_bytes < 2**62
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak on the device, everything included."""
+        """Predicted peak bytes on the device, including everything."""
         return self.plan.peak_bytes
 
     def reasons(self) -> list[tuple[int, str]]:
-        """Per storage that backward needs, its number and what becomes of it, the largest first."""
+        """Return, per storage that backward needs, its number and the decision on it, the largest first."""
         needed = {one for operator in self.problem.operators[self.problem.num_forward :] for one in operator.inputs}
         forward = [
             index
@@ -54,7 +54,7 @@ class Planned:
         return [(index, self._reason(index)) for index in forward]
 
     def explain(self, most: int | None = 20) -> str:
-        """Budget, peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
+        """Return budget, peak, time and the decisions on the largest storages, as text. ``most=None`` shows all."""
         plan, problem = self.plan, self.problem
         budget = f" in a budget of {format_bytes(self.budget_bytes)}" if self.has_budget else ""
         graphs = f"{self.num_graphs} graphs" if self.num_graphs > 1 else ""

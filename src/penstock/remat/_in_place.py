@@ -1,7 +1,8 @@
-"""Sums of backward that overwrite one of their terms, as eager autograd's do where nobody else holds it.
+"""Sums of backward that overwrite one of their terms, as those of eager autograd do if nothing else holds the term.
 
-A captured graph is functional: where gradients meet, each sum is a new tensor beside both of its terms. That is a
-gradient's bytes at the peak, and on a CPU fresh pages for each sum: a weight that a loop uses 64 times has 63.
+A captured graph is functional: where gradients meet, each sum is a new tensor in addition to its terms. At the peak
+that costs the bytes of a gradient, and on a CPU fresh pages for each sum. A weight that a loop uses 64 times has 63
+sums.
 """
 
 from collections.abc import Iterable
@@ -17,11 +18,14 @@ _MAKERS = {
     _aten.div.Tensor, _aten.embedding_dense_backward.default, _aten.mm.default, _aten.mul.Tensor,
     _aten.native_layer_norm_backward.default, _aten.sum.dim_IntList,
 }  # fmt: skip
-"""Operators whose results are always memory of their own. Others' fake results might hide that they are not."""
+"""Operators whose results are always memory of their own.
+
+With other operators, fake results might hide that they are not.
+"""
 
 
 def add_in_place(graph: fx.Graph) -> None:
-    """Rewrites a joint graph's backward sums whose first or second term nobody reads later."""
+    """Rewrite those sums of a joint graph's backward whose first or second term is not read later."""
     position = {node: at for at, node in enumerate(graph.nodes)}
     on_storage: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -43,7 +47,7 @@ def add_in_place(graph: fx.Graph) -> None:
 
 
 def _fit(node: fx.Node, term: object, other: object) -> bool:
-    """Whether ``term`` fills a storage that is exactly the sum's, so that the sum may be written into it."""
+    """Whether ``term`` fills a storage exactly like the sum's, so that the sum may be written into it."""
     if not isinstance(term, fx.Node) or not isinstance(other, fx.Node):
         return False
     total, first, second = (one.meta.get("val") for one in (node, term, other))
@@ -64,9 +68,9 @@ def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _dies_with(node: fx.Node, holders: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether what the nodes ``holders`` share was made in backward, for nobody but readers up to ``node``.
+    """Whether backward made the storage that ``holders`` share, and nothing reads it after ``node``.
 
-    A graph's output comes last; what is accumulated may become a leaf's gradient as it is.
+    A graph's output comes last. A gradient that is accumulated may become a leaf's gradient as it is.
     """
     maker = holders[0]
     if maker.target not in _MAKERS or not is_backward(maker):
@@ -78,12 +82,12 @@ def _dies_with(node: fx.Node, holders: list[fx.Node], position: dict[fx.Node, in
 
 
 def _have_dtype_of_sum(holders: list[fx.Node], node: fx.Node) -> bool:
-    """Whether all values on a sum's storage have its dtype, so that strides alone tell how they look at it."""
+    """Whether all values on a sum's storage have its dtype, so that strides alone define how they view it."""
     return all(tensor.dtype == node.meta["val"].dtype for one in holders for tensor in tensors_of(one))
 
 
 def _move(holders: Iterable[fx.Node], term: fx.Node) -> None:
-    """Lets the fake values of a sum and of its views share the storage of the term that it is written into."""
+    """Let the fake values of a sum and of its views share the storage of the term that it is written into."""
     value = term.meta["val"]
     for node in holders:
         old = node.meta["val"]

@@ -1,8 +1,8 @@
-"""Planned graphs through Inductor, piece by piece. The only file that touches Inductor.
+"""Compilation of planned graphs with Inductor, piece by piece. Only this file uses Inductor.
 
-Swaps, replays of generators, random operators and the adding of gradients stay calls of their own, in the plan's
-order; what lies between two of them is decomposed and compiled as one piece. Inductor fuses inside of a piece, so
-that its memory is no longer the plan's: a step is accepted after one was measured (`_trial.py`).
+Swaps, replays of generators, random operators and the addition of gradients stay separate calls, in the plan's order.
+The operators between two of them are decomposed and compiled as one piece. Inductor fuses inside a piece, so its memory
+differs from the plan's. A step is therefore accepted only after one was measured (`_trial.py`).
 """
 
 import operator
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 _MIN_CALLS = 2
-"""A piece with fewer operators that compute is not worth compiling."""
+"""Fewest computing operators for which a piece is worth compiling."""
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Consecutive nodes of a graph, run as one."""
+    """Consecutive nodes of a graph that run as one."""
 
     inputs: list[fx.Node]
     outputs: list[fx.Node]
@@ -34,7 +34,7 @@ class _Piece:
 
 
 def compiled(module: fx.GraphModule) -> Runner:
-    """A boxed runner of ``module``. Raises whatever Inductor raises."""
+    """Return a boxed runner of ``module``. Raise what Inductor raises."""
     pieces = [_piece(module, nodes) if len(nodes) > 1 else nodes[0] for nodes in _cuts(module.graph)]
     dies = _last_uses(pieces)
 
@@ -68,7 +68,7 @@ def compiled(module: fx.GraphModule) -> Runner:
 
 
 def _cuts(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The nodes of ``graph`` in order: runs of those that Inductor may have, and all others alone."""
+    """Yield the nodes of ``graph`` in order: sequences that Inductor may compile, and every other node alone."""
     run: list[fx.Node] = []
     for node in graph.nodes:
         if _is_pure(node):
@@ -122,7 +122,7 @@ def _compile(module: fx.GraphModule, inputs: list[Any], mode: "FakeTensorMode") 
 
 
 def _last_uses(pieces: list[Any]) -> dict[int, list[fx.Node]]:
-    """Per piece or node, by identity, what nobody reads after it."""
+    """Return, per piece or node by identity, the values that nothing reads after it."""
     last: dict[fx.Node, int] = {}
     for piece in pieces:
         own = piece.outputs if isinstance(piece, _Piece) else [piece]

@@ -1,4 +1,4 @@
-"""How fast a step's swaps would be."""
+"""Expected speed of a step's swaps."""
 
 import torch
 
@@ -9,14 +9,17 @@ from penstock.machines import Machine
 from penstock.probe import bandwidths
 
 _BESIDE_COMPUTING = 0.5
-"""Share of the probe's rate that a CPU's lanes reach beside a step that uses all its cores; 0.45 to 0.65 measured."""
+"""Share of the probe's rate that a CPU's lanes reach while a step uses all cores.
+
+Measured: 0.45 to 0.65.
+"""
 
 
 def lane_rates(device: torch.device, account: tiers.Budget, machine: Machine | None) -> tuple[float, float]:
-    """What the lanes of the waterfall carry, out and back, in bytes per second; zeros without a tier.
+    """Return the rates of the waterfall's lanes, out and back, in bytes per second; zeros without a tier.
 
-    On ``device``, or by the data sheet of a machine that is not here. Raises ``ValueError`` for directories that are
-    main memory below a CPU.
+    They are those of ``device``, or come from the data sheet of a machine that is not here. Raises ``ValueError`` for
+    directories that are main memory, below a CPU.
     """
     if machine is not None:
         has_tiers = account.host_bytes is not None or bool(account.disk_bytes)

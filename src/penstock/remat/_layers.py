@@ -1,8 +1,8 @@
-"""RNNs of several layers, a layer at a time, so that each layer can be dropped and recomputed by itself.
+"""RNNs of several layers, one layer at a time, so that each layer can be dropped and recomputed by itself.
 
-On a CPU PyTorch runs the layers one after the other, with dropout between them, and each by the function that it has
-for one layer: taken apart between layers, results are the same to the bit. cuDNN runs all layers as one, with random
-numbers of its own; there an RNN stays one operator.
+On a CPU PyTorch runs the layers one after the other, with dropout between them, and each by its function for one layer.
+If the layers are separated, results are bit-identical. cuDNN runs all layers as one, with random numbers of its own;
+there an RNN stays one operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,11 +14,11 @@ import torch
 def layer_by_layer(
     run: Callable[..., Any], hidden_at: int, data_at: int, arguments: Sequence[Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The output and the last hidden states of all layers.
+    """Return the output and the last hidden states of all layers.
 
-    ``run`` takes ``arguments`` and runs the RNN that they describe. Among them, in PyTorch's order: data of any layout
-    at ``data_at``, the hidden states at ``hidden_at``, and after them the weights, whether there are biases, the number
-    of layers, the probability of dropout, whether to train, whether to run both directions, and others.
+    ``run`` takes ``arguments`` and runs the RNN that they describe. They contain, in PyTorch's order: data of any
+    layout at ``data_at``, the hidden states at ``hidden_at``, and after them the weights, whether there are biases, the
+    number of layers, the probability of dropout, whether to train, whether to run both directions, and others.
     """
     before, after = list(arguments[:hidden_at]), arguments[hidden_at + 6 :]
     hidden, weights, has_bias, num_layers, dropout, trains, *_ = arguments[hidden_at:]
@@ -34,7 +34,7 @@ def layer_by_layer(
 
 
 def _split(hidden: Any, num_layers: int) -> list[Any]:
-    """Of each layer what it starts from, as the function takes it."""
+    """Return each layer's initial states, in the form that the function takes."""
     if isinstance(hidden, torch.Tensor):
         return list(hidden.chunk(num_layers))
     return [type(hidden)(layer) for layer in zip(*(one.chunk(num_layers) for one in hidden), strict=True)]

@@ -1,9 +1,9 @@
-"""The peak of single steps, measured: what runs outside of planned graphs works with memory that is in no plan.
+"""A meter of the peak of single steps, because code outside of planned graphs uses memory that is in no plan.
 
-A step is measured from its call to the optimizer's step, or to the next call, on one thread. On a CPU that takes
-PyTorch's profiler, of which there can be one at a time, so a step is let go by while the user's own runs, and ours
-gives way to `probe`. (Ending it where backward ends is no way: autograd puts the thread's state back then, a running
-profiler included.)
+A step is measured from its call to the optimizer's step, or to the next call, on one thread. On a CPU that needs
+PyTorch's profiler, of which only one can run at a time. So a step is not measured while the user's own profiler runs,
+and ours gives way to `probe`. (The measurement cannot end with backward: autograd then restores the thread's state,
+including a running profiler.)
 """
 
 import contextlib
@@ -20,18 +20,18 @@ _one_at_a_time = threading.Lock()
 
 
 class StepMeter:
-    """Measures one step at a time."""
+    """A meter that measures one step at a time."""
 
     def __init__(self, when_done: Callable[[int], None]):
         self._when_done = when_done
-        """Given the bytes that the step took at its peak beside what stood before."""
+        """A callback with the bytes that the step took at its peak, beyond those at its start."""
         self._open: contextlib.ExitStack | None = None
         self._recording: MemoryRecording | None = None
         self._thread = 0
-        """Whose step is measured. A profiler ends where it began."""
+        """The thread whose step is measured. A profiler must end in the thread where it began."""
 
     def begin(self, device: torch.device) -> bool:
-        """Starts to measure, if no other step is being measured; ``False`` while somebody else profiles."""
+        """Start to measure, unless another step is being measured. Return ``False`` while another profiler runs."""
         self.cancel()
         if not can_record(device):
             return False
@@ -45,13 +45,13 @@ class StepMeter:
         return True
 
     def end(self) -> None:
-        """The step is over, if it is this thread's."""
+        """End the measurement, if it belongs to this thread."""
         recording = self._recording
         if self.cancel() and recording is not None:
             self._when_done(recording.report.activation_bytes)
 
     def cancel(self) -> bool:
-        """Forgets the step that is being measured, if it is this thread's."""
+        """Cancel the measurement, if it belongs to this thread, and return whether it did."""
         opened = self._open
         if opened is None or self._thread != threading.get_ident():
             return False

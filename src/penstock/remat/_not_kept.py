@@ -1,4 +1,4 @@
-"""Steps that do not keep their budget: each way in which that happens is said once, or raised."""
+"""Steps that do not keep their budget. Each way in which that happens is reported once, or raised."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ _GOES_ON = "Training continues above the budget."
 
 
 class NotKept:
-    """Warns with `BudgetNotKeptWarning`, once in each way, or raises ``BudgetError`` where the user is strict."""
+    """Warnings with `BudgetNotKeptWarning`, once for each way, or ``BudgetError`` if the user chose ``strict``."""
 
     def __init__(self, *, strict: bool):
         self._strict = strict
         self._said: set[str] = set()
 
     def first(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A step whose graphs are not known yet takes too much."""
+        """Report that a step whose graphs are not known yet takes too much."""
         self._say(
             "first",
             f"the first step of its kind takes {_exactly(peak_bytes)} or more, above the budget of "
@@ -26,7 +26,10 @@ class NotKept:
         )
 
     def perhaps_first(self, peak_bytes: int, budget_bytes: int) -> None:
-        """Such a step may have taken too much: counted from above, once it had run. No error even of the strict."""
+        """Report that such a step may have taken too much: an upper bound, known after it has run.
+
+        It is no error even if ``strict``.
+        """
         if not self._strict:
             self._say(
                 "first",
@@ -36,7 +39,7 @@ class NotKept:
             )
 
     def lowest(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A step whose graphs are known does."""
+        """Report that a step whose graphs are known takes too much."""
         self._say(
             "lowest",
             f"this step takes {_exactly(peak_bytes)} or more, above the budget of {_exactly(budget_bytes)}, although "
@@ -44,7 +47,7 @@ class NotKept:
         )
 
     def together(self, error: BudgetError, breaks: Sequence[str], outside_bytes: int) -> None:
-        """The graphs of a step, which ``breaks`` keep apart, cannot be planned beside what is outside of them."""
+        """Report that a step's graphs, separated by ``breaks``, cannot be planned together with what is outside."""
         num_graphs = len(breaks)
         graphs = f"the {num_graphs} graphs of a step do" if num_graphs > 1 else "the graph of a step does"
         beside = f" beside {format_bytes(outside_bytes)} that the step takes outside of them" if outside_bytes else ""
@@ -53,7 +56,7 @@ class NotKept:
         self._say("lowest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
 
     def measured(self, peak_bytes: int, budget_bytes: int) -> None:
-        """A step took more than its plan, and went on to do so when the plan had left room for that."""
+        """Report that a step took more than its plan, even after the plan had left room for the difference."""
         self._say(
             "measured",
             f"a step took {_exactly(peak_bytes)}, above the budget of {_exactly(budget_bytes)}: code outside of its "
@@ -61,7 +64,7 @@ class NotKept:
         )
 
     def eagerly(self, peak_bytes: int, budget_bytes: int) -> None:
-        """Nothing of a step was compiled."""
+        """Report that nothing of a step was compiled."""
         self._say(
             "eagerly",
             f"PyTorch can compile nothing of this step, which took {_exactly(peak_bytes)}, above the budget of "
@@ -69,7 +72,7 @@ class NotKept:
         )
 
     def profiled(self, rest_bytes: int) -> None:
-        """What eager operators work with cannot be measured."""
+        """Report that the temporary memory of eager operators cannot be measured."""
         self._say(
             "profiled",
             f"the part of this step that runs eagerly saves {format_bytes(rest_bytes)}, which is counted. The "
@@ -78,7 +81,7 @@ class NotKept:
         )
 
     def under_transforms(self) -> None:
-        """What runs eagerly cannot be counted."""
+        """Report that what eager code saves cannot be counted."""
         self._say(
             "under transforms",
             "this step uses torch.func, which allows no hooks on saved tensors: what code that runs eagerly saves "

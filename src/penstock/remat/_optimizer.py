@@ -1,4 +1,4 @@
-"""Bytes that an optimizer's state takes, also before its first step."""
+"""Bytes of an optimizer's state, also before its first step."""
 
 import torch
 
@@ -7,10 +7,11 @@ from penstock.arguments import checked
 
 @checked("penstock.remat.optimizer_state_bytes(optimizer)")
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Device bytes of the state of ``optimizer``, as it is, or as it will be after its first step.
+    """Return the device bytes of the state of ``optimizer``, as it is, or as it will be after its first step.
 
-    Before the first step an optimizer of the same class and settings makes one on small stand-ins; what has the shape
-    of its parameter is scaled to the real one. State that is no tensor of its parameter's shape counts as it is there.
+    Before the first step, an optimizer of the same class and settings makes its state for small stand-ins. Tensors with
+    the shape of their parameter are scaled to the real size. Other state counts only after the first step, if it is a
+    tensor of more than one element.
     """
     if optimizer.state:
         return sum(

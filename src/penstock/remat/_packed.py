@@ -1,8 +1,9 @@
-"""RNNs over packed sequences, as Dynamo can take them up.
+"""RNNs over packed sequences, in a form that Dynamo can trace.
 
-How many sequences a packed batch has is the first of its ``batch_sizes``, a number in a tensor. PyTorch's modules read
-it where Dynamo must give the whole module up. Here it is taken from the order of the sequences, where that is known,
-else read in a place after which a graph can begin, and the RNN is one operator, whose result's shape needs no numbers.
+The number of sequences of a packed batch is the first of its ``batch_sizes``, a value in a tensor. PyTorch's modules
+read it where Dynamo must give up the whole module. Here it is taken from the order of the sequences, if that is known.
+Otherwise it is read in a place after which a graph can begin. The RNN is one operator, whose result's shape needs no
+values.
 """
 
 import functools
@@ -27,7 +28,7 @@ _FUNCTIONS = {"LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, 
 def packed_rnn(
     mode: str, data: torch.Tensor, batch_sizes: torch.Tensor, hidden: Sequence[torch.Tensor], *others: Any
 ) -> list[torch.Tensor]:
-    """The output and the last hidden states, by PyTorch's function; of fake tensors, their shapes."""
+    """Return the output and the last hidden states by PyTorch's function; for fake tensors, their shapes."""
     if is_fake(data):
         return _shapes(data, hidden, *others)
     given: Any = tuple(hidden) if mode == "LSTM" else hidden[0]
@@ -48,7 +49,7 @@ _library.impl("packed_rnn", packed_rnn, "CompositeImplicitAutograd")
 
 
 def forwards(outside: Callable[..., Any]) -> dict[type[nn.Module], Callable[..., Any]]:
-    """What ``forward`` of each module has to be while a step is traced; Dynamo does not look ``outside``."""
+    """Return the ``forward`` that each module needs while a step is traced. Dynamo does not look ``outside``."""
     return {kind: _for_packed_too(kind.forward, outside) for kind in (nn.LSTM, nn.GRU, nn.RNN)}
 
 

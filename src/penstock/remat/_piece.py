@@ -1,8 +1,8 @@
-"""One graph of Dynamo's, planned and run for every kind of arguments that comes.
+"""One graph of Dynamo's, planned and run for every kind of arguments.
 
-Dynamo brings a graph once, with symbols for sizes that change. Each concrete kind of arguments makes a `Variant`: the
-graph with numbers in place of symbols, captured by AOTAutograd when such arguments first come, outside of Dynamo. A
-variant can run as any plan for it says; whoever owns the step (`_session.py`) chooses one for every call.
+Dynamo makes a graph once, with symbols for sizes that change. Each concrete kind of arguments makes a `Variant`: the
+graph with numbers in place of symbols, which AOTAutograd captures on the first use, outside of Dynamo. A variant can
+run by any plan for it. The owner of the step (`_session.py`) chooses one for every call.
 """
 
 import contextlib
@@ -34,17 +34,20 @@ if TYPE_CHECKING:
     from penstock.remat._whole import Recipe
 
 _MAX_VARIANTS = 64
-"""Of one graph; the one that was not called for longest goes."""
+"""Limit of one graph's variants; the least recently used one is dropped."""
 _MANY_NUMBERS = 8
-"""Calls that differ in a float alone; one more, and a tensor is recommended."""
+"""Number of calls that differ only in a float; one more, and a warning recommends a tensor."""
 _FURTHER_GRADIENTS = 3
-"""Of a tensor between graphs; what is used more often has some of its gradients added within the graph."""
+"""Limit of separate further gradients of a tensor between graphs.
+
+If it is used more often, some of its gradients are added within the graph.
+"""
 _MAX_EMITTED = 8
-"""Plans of one variant that are kept as graphs."""
+"""Limit of one variant's plans that are kept as graphs."""
 
 
 class Halves(Protocol):
-    """Forward and backward of a variant as one plan says."""
+    """Forward and backward of a variant by one plan."""
 
     plan: RematPlan
     forward: _aot.Runner
@@ -52,22 +55,22 @@ class Halves(Protocol):
 
 
 class Owner(Protocol):
-    """Who decides how the graphs of a step run."""
+    """The owner of a step, which decides how its graphs run."""
 
     is_rehearsing: bool
-    """Whether only plans are wanted."""
+    """Whether only plans are wanted, and nothing has to run."""
     has_rest: bool
-    """Whether what cannot be captured may run eagerly."""
+    """Whether graphs that cannot be captured may run eagerly."""
 
     pieces: "list[Piece]"
     """All graphs."""
     num_calls: int
-    """Of what was compiled, so far."""
+    """Number of calls of what was compiled, so far."""
     has_warned_of_pieces: bool
-    """Whether the user knows that graphs are made again and again."""
+    """Whether the user was told that graphs are traced again and again."""
 
     def left_eager(self, why: str) -> None:
-        """A graph runs eagerly."""
+        """Note that a graph runs eagerly, and why."""
 
     @property
     def adds_gradients(self) -> bool:
@@ -78,51 +81,51 @@ class Owner(Protocol):
         """Whether planned graphs must not write into their inputs."""
 
     def begin(self, variant: "Variant", arguments: Sequence[torch.Tensor]) -> "Call":
-        """A call of ``variant`` begins: how it runs."""
+        """Begin a call of ``variant``, and decide how it runs."""
 
     def describe(self, variant: "Variant") -> RematProblem:
-        """Measures the operators of a variant that was captured."""
+        """Measure the operators of a captured variant."""
 
     def emitted(self, variant: "Variant", plan: RematPlan) -> Halves:
-        """Both halves of a variant as a plan for it says."""
+        """Return both halves of a variant by a plan for it."""
 
 
 class Call:
-    """One forward whose backward is to come. It ends with the last ticket that stands for it."""
+    """One forward whose backward may come. It ends with the last ticket that refers to it."""
 
     def __init__(self, halves: Halves, plan: RematPlan, when_over: Callable[["Call"], None]):
         self.halves = halves
         self.plan = plan
-        """What it follows; the halves may have been made for another one of the same decisions."""
+        """The plan that it follows. The halves may have been made for another plan with the same decisions."""
         self._when_over = when_over
         self._is_over = False
         self.is_failed = False
         self.results: list[tuple[int, int]] = []
-        """Identity and bytes of the storage of each result."""
+        """Identity and bytes of each result's storage."""
         self.held: list[StorageWeakRef | None] = []
-        """As long as they live, no other storage gets one of these identities."""
+        """Weak references. While they live, no other storage gets one of these identities."""
         self.seconds = 0.0
-        """Its forward and backward took, on the host's clock."""
+        """Seconds of its forward and backward, on the host's clock."""
         self.had_backward = False
         self.is_alone = True
-        """Whether nothing else of its step has gradients."""
+        """Whether nothing else in its step has gradients."""
         self.gradient_strides: list[tuple[int, ...]] | None = None
-        """What backward wants of its gradients; ``None`` if it takes them as they come."""
+        """Strides that backward needs for its gradients; ``None`` if it takes any."""
 
     def failed(self) -> None:
-        """Forward did not end."""
+        """Note that forward failed."""
         self.is_failed = True
         self.over()
 
     def over(self) -> None:
-        """Nothing of it is held any more. Finalisers may call it; once is enough."""
+        """Note that nothing of it is held any more. Finalizers may call it. Idempotent."""
         if not self._is_over:
             self._is_over = True
             self._when_over(self)
 
 
 class _Handed:
-    """What forward hands over to backward, behind a ticket."""
+    """The values that forward hands over to backward, behind a ticket."""
 
     def __init__(self, call: Call, saved: list[Any]):
         self.call = call
@@ -130,7 +133,7 @@ class _Handed:
         self.versions = [version_of(one) if isinstance(one, torch.Tensor) else 0 for one in saved]
 
     def take(self) -> list[Any]:
-        """The saved values, given away unless autograd keeps the graph."""
+        """Return the saved values, and give them away unless autograd keeps the graph."""
         if self.saved is None:
             raise RuntimeError(
                 "Trying to backward through the graph a second time. Specify retain_graph=True if you need to backward "
@@ -154,34 +157,34 @@ class Variant:
 
     piece: "Piece"
     run: Callable[..., Any] = field(init=False)
-    """What AOTAutograd made of it."""
+    """The function that AOTAutograd made of it."""
     captured: _capture.Captured | None = None
-    """``None`` where nothing requires gradients."""
+    """The captured graph; ``None`` if nothing requires gradients."""
     joint: fx.GraphModule | None = None
-    """Owner of what the captured graph refers to."""
+    """The module that has the attributes to which the captured graph refers."""
     problem: RematProblem | None = None
-    """The step if it were this graph alone."""
+    """The problem of a step that is this graph alone."""
     is_scaled: bool = False
-    """Whether its operators' times were scaled from those of other sizes, and not corrected by a step yet."""
+    """Whether its operators' times were scaled from other sizes, and no step has corrected them yet."""
     num_calls: int = 0
-    """That ended with a backward, as far as anybody counts them."""
+    """Number of counted calls that ended with a backward."""
     devices: frozenset[torch.device] = frozenset()
-    """Of its arguments."""
+    """Devices of its arguments."""
     shapes: str = ""
-    """Of its arguments, parameters left out, in words."""
+    """Shapes of its arguments, without parameters, as text."""
     times: list[int] = field(default_factory=list)
-    """How often each argument is given: not at all if it is a number, else see `_times`."""
+    """How often each argument is passed: never if it is a number, else see `_times`."""
     is_eager: bool = False
-    """Whether it could not be captured, and runs as it is."""
+    """Whether it could not be captured, and runs eagerly."""
     recipes: "list[Recipe]" = field(default_factory=list)
-    """Kept for the operators that are captured whole."""
+    """Recipes kept alive for the operators that are captured whole."""
     halves: dict[tuple[Decision, ...], Halves] = field(default_factory=dict)
-    """By decisions, the latest last."""
+    """Halves by decisions, the most recently used last."""
     leanest: RematPlan | None = None
-    """The plan that leaves the least for backward, once it was asked for."""
+    """The plan that leaves the fewest bytes for backward, once it was needed."""
 
     def emitted(self, plan: RematPlan) -> Halves:
-        """Both halves as ``plan`` says."""
+        """Return both halves by ``plan``."""
         made = self.halves.pop(plan.decisions, None) or self.piece.owner.emitted(self, plan)
         self.halves[plan.decisions] = made
         while len(self.halves) > _MAX_EMITTED:
@@ -189,7 +192,7 @@ class Variant:
         return made
 
     def forward(self, arguments: list[Any]) -> Any:
-        """Called by AOTAutograd: results, and a ticket for backward."""
+        """Run forward for AOTAutograd, and return its results and a ticket for backward."""
         assert self.captured is not None
         with gate.computing():
             call = self.piece.owner.begin(self, arguments)
@@ -211,7 +214,10 @@ class Variant:
 
 
 def _backward(arguments: list[Any]) -> Any:
-    """Called by AOTAutograd with the ticket and the gradients of the results: gradients of the arguments."""
+    """Run backward for AOTAutograd, with the ticket and the gradients of the results.
+
+    Return the arguments' gradients.
+    """
     ticket, *tangents = arguments
     arguments.clear()
     handed: _Handed = _ticket.thing_of(ticket)
@@ -235,22 +241,22 @@ def _backward(arguments: list[Any]) -> Any:
 
 
 class Piece:
-    """A graph of Dynamo's. Calling it runs the variant for the arguments, which is made if there is none yet."""
+    """A graph of Dynamo's. A call runs the variant for its arguments, which is made if there is none yet."""
 
     def __init__(self, owner: Owner, module: fx.GraphModule, break_reason: str):
         self.owner, self.break_reason = owner, break_reason
         self.does = hash(tuple((node.op, str(node.target)) for node in module.graph.nodes))
-        """The same for graphs that differ in sizes alone."""
+        """A hash that is equal for graphs that differ only in sizes."""
         self._module = module
         self._numbers = _number_places(module)
-        """Which arguments are numbers, or tensors that stand for a number of the caller's."""
+        """Positions of arguments that are numbers, or tensors that represent a number of the caller's."""
         self._variants: dict[Any, Variant] = {}  # any: see _kind
         self.first = (0, "")
-        """The call of the step in which it first ran, and the shapes of its arguments then."""
+        """The call in which it first ran, and the shapes of its arguments then."""
         self._lock = threading.RLock()
 
     def __call__(self, *arguments: Any) -> Any:
-        """Results of the graph."""
+        """Run the graph and return its results."""
         variant = self.variant(arguments)
         if variant.is_eager:
             return variant.run(*arguments)
@@ -259,12 +265,12 @@ class Piece:
             return variant.run(*given)
 
     def devices(self) -> set[torch.device]:
-        """Where its arguments were."""
+        """Return the devices of its arguments so far."""
         with self._lock:
             return {device for one in self._variants.values() for device in one.devices}
 
     def variant(self, arguments: Sequence[Any]) -> Variant:
-        """The variant for such arguments."""
+        """Return the variant for such arguments."""
         kind = _kind(arguments, self._numbers)
         with self._lock:
             found = self._variants.get(kind)
@@ -274,13 +280,13 @@ class Piece:
                 found = self._compiled(arguments)
         with self._lock:
             self._variants.pop(kind, None)
-            self._variants[kind] = found  # the latest last
+            self._variants[kind] = found  # the most recently used last
             while len(self._variants) > _MAX_VARIANTS:
                 del self._variants[next(iter(self._variants))]
         return found
 
     def _warn_of_numbers(self, kind: Any) -> None:
-        """Says once that a float changes from call to call, since each is traced anew."""
+        """Warn once if a float changes from call to call, since each value is traced anew."""
         floats = [one[0] for one in kind[0] if _is_float(one)]
         with self._lock:
             num_alike = sum(_but_floats(one) == _but_floats(kind) for one in self._variants) if floats else 0
@@ -293,7 +299,7 @@ class Piece:
             )
 
     def _warn_of_pieces(self, shapes: str) -> None:
-        """Says once that Dynamo traces anew again and again though no shape changed."""
+        """Warn once if Dynamo traces again and again although no shape changed."""
         self.first = (self.owner.num_calls, shapes)
         calls = {one.first[0] for one in self.owner.pieces if one.does == self.does and one.first[1] == shapes}
         if len(calls) == _MANY_NUMBERS and not self.owner.has_warned_of_pieces:
@@ -322,7 +328,7 @@ class Piece:
         try:
             try:
                 self._capture(variant, arguments)
-            except AssertionError:  # PyTorch's, where a graph changes an input of which others are views
+            except AssertionError:  # raised by PyTorch if a graph changes an input of which others are views
                 variant.times = [min(one, 1) for one in variant.times]
                 self._capture(variant, arguments)
         except (CaptureError, *_aot.cannot_trace()) as error:  # type: ignore[misc]
@@ -352,7 +358,7 @@ class Piece:
         ends = list(itertools.accumulate(variant.times))
         groups = [range(end - count, end) for end, count in zip(ends, variant.times, strict=True) if count > 1]
 
-        held, given = weakref.ref(variant), [inputs]  # PyTorch keeps what it compiled, and the functions for it
+        held, given = weakref.ref(variant), [inputs]  # PyTorch keeps what it compiled, and its functions
 
         def partition(joint: fx.GraphModule, num_forward_outputs: int) -> None:
             variant = _alive(held)
@@ -394,7 +400,7 @@ def _without_gradients(module: fx.GraphModule, held: "weakref.ref[Variant]") -> 
 
 
 class _OnlyOnce(torch.autograd.Function):
-    """A gradient of which there are no gradients. PyTorch 2.13 sees to that itself."""
+    """A gradient that has no gradients itself. PyTorch 2.13 takes care of that."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -430,23 +436,26 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class RehearsalOver(Exception):
-    """A step was captured and planned, and would run now."""
+    """The end of a rehearsal: a step was captured and planned, and would run now."""
 
 
 def _alive(held: "weakref.ref[Variant]") -> Variant:
     variant = held()
-    assert variant is not None  # whoever runs it was given it
+    assert variant is not None  # its caller holds it
     return variant
 
 
 def _apart(saved: list[Any], results: Iterable[Any]) -> list[Any]:
-    """Saved values; as aliases where they share memory with a result, which will refer to backward, and so to them."""
+    """Return saved values, as aliases if they share memory with a result.
+
+    The result will refer to backward, and so to the saved values.
+    """
     storages = {storage_of(one)[0] for one in results}
     return [one.detach() if storage_of(one)[0] in storages else one for one in saved]
 
 
 def storage_of(value: Any) -> tuple[int, int]:
-    """Identity and bytes of a tensor's storage; zeros for anything else."""
+    """Return identity and bytes of a tensor's storage; zeros for anything else."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return 0, 0
     storage = value.untyped_storage()
@@ -454,17 +463,17 @@ def storage_of(value: Any) -> tuple[int, int]:
 
 
 def weak_storage(value: Any) -> StorageWeakRef | None:
-    """A weak reference to a tensor's storage."""
+    """Return a weak reference to a tensor's storage."""
     is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return StorageWeakRef(value.untyped_storage()) if is_strided else None
 
 
 _KERNELS = [getattr(torch.backends.cuda, f"{one}_sdp_enabled") for one in ("flash", "mem_efficient", "math", "cudnn")]
-"""What `torch.nn.attention.sdpa_kernel` chooses among, on CPUs too."""
+"""Switches of the kernels among which `torch.nn.attention.sdpa_kernel` chooses, on CPUs too."""
 
 
 def _kind(arguments: Sequence[Any], numbers: frozenset[int]) -> Any:
-    """Everything that a captured graph depends on."""
+    """Return a key of everything that a captured graph depends on."""
     shown: list[Any] = []
     first: dict[int, int] = {}
     for at, one in enumerate(arguments):
@@ -514,17 +523,17 @@ def _why(error: BaseException) -> str:
 
 
 def _times(argument: Any) -> int:
-    """How often an argument is given: a tensor between graphs once more for each gradient that may be kept apart.
+    """Return how often an argument is passed. A tensor between graphs is passed once more for each separate gradient.
 
-    The gradients of several uses would be added to each other before they meet those of other graphs. Eager PyTorch
-    adds them one by one, the latest use first, and so does autograd if each belongs to an argument of its own.
+    Otherwise the gradients of several uses would be added to each other before they meet those of other graphs. Eager
+    PyTorch adds them one by one, the latest use first, and so does autograd if each belongs to an argument of its own.
     """
     is_between = isinstance(argument, torch.Tensor) and argument.requires_grad and not argument.is_leaf
     return 1 + _FURTHER_GRADIENTS if is_between else 1
 
 
 def _for_arguments(module: fx.GraphModule, arguments: Sequence[Any], times: Sequence[int]) -> fx.GraphModule:
-    """The graph with numbers in place of the inputs that stand for them, and unused inputs for further gradients."""
+    """Return the graph with numbers in place of inputs that represent them, and unused inputs for further gradients."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     places = module.graph.find_nodes(op="placeholder")

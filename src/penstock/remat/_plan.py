@@ -1,15 +1,15 @@
 """From a problem and a budget to a decision for every storage.
 
-After Libra (Wang, NTHU 2024): recompute first, since it is cheap; where a chain of recomputed operators would itself
-make a peak, break it, by keeping or swapping a member, or by recomputing again later instead of holding; then take back
-what the budget does not need. Here the low end comes from structure rather than from evicting one storage at a time,
-which runs into chains that materialise whole: forward is cut where little crosses, at 28 spacings, and only what
-crosses a cut is kept. From the cheapest of these that fit, storages are given back in the order of seconds saved per
-byte, re-simulating each candidate before it is accepted.
+After Libra (Wang, NTHU 2024): recompute first, since it is cheap. If a chain of recomputed operators would itself make
+a peak, break it: keep or swap a member, or recompute again later instead of holding. Then take back what the budget
+does not need. Here the low end comes from structure rather than from evicting one storage at a time, which runs into
+chains that materialize whole: forward is cut where little crosses, at 28 spacings, and only what crosses a cut is kept.
+From the cheapest of these that fit, storages are given back in the order of seconds saved per byte. Each is simulated
+first.
 
-Cost: one simulation is O(n) for n operators (0.2 ms for 9,000 when compiled); a budget takes some thousands of them.
+Cost: one simulation is O(n) for n operators (0.2 ms for 9,000 when compiled). A budget takes some thousands of them.
 Guarantee: an accepted plan's peak is that of a simulation of the whole step, workspaces included, which `_verify.py`
-checks from the order of operators alone; time is monotone in the budget within one call of ``pareto``.
+checks from the order of operators alone. Time is monotone in the budget within one call of ``pareto``.
 """
 
 import heapq
@@ -27,46 +27,46 @@ from penstock.remat._simulate import Graph, Simulation, simulate
 from penstock.units import format_bytes
 
 _NEARLY = 1.25
-"""Times the smallest peak."""
+"""Factor of the smallest peak up to which a peak counts as nearly the smallest."""
 MIN_SWAP_BYTES = 64 * 1024
-"""Smaller storages are not worth a request."""
+"""Size below which storages are not worth a request."""
 _NUM_CAPS = 28
 _MIN_STARTS, _MAX_STARTS, _START_OPERATORS = 2, 32, 20_000
-"""A small graph can afford to refine more starts: so many that their operators add up to the last number."""
+"""Limits of the starts to refine. Small graphs refine more: until their operators add up to the last number."""
 _LOWEST_STARTS = 16
-"""At most so many starts are lowered for the smallest peak; a quarter where swaps make each slow."""
+"""Limit of the starts that are lowered for the smallest peak; a quarter of it if swaps make each slow."""
 _SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
-"""Graphs of so few operators are annealed too: so many steps per free decision, from a heat in times of the step."""
+"""Largest graph to anneal, in operators; steps per free decision; initial heat, as a share of the step's time."""
 _SEARCH_OPERATORS = 60_000_000
-"""Exchanges and annealing end, each, when their simulations have played so many operators."""
+"""Limit of operators played in all simulations, for exchanges and for annealing each."""
 _ADAPT_OPERATORS = 500_000
-"""A plan for other sizes is adapted by simulations that play so many operators."""
+"""Limit of operators played in simulations that adapt a plan for other sizes."""
 _MAX_REPAIRS = 200
 _RECOMPUTE = [Decision.RECOMPUTE, Decision.RECOMPUTE_EACH_TIME, Decision.RECOMPUTE_EVERY_TIME]
-"""Less and less is held, more and more is computed."""
+"""Ways to recompute, from most held and least computed to the reverse."""
 _Decisions = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RematPlan:
-    """What to do with every storage, and what it costs. Sizes are bytes, times seconds."""
+    """Decisions on every storage, and their costs. Sizes are bytes, times seconds."""
 
     decisions: tuple[Decision, ...]
-    """One per storage of the problem; for storages made in backward always ``KEEP``."""
+    """Decisions, one per storage of the problem; for storages made in backward always ``KEEP``."""
     slots: tuple[int, ...]
     """Operators in the order in which they run, recomputed ones included; the first ``num_forward`` are forward."""
     gone_slots: dict[int, int]
     """Per swapped storage, the slot before which its device copy goes."""
     fetch_slots: dict[int, int]
-    """Per swapped storage, the slot before which its copy back begins."""
+    """Per swapped storage, the slot before which its copy in begins."""
     peak_bytes: int
-    """Predicted peak, static bytes included."""
+    """Predicted peak, including static bytes."""
     keep_all_peak_bytes: int
-    """The same if everything were kept."""
+    """The same if everything is kept."""
     extra_s: float
     """Predicted seconds beyond the plain step."""
     stall_s: float
-    """Of them, waits for copies that do not hide."""
+    """Part of these seconds that waits for copies which are not hidden."""
     step_s: float
     """Seconds of the plain step's operators."""
 
@@ -84,11 +84,11 @@ def plan(
     refine: bool = True,
     like: Sequence[Decision] | None = None,
 ) -> RematPlan:
-    """The fastest plan found whose peak, static bytes included, is within ``budget_bytes``.
+    """Return the fastest plan found whose peak, including static bytes, is within ``budget_bytes``.
 
-    ``method`` and ``refine`` leave parts of the method out, for comparison. ``like`` has the decisions of a plan for
-    the same operators on other sizes: they are adapted instead of searching anew, in a tenth of the time. Raises
-    ``BudgetError`` naming the smallest budget that would work and the storages that hold it up.
+    ``method`` and ``refine`` leave out parts of the method, for comparison. ``like`` has the decisions of a plan for
+    the same operators on other sizes: they are adapted in a tenth of the time of a new search. Raises ``BudgetError``,
+    which names the smallest budget that works and the largest storages.
     """
     made = None
     if like is not None and len(like) == len(problem.storages):
@@ -101,9 +101,9 @@ def plan(
 
 
 def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "hybrid") -> RematPlan:
-    """The plan that leaves the least for backward of those that fit.
+    """Return the plan that leaves the fewest bytes for backward of those that fit.
 
-    Where none does, of those whose peak is nearly the smallest: further graphs of the step stand on what it leaves.
+    If none fits, choose among those with nearly the smallest peak: later graphs of the step add to what it leaves.
     """
     planner = _Planner(problem, method)
     room_bytes = budget_bytes - problem.static_bytes
@@ -114,19 +114,19 @@ def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "
 
 
 def lowest_plan(problem: RematProblem, *, method: Method = "hybrid") -> RematPlan:
-    """The plan with the smallest peak."""
+    """Return the plan with the smallest peak."""
     planner = _Planner(problem, method)
     return planner.finished(planner.lowest())
 
 
 def plan_of(problem: RematProblem, decisions: Sequence[Decision]) -> RematPlan:
-    """The plan of these decisions, one per storage. Raises ``InternalError`` if they recompute without end."""
+    """Return the plan of these decisions, one per storage. Raise ``InternalError`` if they recompute endlessly."""
     graph = Graph(problem)
     return _finished(graph, np.array(decisions, dtype=np.uint8))
 
 
 def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Sequence[Decision]) -> RematPlan | None:
-    """The plan for other sizes, lowered where it does not fit, and with what the budget leaves given back."""
+    """Adapt a plan for other sizes: lower it if it does not fit, and give back what the budget allows."""
     planner = _Planner(problem, method, has_seeds=False)
     start = planner.evaluated(np.array(like, dtype=np.uint8))
     room_bytes = budget_bytes - problem.static_bytes
@@ -144,7 +144,7 @@ def _adapted(problem: RematProblem, budget_bytes: int, method: Method, like: Seq
 def pareto(
     problem: RematProblem, budgets_bytes: Sequence[int], *, method: Method = "hybrid", refine: bool = True
 ) -> list[RematPlan | None]:
-    """A plan per budget, in the order given; ``None`` where none fits. A larger budget never gets a slower plan."""
+    """Return a plan per budget, in order; ``None`` if none fits. A larger budget never gets a slower plan."""
     planner = _Planner(problem, method)
     found: dict[int, RematPlan | None] = {}
     for budget in sorted(set(budgets_bytes)):
@@ -155,7 +155,7 @@ def pareto(
 
 @checked("penstock.remat.smallest_budget_bytes(problem)")
 def smallest_budget_bytes(problem: RematProblem, *, method: Method = "hybrid") -> int:
-    """The smallest peak that any plan reaches, static bytes included."""
+    """Return the smallest peak that any plan reaches, including static bytes."""
     return _Planner(problem, method).lowest().peak_bytes + problem.static_bytes
 
 
@@ -175,7 +175,7 @@ class _Planner:
         self.allows_recompute = method != "swap"
         self.allows_swap = method != "recompute" and problem.can_swap
         self.num_played = 0
-        """Simulations so far."""
+        """Number of simulations so far."""
         forward = graph.producers < problem.num_forward
         needed = np.array([bool(one) for one in graph.needs], dtype=bool)
         stays = graph.is_output.astype(bool)
@@ -188,24 +188,24 @@ class _Planner:
         self.found: list[_Candidate] = []
 
     def allows(self, candidate: _Candidate) -> bool:
-        """Whether it decides nothing that this problem forbids."""
+        """Whether the candidate contains no decision that this problem forbids."""
         swapped = candidate.decisions == Decision.SWAP
         return bool((~_recomputed(candidate.decisions) | self.may_recompute).all() and (~swapped | self.may_swap).all())
 
     def saved_bytes(self, candidate: _Candidate) -> int:
-        """What is held when backward begins."""
+        """Return the bytes that are held when backward begins."""
         simulation = simulate(self.graph, candidate.decisions)
         assert simulation is not None
         num_forward = self.problem.num_forward
         return int(simulation.live_bytes[num_forward]) if num_forward < len(simulation.live_bytes) else 0
 
     def lowest(self) -> _Candidate:
-        """The seed with the lowest peak, repaired as far as it goes, whatever the time.
+        """Return the seed with the lowest peak after repairs, regardless of time.
 
-        Without swaps only sizes decide, so that the smallest budget is the same however fast operators were measured.
+        Without swaps only sizes decide, so the smallest budget does not depend on how fast operators were measured.
         """
         best = self._lowest_of(self.seeds)
-        if self.allows_swap and self.allows_recompute:  # more choices lead a greedy elsewhere, which may be worse
+        if self.allows_swap and self.allows_recompute:  # with more choices a greedy search may end worse
             may_swap, self.may_swap = self.may_swap, np.zeros_like(self.may_swap)
             without = self._lowest_of([one for one in self.seeds if not (one.decisions == Decision.SWAP).any()])
             self.may_swap = may_swap
@@ -213,7 +213,7 @@ class _Planner:
         return best
 
     def _lowest_of(self, seeds: list[_Candidate]) -> _Candidate:
-        """The lowest that repairing the lowest seeds leads to: the very lowest may be a dead end."""
+        """Return the lowest result of repairing the lowest seeds. The very lowest seed may be a dead end."""
         most = _LOWEST_STARTS // 4 if self.may_swap.any() else _LOWEST_STARTS
         num_starts = min(max(_START_OPERATORS // max(1, self.graph.num_operators), 1), most)
         starts = {one.peak_bytes: one for one in reversed(seeds)}.values()
@@ -230,7 +230,7 @@ class _Planner:
         return best
 
     def solve(self, budget_bytes: int, refine: bool) -> _Candidate | None:
-        """The fastest candidate found that fits, static bytes already taken off."""
+        """Return the fastest candidate found that fits. Static bytes are already subtracted from the budget."""
         fitting = [one for one in self.seeds + self.found[-1:] if one.peak_bytes <= budget_bytes]
         if not fitting:
             for start in sorted(self.seeds, key=lambda one: (one.peak_bytes, one.extra_s))[:_MIN_STARTS]:
@@ -249,13 +249,13 @@ class _Planner:
         return best
 
     def _refined(self, fitting: list[_Candidate], budget_bytes: int) -> _Candidate:
-        """Gives back from several starts, then exchanges. A fast start with a high peak is often a dead end."""
+        """Give back from several starts, then exchange. A fast start with a high peak is often a dead end."""
         num_starts = min(max(_START_OPERATORS // max(1, self.graph.num_operators), _MIN_STARTS), _MAX_STARTS)
         fitting = list({(one.peak_bytes, one.extra_s): one for one in fitting}.values())
         fitting.sort(key=lambda one: one.peak_bytes * (self.graph.step_s + one.extra_s))
         starts = fitting[:num_starts]
         if self.found and num_starts == _MIN_STARTS:
-            starts = [self.found[-1]]  # the plan for the budget below is mostly done
+            starts = [self.found[-1]]  # the plan for the next smaller budget needs few changes
         refined = [self.given_back(start, budget_bytes) for start in starts]
         best = min([*fitting, *refined], key=lambda one: one.extra_s)
         if num_starts > _MIN_STARTS:
@@ -265,12 +265,12 @@ class _Planner:
         return best
 
     def _groups(self) -> list[NDArray[np.int64]]:
-        """Per forward operator, what it makes that may be recomputed, or swapped where backward needs it."""
+        """Return, per forward operator, its storages that may be recomputed, or swapped if backward needs them."""
         free = self.may_recompute | (self.may_swap & self.is_needed)
         return [np.flatnonzero(free & (self.graph.producers == one)) for one in np.unique(self.graph.producers[free])]
 
     def _annealed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
-        """Simulated annealing over single decisions, from the best plan so far; small graphs can afford it."""
+        """Anneal single decisions, from the best plan so far. Small graphs can afford it."""
         groups, choose = self._groups(), np.random.default_rng(0)
         if not groups:
             return start
@@ -303,7 +303,7 @@ class _Planner:
         return choices
 
     def relaxed(self, start: _Candidate, budget_bytes: int) -> _Candidate:
-        """Keeps what is swapped though the budget and the clock do not ask for it: the disk need not wear."""
+        """Keep swapped storages if budget and time allow it, which saves wear of the disk."""
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         swapped = np.flatnonzero(best.decisions == Decision.SWAP)
         for storage in swapped[np.argsort(-self.graph.sizes[swapped], kind="stable")].tolist():
@@ -316,7 +316,7 @@ class _Planner:
         return best
 
     def _exchanged(self, best: _Candidate, budget_bytes: int) -> _Candidate:
-        """Recomputes one operator that is kept or swapped and gives back again, as long as that is faster."""
+        """Recompute one operator that is kept or swapped, then give back again, as long as that is faster."""
         improves, most = True, self.num_played + _SEARCH_OPERATORS // max(1, self.graph.num_operators)
         while improves and best.extra_s > 0:
             improves = False
@@ -336,11 +336,11 @@ class _Planner:
         return best
 
     def finished(self, made: _Candidate) -> RematPlan:
-        """The plan of a candidate."""
+        """Return the plan of a candidate."""
         return _finished(self.graph, made.decisions)
 
     def evaluated(self, decisions: _Decisions) -> _Candidate | None:
-        """What decisions cost; ``None`` if they recompute without end."""
+        """Return the candidate with the costs of ``decisions``; ``None`` if they recompute endlessly."""
         simulation = simulate(self.graph, decisions)
         self.num_played += 1
         if simulation is None:
@@ -364,7 +364,7 @@ class _Planner:
                     yield np.where(self.may_swap & ~drop, np.uint8(Decision.SWAP), decisions)
 
     def _cuts(self) -> Iterator[NDArray[np.bool_]]:
-        """Sets of storages to keep: what crosses forward's cheapest cuts, at various spacings."""
+        """Yield sets of storages to keep: those that cross forward's cheapest cuts, at various spacings."""
         graph, num_forward = self.graph, self.problem.num_forward
         if not num_forward:
             return
@@ -390,15 +390,15 @@ class _Planner:
                 yield kept
 
     def _fresh_boundaries(self, cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) -> tuple[int, ...]:
-        """As `_boundaries`, but counting only what no boundary before keeps, in the later half of each stretch.
+        """Return boundaries like `_boundaries`, but count only what no earlier one keeps, in each stretch's later half.
 
-        Where something crosses all of forward (outputs of all time steps) the cheapest cut is always the next one.
+        If something crosses all of forward (outputs of all time steps), the cheapest cut is always the next one.
         """
         graph, total = self.graph, np.concatenate([[0.0], np.cumsum(saved)])
         order = np.argsort(graph.producers, kind="stable")
         producers, last_forward, sizes = graph.producers[order], graph.last_forward[order], graph.sizes[order]
         ends = np.zeros(len(cut), dtype=np.int64)
-        """Bytes kept that forward uses for the last time at each operator."""
+        """Kept bytes that forward uses for the last time at each operator."""
         boundaries: list[int] = []
         begin, kept_bytes = 0, 0
         while total[-1] - total[begin] > cap:
@@ -416,7 +416,7 @@ class _Planner:
         return tuple(boundaries)
 
     def _options(self, group: NDArray[np.int64], now: int) -> list[Decision]:
-        """What the recomputed outputs of an operator may become instead."""
+        """Return the other decisions to try for the recomputed outputs of an operator."""
         options = [Decision.KEEP]
         if self.may_swap[group].any():
             options.append(Decision.SWAP)
@@ -425,10 +425,10 @@ class _Planner:
         return options
 
     def given_back(self, start: _Candidate, budget_bytes: int, most: int | None = None) -> _Candidate:
-        """Keeps, holds or swaps what was recomputed, most seconds per byte first, as long as all fits.
+        """Keep, hold or swap what was recomputed, most seconds per byte first, as long as all fits.
 
-        Outputs of one operator go together: with one of them missing it would run again all the same. ``most`` bounds
-        the simulations; then only those operators are looked at that promise the most.
+        Outputs of one operator go together: if one of them is missing, the operator runs again anyway. ``most`` limits
+        the simulations; then only the operators that promise the most are considered.
         """
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         dropped = np.flatnonzero(_recomputed(best.decisions))
@@ -456,14 +456,14 @@ class _Planner:
         return best
 
     def _promise(self, producer: int) -> float:
-        """Seconds of an operator per byte that it makes."""
+        """Return the seconds of an operator per byte that it makes."""
         made = sum(int(self.graph.sizes[one]) for one in self.graph.outputs[producer])
         return float(self.graph.durations_s[producer]) / (1 + made)
 
     def _gain(
         self, best: _Candidate, producer: int, budget_bytes: int
     ) -> tuple[float, _Decisions, tuple[int, float] | None]:
-        """Seconds saved per byte held by the best other decision on what an operator makes, among those that fit."""
+        """Return the seconds saved per held byte by the best other decision that fits on an operator's results."""
         graph = self.graph
         found: tuple[float, _Decisions, tuple[int, float] | None] = (0.0, best.decisions, None)
         group = np.array(graph.outputs[producer], dtype=np.int64)
@@ -487,7 +487,7 @@ class _Planner:
         return found
 
     def repaired(self, start: _Candidate, budget_bytes: int, weighs_time: bool = True) -> _Candidate:
-        """Lowers the peak step by step at its worst slot, by whatever removes most excess, for its time or at all."""
+        """Lower the peak step by step at its worst slot, by the option that drops most, per second or in total."""
         best = _Candidate(start.decisions.copy(), start.peak_bytes, start.extra_s)
         for _ in range(_MAX_REPAIRS):
             if best.peak_bytes <= budget_bytes:
@@ -518,7 +518,7 @@ class _Planner:
         return None if found is None else found[1]
 
     def _live_at_worst(self, simulation: Simulation) -> list[int]:
-        """Forward storages that may be what holds the highest slot up, the largest first."""
+        """Return forward storages that may be held at the slot with the peak, the largest first."""
         graph, worst = self.graph, int(np.argmax(simulation.live_bytes))
         slots = simulation.slots.tolist()
         first = np.full(graph.num_storages, len(slots), dtype=np.int64)
@@ -563,7 +563,7 @@ def _finished(graph: Graph, decisions: _Decisions) -> RematPlan:
 
 
 def _boundaries(cut: NDArray[np.int64], saved: NDArray[np.int64], cap: float) -> tuple[int, ...]:
-    """Positions in forward at which little crosses, so that at most about ``cap`` bytes are saved between two."""
+    """Return positions in forward at which little crosses, with at most about ``cap`` bytes saved between two."""
     boundaries: list[int] = []
     begin, held = 0, 0.0
     index = 0

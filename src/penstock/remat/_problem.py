@@ -1,7 +1,7 @@
-"""What there is to decide: the operators of one training step in order, and the storages between them.
+"""The planning problem: the operators of one training step in order, and the storages between them.
 
-A problem holds no tensor and no graph, so that it can be saved, sent elsewhere and planned there, also with the figures
-of another device.
+A problem holds no tensor and no graph. It can be saved, sent elsewhere and planned there, also with the figures of
+another device.
 """
 
 import json
@@ -15,23 +15,23 @@ from penstock.arguments import check_fields, checked
 from penstock.files import read_json
 
 Method = Literal["hybrid", "recompute", "swap"]
-"""What a plan may use."""
+"""The means that a plan may use."""
 _FORMAT = 1
 
 
 class Decision(IntEnum):
-    """What becomes of a forward storage once forward has used it for the last time."""
+    """The treatment of a forward storage after its last use in forward."""
 
     KEEP = 0
-    """It stays until backward has used it for the last time."""
+    """Stay until the last use in backward."""
     RECOMPUTE = 1
-    """It is dropped, computed again when backward needs it, and held until the last operator that needs it."""
+    """Drop, compute again when backward needs it, and hold until the last operator that needs it."""
     RECOMPUTE_EACH_TIME = 2
-    """As above, but dropped again whenever the next operator that needs it is far away."""
+    """Like ``RECOMPUTE``, but drop again whenever the next operator that needs it is far away."""
     SWAP = 3
-    """It leaves the device over a lane and is back when backward needs it."""
+    """Leave the device over a lane, and be back when backward needs it."""
     RECOMPUTE_EVERY_TIME = 4
-    """It is dropped again after each operator that needs it."""
+    """Drop again after each operator that needs it."""
 
     @property
     def recomputes(self) -> bool:
@@ -41,24 +41,24 @@ class Decision(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """One operator of the step. Views are none: they cost nothing and belong to whoever reads them."""
+    """One operator of the step. Views are not operators: they cost nothing and belong to their readers."""
 
     name: str
-    """As in the captured graph."""
+    """Its name in the captured graph."""
     target: str
-    """What it computes, such as ``"aten.addmm.default"``."""
+    """Its function, such as ``"aten.addmm.default"``."""
     inputs: tuple[int, ...]
-    """Storages that it reads, made in this graph; the graph's own inputs are always there and not listed."""
+    """Storages that it reads and that this graph made. The graph's own inputs always exist and are not listed."""
     outputs: tuple[int, ...]
     """Storages that it makes."""
     duration_s: float
     """Seconds on the device."""
     workspace_bytes: int = 0
-    """Bytes that it takes beside its outputs while it runs."""
+    """Bytes that it takes in addition to its outputs while it runs."""
     must_run_once: str = ""
-    """Why it must not be recomputed; empty if it may."""
+    """The reason why it must not be recomputed; empty if it may."""
     module: str = ""
-    """The module whose forward it belongs to, or the user's line."""
+    """The module to whose forward it belongs, or the user's line of code."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -74,15 +74,15 @@ class Storage:
     """The bytes behind one or more tensors of the graph."""
 
     name: str
-    """Of the value that made it."""
+    """Name of the value that made it."""
     size_bytes: int
-    """On the device."""
+    """Its size on the device."""
     producer: int
-    """The operator that makes it."""
+    """Index of the operator that makes it."""
     is_output: bool = False
-    """Whether the step hands it out (the loss, a gradient) or its caller keeps it: it lives to the end."""
+    """Whether the step returns it (the loss, a gradient) or its caller keeps it. It then lives to the end."""
     must_stay: bool = False
-    """Whether it cannot be swapped: it is no tensor's, but what an operator that is captured whole keeps."""
+    """Whether it cannot be swapped, since it is not a tensor but what an operator that is captured whole keeps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "Storage(name='exp', size_bytes=2**20, producer=0)", size_bytes=0)
@@ -93,21 +93,23 @@ class RematProblem:
     """One training step: forward operators, then backward operators."""
 
     operators: tuple[Operator, ...]
-    """In the order in which they run."""
+    """The operators, in the order in which they run."""
     num_forward: int
-    """How many of them are forward."""
+    """Number of forward operators."""
     storages: tuple[Storage, ...]
     """Storages made by the operators."""
     static_bytes: int = 0
-    """Device bytes held all along: parameters, buffers, the batch, gradients that exist, optimizer state."""
+    """Device bytes held all the time: parameters, buffers, the batch, existing gradients, optimizer state."""
     out_bandwidth_bytes_per_s: float = 0.0
-    """What the lane out of the device carries; 0 where there is no tier to swap to."""
+    """Bandwidth of the lane out of the device; 0 if there is no tier for swaps."""
     in_bandwidth_bytes_per_s: float = 0.0
-    """What the lane back carries."""
+    """Bandwidth of the lane back."""
     swap_page_bytes: int = 0
-    """On a CPU, the blocks of direct I/O. A storage swapped from main memory leaves its unaligned edges there until its
-    last use, at most a page and what its size is past whole pages; and it comes back into memory that is larger by a
-    page, in which its place in a page is the same."""
+    """On a CPU, the block size of direct I/O.
+
+    A storage swapped from main memory leaves its unaligned edges there until its last use: at most a page, plus what
+    its size exceeds whole pages by. It comes back into memory that is larger by a page, with the same offset in a page.
+    """
 
     def __post_init__(self) -> None:
         check_fields(
@@ -137,12 +139,12 @@ class RematProblem:
 
     @property
     def can_swap(self) -> bool:
-        """Whether there is a tier to swap to."""
+        """Whether there is a tier for swaps."""
         return self.out_bandwidth_bytes_per_s > 0 and self.in_bandwidth_bytes_per_s > 0
 
     @checked("problem.scaled(durations=0.5, out=2e9, back=2e9)", durations=0, out=0, back=0)
     def scaled(self, *, durations: float = 1.0, out: float | None = None, back: float | None = None) -> Self:
-        """The same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
+        """Return the same step on another device: ``durations`` times as long, with other lanes in bytes per second."""
         return replace(
             self,
             operators=tuple(replace(one, duration_s=one.duration_s * durations) for one in self.operators),
@@ -152,13 +154,13 @@ class RematProblem:
 
     @checked("problem.save('problem.json')")
     def save(self, file: str | Path) -> None:
-        """Writes the problem as JSON."""
+        """Write the problem as JSON."""
         Path(file).write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
 
     @classmethod
     @checked("RematProblem.load('problem.json')")
     def load(cls, file: str | Path) -> Self:
-        """Reads what ``save`` wrote. Raises ``ValueError`` for anything else."""
+        """Read what ``save`` wrote. Raise ``ValueError`` for anything else."""
         try:
             content: dict[str, Any] = read_json(Path(file))
             if content.pop("format") != _FORMAT:
@@ -181,7 +183,7 @@ _MOST_BYTES = 2**60
 
 
 def _check(problem: RematProblem) -> None:
-    """Raises ``ValueError`` for what no step can be, so that planners, some of them in C, need not look."""
+    """Raise ``ValueError`` for an impossible step, so that planners, some of them in C, need not check."""
     operators, storages = problem.operators, problem.storages
     _check_count("num_forward", problem.num_forward, len(operators))
     for at, storage in enumerate(storages):

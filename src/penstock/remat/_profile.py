@@ -1,11 +1,12 @@
-"""What each operator of a captured step costs on the device: seconds and workspace.
+"""Costs of a captured step's operators on the device: seconds and workspace.
 
-Every distinct operator (target, and shapes, strides, dtypes and constants of its arguments) is run alone on tensors
-made for it: the median of a few warm runs, and the bytes it takes beside its results. Generators are left as they were.
+Every distinct operator (target, and shapes, strides, dtypes and constants of its arguments) runs alone on tensors made
+for it. Its time is the median of a few warm runs; its workspace is the bytes that it takes in addition to its results.
+Generators are restored.
 
-`Costs` remembers what was measured. An operator on other sizes is not timed again: its time is that of the nearest
-sizes, scaled by floating-point operations where PyTorch counts them, else by bytes. Its workspace is measured by one
-run, unless operators of that kind had none so far.
+`Costs` remembers measurements. An operator on other sizes is not timed again: its time is that of the nearest sizes,
+scaled by floating-point operations if PyTorch counts them, else by bytes. Its workspace is measured in one run, unless
+operators of that kind have had none so far.
 """
 
 import functools
@@ -29,13 +30,16 @@ from penstock.tiers import generators_held
 
 _MAX_RUNS = 5
 _ENOUGH_S = 0.2
-"""An operator is not run again once its runs have taken so long together."""
+"""Total seconds of runs after which an operator is not run again."""
 _MARK_BYTES = 1_000_003
-"""Allocations of about this size separate operators in the record of memory: its clock is not good enough for that."""
+"""Approximate size of allocations that separate operators in the record of memory.
+
+The record's clock is not precise enough for that.
+"""
 _OVERHEAD_FLOPS, _OVERHEAD_BYTES = 250_000, 50_000
-"""What a core does in the time that starting an operator takes."""
+"""Work of a core in the time that starting an operator takes."""
 _UNKNOWN_BYTES_PER_S = 5e9
-"""The speed of operators that cannot be run alone, since they look at the numbers they are given."""
+"""Assumed speed of operators that cannot run alone, since they read the values of their arguments."""
 
 
 class _Sample(NamedTuple):
@@ -45,14 +49,14 @@ class _Sample(NamedTuple):
 
 
 class Costs:
-    """What operators cost, as far as it was measured; for steps that share operators, or run them on other sizes."""
+    """Measured costs of operators, for steps that share operators or run them on other sizes."""
 
     def __init__(self) -> None:
         self._exact: dict[Any, tuple[float, int]] = {None: (0.0, 0)}  # any: keys are nested
         self._samples: dict[Any, list[_Sample]] = {}
 
     def measure(self, captured: Captured) -> tuple[list[float], list[int], bool]:
-        """Seconds and workspace bytes of each operator, in its order, and whether some times were only scaled."""
+        """Return seconds and workspace bytes of each operator, in order, and whether some times were only scaled."""
         keys = [None if call.op == "placeholder" else _key(call) for call in captured.calls]
         fresh = {
             key: call
@@ -87,7 +91,10 @@ class Costs:
 
 
 class ModelledCosts(Costs):
-    """What operators would cost on a machine that is not here: the longer of computing and moving, no workspaces."""
+    """Modeled costs of operators on a machine that is not here.
+
+    They are the longer of computing and moving bytes, without workspaces.
+    """
 
     def __init__(self, machine: Machine):
         super().__init__()
@@ -104,14 +111,14 @@ class ModelledCosts(Costs):
 
 
 class _Run:
-    """An operator on tensors made for it, which live only while it is run."""
+    """An operator on tensors made for it, which live only while it runs."""
 
     def __init__(self, call: fx.Node, *, is_timed: bool):
         self.call, self.device = call, device_of(call)
         self.seconds = _bytes_of(call) / _UNKNOWN_BYTES_PER_S
-        """The median of a few runs, after one that warms up; an estimate for an operator that cannot be run."""
+        """The median of a few runs, after one for warming up; an estimate for an operator that cannot run."""
         self.works = False
-        """Whether it takes such tensors. Some look at the numbers and refuse them."""
+        """Whether it accepts such tensors. Some operators read the values and refuse them."""
         for self._filler in (0, 1):
             try:
                 run = self.made()
@@ -124,7 +131,7 @@ class _Run:
                 continue
 
     def made(self) -> Callable[[], Any]:
-        """The operator on fresh tensors."""
+        """Return the operator on fresh tensors."""
         return _runnable(self.call, self._filler)
 
 
@@ -146,7 +153,10 @@ def _runnable(call: fx.Node, filler: int) -> Callable[[], Any]:
 
 
 def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
-    """Bytes that each operator takes at its peak beside its results; 0 where a profiler of somebody else runs."""
+    """Return the bytes that each operator takes at its peak in addition to its results.
+
+    They are 0 while another profiler runs.
+    """
     found: dict[Any, int] = dict.fromkeys(runs, 0)
     on_cpu: list[Any] = []
     for key, run in runs.items():
@@ -158,7 +168,7 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
     if not on_cpu or not can_record("cpu"):
         return found
     mark_bytes = _MARK_BYTES + max(_made_bytes(run.call) for run in runs.values())  # no operator makes such a storage
-    with record_memory("cpu", this_thread_only=True) as recording:  # differences are all that matters
+    with record_memory("cpu", this_thread_only=True) as recording:  # only differences matter
         for key in on_cpu:
             operator = runs[key].made()
             torch.empty(mark_bytes, dtype=torch.uint8)
@@ -169,7 +179,7 @@ def _workspaces(runs: dict[Any, _Run]) -> dict[Any, int]:
     if len(marks) != 2 * len(on_cpu):
         raise InternalError(f"{len(marks)} marks between {len(on_cpu)} operators in the record of memory")
     for key, begin, end in zip(on_cpu, marks[::2], marks[1::2], strict=True):
-        taken = held[begin + 1 : end]  # the mark itself is gone again
+        taken = held[begin + 1 : end]  # the mark itself is already freed
         found[key] = max(0, max(taken) - taken[0] - _made_bytes(runs[key].call))
     return found
 
@@ -184,13 +194,13 @@ def _made_bytes(call: fx.Node) -> int:
 
 
 def _work(call: fx.Node) -> float:
-    """Floating-point operations, or bytes where PyTorch does not count them, and what starting takes."""
+    """Return floating-point operations, or bytes if PyTorch does not count them, plus the overhead of a start."""
     flops = _flops(call)
     return _OVERHEAD_FLOPS + flops if flops else _OVERHEAD_BYTES + _bytes_of(call)
 
 
 def _flops(call: fx.Node) -> float:
-    """Floating-point operations, 0 where PyTorch does not count them."""
+    """Return floating-point operations; 0 if PyTorch does not count them."""
     arguments, keywords = fx.node.map_arg((call.args, call.kwargs), lambda one: one.meta.get("val"))
     return counted_flops(call.target, arguments, keywords, call.meta.get("val"))
 
@@ -200,7 +210,10 @@ def _bytes_of(call: fx.Node) -> float:
 
 
 def _real(argument: Any, filler: int) -> Any:
-    """A tensor like a fake one. Indices are ``filler``: 0, which every table has, or 1, where that is the first."""
+    """Return a tensor like a fake one.
+
+    Indices are ``filler``: 0, which every table has, or 1, for operators whose first index is 1.
+    """
     if not isinstance(argument, fx.Node):
         return argument
     value = argument.meta["val"]
@@ -213,7 +226,7 @@ def _real(argument: Any, filler: int) -> Any:
 
 
 def _target(call: fx.Node) -> Any:
-    """Operators that cost alike, but for sizes."""
+    """Return a key of operators that cost the same, except for sizes."""
     return call.target, tuple(tensor.dtype for tensor in tensors_of(call)), tuple(sorted(taken_from(call) or ()))
 
 

@@ -1,6 +1,6 @@
-"""What a step runs outside of planned graphs: what autograd saves there is counted, or offloaded where there is a tier.
+"""The part of a step that runs outside of planned graphs. What autograd saves there is counted, or offloaded to a tier.
 
-Whatever Dynamo leaves eager saves its activations as plain PyTorch does. Hooks around the call see each of them.
+Code that Dynamo leaves eager saves its activations as plain PyTorch does. Hooks around the call see each of them.
 """
 
 import contextlib
@@ -14,47 +14,50 @@ from torch import nn
 from penstock.tiers import Budget, check_version, version_of
 
 _TINY_BYTES = 1024
-"""Storages below this are not counted."""
+"""Size below which storages are not counted."""
 
 
 class Offloading(Protocol):
-    """Moves what the eager rest saves; `penstock.offload`'s contexts do."""
+    """A context that offloads what the eager rest saves, such as those of `penstock.offload`."""
 
     def __enter__(self) -> object:
-        """Around the call of a step."""
+        """Enter it around the call of a step."""
 
     def __exit__(self, *_: Any) -> None:
-        """The end of it."""
+        """Leave it at the end of the call."""
 
     def close(self) -> None:
-        """Nothing will be moved any more."""
+        """Close it. Nothing is moved any more."""
 
 
 MakeOffloading = Callable[[nn.Module, Budget], Offloading]
-"""Makes one for a module and an account."""
+"""A function that makes an ``Offloading`` for a module and an account."""
 
 
 class EagerRest:
-    """Counts the bytes that autograd saves outside of planned graphs."""
+    """A counter of the bytes that autograd saves outside of planned graphs."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
-        """What is saved now and waits for backward."""
+        """Bytes that are saved now and wait for backward."""
         self.peak_bytes = 0
-        """The most at once, since it was read last."""
+        """The most bytes at once since the last reading."""
         self._standing: frozenset[int] = frozenset()
-        """Storages that are there anyway."""
+        """Storages that exist anyway."""
         self._entries: weakref.WeakValueDictionary[int, _Entry] = weakref.WeakValueDictionary()
 
     @contextlib.contextmanager
     def counting(self, standing: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """What is saved inside counts until it is freed, but for parameters and ``standing``: they are there anyway."""
+        """Count what is saved inside this context until it is freed.
+
+        Parameters and ``standing`` do not count, because they exist anyway.
+        """
         self._standing = frozenset(int(one.untyped_storage()._cdata) for one in standing if _is_counted(one))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
     def take_peak(self) -> int:
-        """The most bytes at once since this was called last."""
+        """Return the most bytes at once since the last call of this method."""
         peak, self.peak_bytes = self.peak_bytes, self.held_bytes
         return peak
 
@@ -74,7 +77,7 @@ class EagerRest:
 
 
 class _Entry:
-    """One storage that is saved."""
+    """One saved storage."""
 
     __slots__ = ("__weakref__", "_rest", "_size_bytes")
 
@@ -88,7 +91,7 @@ class _Entry:
 
 
 class _Saved:
-    """A saved tensor; the check for changes in place, which hooks switch off, is ours."""
+    """A saved tensor, with a check of our own for changes in place, because hooks switch off PyTorch's."""
 
     __slots__ = ("entry", "tensor", "version")
 
@@ -99,13 +102,16 @@ class _Saved:
 
 
 def _is_counted(tensor: torch.Tensor) -> bool:
-    """Whether its storage is bytes of its own."""
+    """Whether the tensor has plain bytes of its own."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_wrapped
 
 
 def is_refused_beside(error: RuntimeError) -> bool:
-    """Whether ``torch.func`` refuses to work beside hooks, which Dynamo may have switched off while it tried."""
+    """Whether ``torch.func`` refuses to work together with hooks.
+
+    Dynamo may have switched hooks off while it tried; they are switched on again.
+    """
     if "saved tensor hooks" not in str(error):
         return False
     torch._C._autograd._saved_tensors_hooks_enable()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Planning a step before it first runs: `optimize` and `max_batch`."""
+"""Planning of a step before it first runs: `optimize` and `max_batch`."""
 
 import functools
 import itertools
@@ -30,11 +30,11 @@ _numbers = itertools.count()
 
 
 class _TraceAgain(Exception):
-    """Dynamo has traced a step of its own accord, without the settings that it needs."""
+    """A sign that Dynamo has traced a step on its own, without the settings that the step needs."""
 
 
 class OptimizedStep:
-    """What ``optimize`` returns: call it like the module or function it was made from."""
+    """The result of ``optimize``. Call it like the module or function that it was made from."""
 
     def __init__(self, function: Callable[..., Any], session: Session, *, must_be_one_graph: bool = False):
         self._function = function
@@ -42,16 +42,16 @@ class OptimizedStep:
         self._session = session
         self._compiled: dict[Any, Callable[..., Any]] = {}  # any: shapes and constants
         self._otherwise: set[Any] = set()
-        """Kinds of arguments for which the model takes a path of its own for tracing."""
+        """Kinds of arguments for which the model takes its own path for tracing."""
         self._broken: Callable[..., Any] | None = None
-        """The step in several graphs, once it was found to have no single one."""
+        """The step in several graphs, if it was found not to be a single one."""
         self._codes: list[CodeType] = []
-        """Under which Dynamo keeps what it compiled."""
+        """Code objects under which Dynamo keeps what it compiled."""
         weakref.finalize(self, _dynamo.forget, self._codes).atexit = False
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Runs the step as planned; arguments of another shape are planned first."""
+        """Run the step as planned. Arguments of another shape are planned first."""
         if self._broken is not None:
             return self._broken(*arguments, **keywords)
         key = _signature(arguments, keywords)
@@ -60,11 +60,11 @@ class OptimizedStep:
                 return self._call(key, arguments, keywords)
             except Exception as error:
                 if not _dynamo.is_unsupported(error) and not isinstance(error, _TraceAgain):
-                    raise  # else what a guard looks at has changed
+                    raise  # otherwise something that a guard checks has changed
                 with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=key not in self._otherwise):
                     return self._call(key, arguments, keywords)
         breaks: list[Exception] = []
-        for as_eager in (True, False):  # some models have a path of their own for tracing, which has no breaks
+        for as_eager in (True, False):  # some models have a path for tracing, which has no breaks
             try:
                 return self._first_call(key, arguments, keywords, as_eager=as_eager)
             except Exception as error:
@@ -81,7 +81,7 @@ class OptimizedStep:
             try:
                 return self._call(key, arguments, keywords)
             except BaseException:
-                if self._session.num_planned == num_planned:  # else it was planned, and did not run
+                if self._session.num_planned == num_planned:  # otherwise it was planned, and did not run
                     del self._compiled[key]
                 raise
             finally:
@@ -98,7 +98,7 @@ class OptimizedStep:
             raise
 
     def _break_up(self, error: BaseException) -> None:
-        """From now on the step runs in as many graphs as Dynamo makes, with an eager rest."""
+        """Run the step from now on in as many graphs as Dynamo makes, with an eager rest."""
         why = _dynamo.why_unsupported(error)
         if self._must_be_one_graph:
             raise CaptureError(
@@ -132,7 +132,7 @@ class OptimizedStep:
 
     @property
     def plan(self) -> Planned:
-        """What was planned last, with ``explain()``. Raises ``ValueError`` before anything was."""
+        """The latest plan, with ``explain()``. Raises ``ValueError`` if nothing was planned yet."""
         if self._broken is not None:
             self._session.settle()
         if not self._session.planned:
@@ -144,19 +144,19 @@ class OptimizedStep:
         return self._session.planned[-1]
 
     def close(self) -> None:
-        """Gives back what it took of a shared ``Budget``, and ends its lanes. The step cannot be called again."""
+        """Return its share of a shared ``Budget`` and end its lanes. The step cannot be called again."""
         self._compiled, self._broken = {}, _closed
         _dynamo.forget(self._codes)
         self._session.close()
 
     @property
     def plans(self) -> Sequence[Planned]:
-        """What was planned for each shape of arguments."""
+        """The plans, one for each shape of arguments."""
         return tuple(self._session.planned)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """What is called inside is compiled and planned, but not run."""
+        """Compile and plan calls inside this context, but do not run them."""
         self._session.is_rehearsing = True
         try:
             yield
@@ -186,15 +186,17 @@ def optimize(
     strict: bool = False,
     fullgraph: bool = False,
 ) -> OptimizedStep:
-    """``step``, planned so that the device's true peak stays within ``budget``; the plan is made before it first runs.
+    """Return ``step`` with a plan that keeps the device's true peak within ``budget``.
+
+    It is planned before it first runs.
 
     Put the loss inside: a function that returns a scalar is planned whole, with backward beginning where forward ends.
 
     Args:
         step: a module, or a function that uses modules and returns tensors.
-        example_inputs: the positional arguments of a step; what is planned holds for their shapes, and others are
-            planned when they come.
-        budget: bytes of the device at the true peak, parameters, gradients and optimizer state included, as an ``int``
+        example_inputs: the positional arguments of a step. The plan holds for their shapes; other shapes are planned
+            when they first come.
+        budget: bytes of the device at the true peak, including parameters, gradients and optimizer state, as an ``int``
             or text such as ``"6GiB"``; a ``float`` is a share of the peak without a plan; ``None`` only reports. Or a
             ``penstock.tiers.Budget``, which carries ``host`` and ``disk`` too.
         optimizer: its state is counted, also before its first step.
@@ -203,24 +205,27 @@ def optimize(
         host: bytes of pinned host memory to swap to (CUDA).
         accumulates: whether gradients exist when backward makes new ones, as with gradient accumulation or
             ``zero_grad(set_to_none=False)``.
-        adds_gradients: ``False`` returns new gradients together at the end of backward, beside those that exist. Needed
-            only for hooks on ``AccumulateGrad`` nodes, which cannot be seen; hooks on tensors, and process groups, are.
-        method: ``"recompute"`` or ``"swap"`` leave the other out.
-        profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``; its times are taken instead
-            of measuring. A step with other operators is measured.
-        machine: times, and the rates of swaps, of a machine that is not here (``penstock.machines``) are taken instead
-            of measuring, and operators take no workspaces: to see what it would do, not to train.
-        compiler: ``"eager"`` runs the planned graphs node by node, with the results of plain PyTorch to the bit;
+        adds_gradients: ``False`` returns new gradients together at the end of backward, in addition to existing
+            ones. Needed only for hooks on ``AccumulateGrad`` nodes, which cannot be detected; hooks on tensors, and
+            process groups, are detected.
+        method: ``"recompute"`` or ``"swap"`` leaves out the other.
+        profile: a ``problem`` of the same step, from another plan or ``RematProblem.load``, whose times are used
+            instead of measuring. A step with other operators is measured.
+        machine: a machine that is not here (``penstock.machines``), whose times and swap rates are used instead of
+            measuring. Operators have no workspaces then: use it to see what the machine would do, not to train.
+        compiler: ``"eager"`` runs the planned graphs node by node, with results bit-identical to plain PyTorch's;
             ``"inductor"`` compiles what lies between swaps and random operators. It fuses, so its results are equal
-            within rounding, and a step is tried and measured first: one that leaves the budget runs node by node.
-        verify: compare the storages that are resident with the plan's after every operator, and a checksum of what was
-            swapped on its way back (slow).
-        strict: raise ``BudgetError`` where a step that is not one graph cannot keep the budget, instead of warning.
+            within rounding. A step is tried and measured first: one that exceeds the budget runs node by node.
+        verify: compare the resident storages with the plan's after every operator, and a checksum of swapped bytes on
+            their way back (slow).
+        strict: raise ``BudgetError`` instead of warning if a step that is not one graph cannot keep the budget.
         fullgraph: raise ``CaptureError`` for a step that is not one graph.
 
-    Raises ``BudgetError`` for a budget that cannot be met, naming the smallest that can, and ``TypeError`` where
-    ``example_inputs`` is no sequence. A step that is not one graph, since Python looks at its numbers or PyTorch cannot
-    trace a part, warns (``GraphBreakWarning``) and runs as with ``compile``: it is planned when it has run once.
+    Raises ``BudgetError``, which names the smallest budget that works, if the budget is too small, and ``TypeError`` if
+    ``example_inputs`` is not a sequence. A step is not one graph if Python reads values of its tensors or PyTorch
+    cannot trace a part. It then warns (``GraphBreakWarning``) and runs as with ``compile``: it is planned once it has
+    run.
+
     Method: Libra (Wang, NTHU 2024).
     """
     if isinstance(step, type):
@@ -262,13 +267,13 @@ def max_batch(
     start: int = 1,
     **options: Any,
 ) -> int:
-    """The largest batch whose plan fits ``budget``; 0 if not even ``start`` does.
+    """Return the largest batch whose plan fits ``budget``; 0 if not even ``start`` does.
 
-    ``make(batch)`` returns a step and its example inputs for a batch of that size, as ``optimize`` takes them;
-    ``options`` are those of ``optimize``. Nothing is trained: sizes are doubled from ``start``, then bisected, each one
-    captured and planned. Raises what ``optimize`` raises, but for ``BudgetError``.
+    ``make(batch)`` returns a step and its example inputs for a batch of that size, as ``optimize`` takes them.
+    ``options`` are those of ``optimize``. Nothing is trained: sizes are doubled from ``start``, then bisected, and each
+    one is captured and planned. Raises what ``optimize`` raises, except ``BudgetError``.
     """
-    if isinstance(budget, tiers.Budget):  # trials stand on nobody's account
+    if isinstance(budget, tiers.Budget):  # trials are charged to no account
         budget = budget.alone(device=budget.room_bytes("device"), host=budget.host_bytes)
 
     def fits(batch: int) -> bool:
@@ -291,7 +296,7 @@ def max_batch(
 
 
 def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # any: nested, hashable
-    """What a plan holds for: shapes, dtypes and devices of the arguments, and whether gradients are wanted."""
+    """Return the key of a plan: shapes, dtypes and devices of the arguments, and whether gradients are enabled."""
 
     def part(one: Any) -> Any:
         if isinstance(one, torch.Tensor):
@@ -303,12 +308,12 @@ def _signature(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:  # 
 
 
 def _held_by_its_step(session: Session) -> Callable[..., Any]:
-    """The session as a backend: PyTorch keeps backends, and with a session whatever it holds."""
+    """Return a backend that refers weakly to the session: PyTorch keeps backends, and with them what they hold."""
     found = weakref.ref(session)
 
     def backend(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         held = found()
-        assert held is not None  # whoever calls the step has it
+        assert held is not None  # the caller of the step holds it
         if not _dynamo.is_tracing_a_step():
             raise _TraceAgain
         return held.take(module)
@@ -317,7 +322,7 @@ def _held_by_its_step(session: Session) -> Callable[..., Any]:
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of ``function`` in a new code object: Dynamo limits recompilations per code object."""
+    """Return a call of ``function`` in a new code object, because Dynamo limits recompilations per code object."""
 
     def step(*arguments: Any, **keywords: Any) -> Any:
         return function(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""The sequences of graphs that steps were seen to call, with the plan of each graph."""
+"""The known sequences of graphs that steps call, with the plan of each graph."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import Decision
 
 _MAX_SEQUENCES = 64
-"""The one that was remembered longest ago is forgotten."""
+"""Limit of sequences; the one that was remembered first is forgotten."""
 
 Key = tuple[int, ...]
 """Identities of a sequence's variants."""
@@ -18,16 +18,16 @@ Key = tuple[int, ...]
 
 @dataclass(slots=True)
 class Known:
-    """Graphs that a step calls in turn, and the plan of each."""
+    """Graphs that a step calls one after the other, and the plan of each."""
 
     variants: tuple[Variant, ...]
     plans: tuple[RematPlan, ...]
     planned: Planned | None
-    """``None`` where they do not fit the budget, and take as little as they can."""
+    """``None`` if they do not fit the budget, and take as little as they can."""
 
 
 class Sequences:
-    """What is known, the latest last."""
+    """The known sequences, the latest last."""
 
     def __init__(self) -> None:
         self._known: dict[Key, Known] = {}
@@ -39,11 +39,11 @@ class Sequences:
         return iter(self._known)
 
     def has(self, variants: Sequence[Variant]) -> bool:
-        """Whether just these graphs are a sequence."""
+        """Whether exactly these graphs are a sequence."""
         return tuple(map(id, variants)) in self._known
 
     def remember(self, made: Known) -> list[Key]:
-        """Adds one. Returns what is forgotten for it."""
+        """Add a sequence. Return the keys of those that are forgotten for it."""
         self._known[tuple(map(id, made.variants))] = made
         forgotten = list(self._known)[:-_MAX_SEQUENCES]
         for oldest in forgotten:
@@ -51,12 +51,12 @@ class Sequences:
         return forgotten
 
     def forget(self, variant: Variant | None = None) -> None:
-        """Forgets those with a graph, or all."""
+        """Forget the sequences with a graph, or all."""
         kept = {key: one for key, one in self._known.items() if variant is not None and variant not in one.variants}
         self._known = kept
 
     def longest(self, variants: Sequence[Variant], used: Sequence[RematPlan]) -> Known | None:
-        """The longest that begins with ``variants``, of which all but the last were called as in ``used``."""
+        """Return the longest that begins with ``variants``, called with the plans ``used`` except for the last."""
         so_far = list(map(id, variants))
         fitting = [
             one
@@ -66,15 +66,15 @@ class Sequences:
         return max(fitting, key=lambda one: len(one.variants), default=None)
 
     def alike(self, variants: Sequence[Variant]) -> list[Known]:
-        """Those of the same graphs for other arguments, the latest first."""
+        """Return the sequences of the same graphs for other arguments, the latest first."""
         does = [one.piece.does for one in variants]
         return [one for one in reversed(self._known.values()) if [two.piece.does for two in one.variants] == does]
 
     def of_larger(self, variants: Sequence[Variant], used: Sequence[RematPlan]) -> list[Known]:
-        """Sequences of graphs like ``variants``, none smaller, that were called as in ``used``; the longest first.
+        """Return sequences of graphs like ``variants``, none smaller, that begin with the plans ``used``.
 
-        A short last batch is the first step of its kind, and so is one of a size that Dynamo has made a symbol
-        meanwhile. If the step goes on as such a sequence does, it takes no more.
+        A short last batch is the first step of its kind, and so is one of a size that Dynamo has meanwhile made a
+        symbol. If the step continues like such a sequence, it takes no more memory. The longest sequences come first.
         """
         so_far = [one.decisions for one in used]
         fitting = [
@@ -89,12 +89,12 @@ class Sequences:
 
 
 def joined(plans: Sequence[RematPlan]) -> list[Decision]:
-    """The decisions of the whole, from those of its graphs."""
+    """Return the decisions of the whole, from those of its graphs."""
     return list(itertools.chain.from_iterable(one.decisions for one in plans))
 
 
 def _is_within(variant: Variant, other: Variant) -> bool:
-    """Whether the two have the same operators on the same storages, none of which is smaller in ``other``."""
+    """Whether both have the same operators on the same storages, none of which is smaller in ``other``."""
     if variant is other:
         return True
     one, two = variant.problem, other.problem

@@ -1,12 +1,12 @@
 """One budget over all graphs of a step: which plan each of their calls follows.
 
-A step begins when a graph is called while nothing of an earlier call waits for backward. What it calls until then, in
-order, is its sequence. In a sequence that was never seen every graph saves as little for backward as it can, or what
-it saves in a known sequence of larger ones. Once the step has ended, its graphs are planned together (`_together.py`),
-and the next such step follows that plan. A step that leaves its sequence is learned in turn. Where a single graph is
-known to be the whole step, it is planned before it first runs.
+A step begins when a graph is called while nothing of an earlier call waits for backward. The graphs that it calls until
+then, in order, are its sequence. In an unknown sequence every graph saves as little for backward as it can, or what it
+saves in a known sequence of larger graphs. Once the step has ended, its graphs are planned together (`_together.py`),
+and the next such step follows that plan. A step that leaves its sequence is learned as a new one. A single graph that
+is known to be the whole step is planned before it first runs.
 
-What does not fit the budget even so is said: `BudgetNotKeptWarning`, or the `BudgetError` itself with ``strict=True``.
+If the budget still cannot be kept: `BudgetNotKeptWarning`, or the `BudgetError` itself with ``strict=True``.
 """
 
 import threading
@@ -44,88 +44,88 @@ from penstock.tiers import Charges, Footprint
 from penstock.units import parse_bytes
 
 _MAX_MEASURED = 4
-"""Steps of a sequence are measured until one keeps the budget, and no more often than that."""
+"""Limit of measured steps per sequence. Measuring ends earlier when a step keeps the budget."""
 _TOLERANCE = 200
-"""A step that takes so small a part of the budget more than the budget keeps it."""
+"""Divisor of the budget: a step that exceeds it by at most that part counts as keeping it."""
 _WORTH_MEASURING = 0.05
-"""Of the budget: where an eager rest saves less, nothing is said if it cannot be measured."""
+"""Share of the budget below which an eager rest that cannot be measured causes no warning."""
 _MAX_TRIED, _MAX_MISSED = 16, 3
 _MAX_PLANNED = 256
 _MAX_CALLS = 1024
-"""Of one step. A caller who keeps results of steps whose backward never comes makes one endless step."""
+"""Limit of calls per step. A caller who keeps results whose backward never comes makes one endless step."""
 
 
 class _Halves:
-    """Forward and backward of a graph as one plan says."""
+    """Forward and backward of a graph by one plan."""
 
     def __init__(self, plan: RematPlan, forward: _aot.Runner, backward: _aot.Runner):
         self.plan, self.forward, self.backward = plan, forward, backward
 
 
 class _OfThread(threading.local):
-    """The step that a thread is in."""
+    """The current step of a thread."""
 
     def __init__(self) -> None:
         self.live: dict[int, Call] = {}
-        """Calls whose backward is to come."""
+        """Calls whose backward may come."""
         self.step: list[Done] = []
         """Calls of the step, in order."""
         self.following: Known | None = None
         """The sequence that the step follows."""
         self.is_new = False
-        """Whether the step has left every sequence that is known."""
+        """Whether the step has left every known sequence."""
 
 
 class Session:
-    """Plans what Dynamo brings, and keeps what it planned."""
+    """A planner of the graphs that Dynamo makes, with their plans."""
 
     def __init__(self, settings: Settings, *, is_one_graph: bool = False, options: object = None):
         self.settings = settings
         self.options = options
-        """As the user gave them to ``torch.compile``."""
+        """Options, as the user gave them to ``torch.compile``."""
         self.is_one_graph = is_one_graph
         """Whether every graph is a step of its own, so that the first call can be planned."""
         self.planned: list[Planned] = []
-        """In the order in which they were made; the latest, where there are very many."""
+        """Plans in the order in which they were made; only the latest, if there are very many."""
         self.num_planned = 0
         self.has_rest = not is_one_graph
-        """Whether what cannot be captured may run eagerly."""
+        """Whether code that cannot be captured may run eagerly."""
         self.is_rehearsing = False
-        """Whether forward stops before its first operator: only the plan is wanted."""
+        """Whether forward stops before its first operator, because only the plan is wanted."""
         self.tiers: _swap.Tiers | None = None
-        """Where swaps go, once a plan has some."""
+        """The tiers of swaps, once a plan has some."""
         self.charges: Charges | None = None
-        """What the step takes of an account that others share."""
+        """The step's share of an account that others also use."""
         self.trials: list[Trial] = []
-        """Of plans that Inductor is to compile."""
+        """Trials of plans that Inductor has to compile."""
         self.pieces: list[Piece] = []
         self.num_calls = 0
-        """Of what was compiled, so far."""
+        """Number of calls of what was compiled, so far."""
         self.has_warned_of_pieces = False
         self.modules: tuple[nn.Module, ...] = ()
-        """Of the step, as far as they are known: parameters stand there also where only the eager rest uses them."""
+        """Known modules of the step. Their parameters count even if only the eager rest uses them."""
         self.rest_bytes = 0
-        """What the eager rest of a step had saved at most, beside the graphs."""
+        """The most bytes that the eager rest of a step has saved, in addition to the graphs."""
         self.outside_bytes = 0
-        """What measured steps took beyond their plans: a loss outside of the model, what eager operators work with."""
+        """Bytes of measured steps beyond their plans: a loss outside of the model, workspace of eager operators."""
         self.buckets_bytes = 0
-        """What DDP holds beside the gradients."""
+        """Bytes that DDP holds in addition to the gradients."""
         self._footprint = Footprint()
         self._costs = Costs() if settings.machine is None else ModelledCosts(settings.machine)
         self._lock = threading.RLock()
         self._mine = _OfThread()
         self._waiting: dict[int, dict[int, Call]] = {}
-        """For each call whose backward is to come, those of its thread."""
+        """For each call whose backward may come, the live calls of its thread."""
         self._sequences = Sequences()
         self._whole_steps: set[tuple[int, ...]] = set()
-        """What the graphs did that steps were made of, whatever their sizes."""
+        """Sequences of graphs that were whole steps, as hashes that do not depend on sizes."""
         self.not_kept = NotKept(strict=settings.strict)
         self._tries_left, self._num_missed = _MAX_TRIED, 0
-        """How many more steps may be measured, and how many could not be."""
+        """Number of steps that may still be measured, and number that could not be."""
         self._num_measured: dict[tuple[int, ...], int] = {}
-        """How often steps of each sequence were, until one kept the budget."""
+        """How often steps of each sequence were measured, until one kept the budget."""
         self._largest_bytes = 0
-        """The largest peak of a step without a plan so far, of which a budget may be a share."""
+        """The largest peak of a step without a plan so far. A budget may be a share of it."""
 
     @property
     def adds_gradients(self) -> bool:
@@ -134,11 +134,11 @@ class Session:
 
     @property
     def is_functional(self) -> bool:
-        """Inductor wants functional graphs, and sums in place itself."""
+        """Whether graphs must be functional. Inductor needs that, and sums in place itself."""
         return self.settings.compiler != "eager"
 
     def take(self, module: fx.GraphModule) -> Callable[..., Any]:
-        """A graph of Dynamo's; what is returned runs it. PyTorch keeps that for ever, so it holds nothing."""
+        """Take a graph of Dynamo's, and return its runner. PyTorch keeps the runner forever, so it holds nothing."""
         _dynamo.warn_if_untested()
         piece = Piece(self, module, _dynamo.break_after(module))
         self.pieces.append(piece)
@@ -156,7 +156,7 @@ class Session:
         return _dynamo.outside(run)
 
     def close(self) -> None:
-        """Gives back what was taken of the account, and ends the lanes of swaps."""
+        """Return its share of the account, and end the lanes of swaps."""
         self.pieces = []
         self._sequences.forget()
         self._mine.step, self._mine.following = [], None
@@ -166,7 +166,7 @@ class Session:
             self.tiers.close()
 
     def describe(self, variant: Variant) -> RematProblem:
-        """The step of a captured graph alone, with measured operators."""
+        """Return the problem of a captured graph alone, with measured operators."""
         captured = variant.captured
         assert captured is not None
         settings = self.settings
@@ -191,7 +191,7 @@ class Session:
         )
 
     def emitted(self, variant: Variant, made: RematPlan) -> _Halves:
-        """Both halves of a variant as a plan for it says."""
+        """Return both halves of a variant by a plan for it."""
         captured, joint, problem = variant.captured, variant.joint, variant.problem
         assert captured is not None and joint is not None and problem is not None
         if made.gone_slots and self.tiers is None:
@@ -210,7 +210,7 @@ class Session:
         return _Halves(made, *runners)
 
     def begin(self, variant: Variant, arguments: Sequence[Any]) -> Call:
-        """A call of ``variant`` begins. Raises `RehearsalOver` where only its plan was wanted."""
+        """Begin a call of ``variant``. Raise `RehearsalOver` if only its plan is wanted."""
         with self._lock:
             if len(self._mine.step) >= _MAX_CALLS:
                 self._mine.live.clear()
@@ -228,27 +228,27 @@ class Session:
             return call
 
     def settle(self) -> None:
-        """Learns from the last step, if it is over."""
+        """Learn from the last step, if it is over."""
         with self._lock:
             if not self._mine.live:
                 self._end_step()
 
     def left_eager(self, why: str) -> None:
-        """A graph cannot be captured; what it saves counts as that of the eager rest does."""
+        """Report a graph that cannot be captured. What it saves counts like that of the eager rest."""
         warn(
             f"part of the step runs eagerly, since it cannot be captured: {why}. What it saves counts in the budget",
             GraphBreakWarning,
         )
 
     def _mark_calls(self) -> None:
-        """Calls that others of their step, or an eager rest, stand beside leave adding gradients to autograd."""
+        """Let autograd add gradients of calls that share their step with other calls or an eager rest."""
         if len(self._mine.step) > 1 or self.rest_bytes:
             for one in self._mine.step:
                 if one.call is not None:
                     one.call.is_alone = False
 
     def rest_saved(self, size_bytes: int) -> None:
-        """What the eager rest of a call had saved. More than ever before leaves less for the graphs."""
+        """Note what the eager rest of a call has saved. A new maximum leaves less for the graphs."""
         with self._lock:
             if size_bytes and not self.rest_bytes:
                 self.rest_bytes = 1
@@ -267,7 +267,7 @@ class Session:
                 self._mine.step.append(last)
 
     def held_by_ddp(self, size_bytes: int) -> None:
-        """DDP is found out when its forward calls a step."""
+        """Note the bytes of DDP, which is detected when its forward calls a step."""
         with self._lock:
             if size_bytes > self.buckets_bytes:
                 self.buckets_bytes = size_bytes
@@ -275,13 +275,13 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
+        """The device of the step."""
         known = [one for piece in self.pieces for one in piece.devices()]
         return max(known, key=is_accelerator, default=torch.device("cpu"))
 
     @property
     def wants_to_be_measured(self) -> bool:
-        """Whether steps were planned, or nothing of them can be, and the peak of some is not known yet."""
+        """Whether steps were planned, or cannot be, and the peak of some is not known yet."""
         is_known = bool(self._sequences) if self.pieces else self.rest_bytes > 0
         return self._has_bytes and is_known and self._tries_left > 0
 
@@ -291,14 +291,14 @@ class Session:
         return not isinstance(self.settings.budget, float) and self.settings.account().device_bytes is not None
 
     def could_be_measured(self, answer: bool) -> None:
-        """Whether it was possible to begin with that. Where it never is, the user hears of it."""
+        """Note whether a measurement could begin. If it never can, warn the user."""
         self._num_missed += not answer
         budget_bytes = self.settings.account().device_bytes or 0
         if self._num_missed == _MAX_MISSED and self.rest_bytes > _WORTH_MEASURING * budget_bytes:
             self.not_kept.profiled(self.rest_bytes)
 
     def was_measured(self, taken_bytes: int) -> None:
-        """A step took so many bytes beside what stood before. Too many leave less for the graphs."""
+        """Note the bytes that a step took beyond those at its start. An excess leaves less for the graphs."""
         with self._lock:
             planned = None if self._mine.following is None else self._mine.following.planned
             had_backward = all(one.call is not None and one.call.had_backward for one in self._mine.step)
@@ -323,13 +323,13 @@ class Session:
                 self.not_kept.measured(peak_bytes, planned.budget_bytes)
 
     def _ran_eagerly(self, peak_bytes: int) -> None:
-        """A step of which nothing was compiled took so many bytes."""
+        """Note the bytes of a step of which nothing was compiled."""
         budget_bytes = self.settings.account().device_bytes or 0
         if peak_bytes > budget_bytes:
             self.not_kept.eagerly(peak_bytes, budget_bytes)
 
     def _standing_before(self, step: Sequence[Done]) -> int:
-        """What stood when the step began: parameters, the gradients that there were, optimizer state, arguments."""
+        """Return the bytes at the step's start: parameters, existing gradients, optimizer state, arguments."""
         calls = sum(self._in_every_call(one.variant.captured) for one in step if one.variant.captured is not None)
         missing = {key: size for one in step for key, size in one.statics.missing.items()}
         if self.settings.accumulates:
@@ -350,11 +350,11 @@ class Session:
                 self._correct(done)
 
     def _correct(self, done: Done) -> None:
-        """Times that were scaled from other sizes become those of a step: its second, since the first one warms up."""
+        """Correct times that were scaled from other sizes, by a second step, since the first one warms up."""
         variant, problem = done.variant, done.variant.problem
         variant.num_calls += 1
         if variant.num_calls < 2 or problem is None or done.call is None or self.device.type != "cpu":
-            return  # on other devices the host's clock tells nothing of operators
+            return  # on other devices the host's clock does not measure operators
         made = done.plan
         factor = done.call.seconds / max(made.step_s + made.extra_s, 1e-9)
         variant.problem, variant.is_scaled = problem.scaled(durations=factor), False
@@ -363,7 +363,7 @@ class Session:
                 times = {name: getattr(made, name) * factor for name in ("step_s", "extra_s", "stall_s")}
                 problem = planned.problem.scaled(durations=factor)
                 self.planned[at] = replace(planned, problem=problem, plan=replace(made, **times))
-        if made.gone_slots:  # what a lane can hide is another question now
+        if made.gone_slots:  # a lane may now hide more or less
             self._sequences.forget(variant)
             self._mine.is_new = True
 
@@ -376,7 +376,7 @@ class Session:
             try:
                 following = self._mine.following = self._planned_alone(variant, statics)
             except BudgetError:
-                if not self.outside_bytes:  # else it runs as lean as it can, and the user hears of it
+                if not self.outside_bytes:  # otherwise it runs as lean as it can, and the user is warned
                     raise
         if following is None:
             self._mine.is_new = True
@@ -386,20 +386,20 @@ class Session:
         return following.plans[at]
 
     def _is_a_step(self, variant: Variant) -> bool:
-        """Whether a graph that is called first is all of its step: so it was for arguments of other kinds."""
+        """Whether a graph that is called first is its whole step, as it was for other kinds of arguments."""
         does = variant.piece.does
         return self.is_one_graph or {one for one in self._whole_steps if one[0] == does} == {(does,)}
 
     def _known(self, variant: Variant) -> Known | None:
-        """The longest sequence that begins as this step did, with the same plans."""
+        """Return the longest sequence that begins like this step, with the same plans."""
         return self._sequences.longest(*self._so_far(variant))
 
     def _so_far(self, variant: Variant) -> tuple[list[Variant], list[RematPlan]]:
-        """What the step has called, ``variant`` the last, and the plans that it followed before."""
+        """Return the graphs that the step has called, ``variant`` last, and the plans that it followed before."""
         return [*(one.variant for one in self._mine.step), variant], [one.plan for one in self._mine.step]
 
     def _as_larger(self, variant: Variant, statics: Statics) -> RematPlan | None:
-        """The plan that the graph has in a sequence of larger ones, if the step may become such a one."""
+        """Return the graph's plan in a sequence of larger graphs, if the step may continue like it."""
         problem = variant.problem
         assert problem is not None
         budget_bytes = self._budget_of(problem, statics.parameters)
@@ -413,7 +413,7 @@ class Session:
         return None
 
     def _leanest(self, variant: Variant, statics: Statics) -> RematPlan:
-        """The plan that leaves the least behind. Raises ``BudgetError`` where the graph does not fit even alone."""
+        """Return the plan that leaves the fewest bytes. Raise ``BudgetError`` if the graph does not fit even alone."""
         problem = variant.problem
         assert problem is not None
         if isinstance(self.settings.budget, float):
@@ -430,7 +430,7 @@ class Session:
         return variant.leanest
 
     def _beside_bytes(self, variant: Variant, statics: Statics) -> int:
-        """What the step holds that is none of a graph's own, if it is called now."""
+        """Return the bytes that the step holds in addition to a graph's own, if the graph is called now."""
         problem = variant.problem
         assert problem is not None
         waiting = [one for one in self._mine.step if id(one.call) in self._mine.live]
@@ -438,7 +438,7 @@ class Session:
         return self._static_bytes([*waiting, Done(variant, statics)]) + saved_bytes - problem.static_bytes
 
     def _must_fit(self, variant: Variant, made: RematPlan, statics: Statics) -> None:
-        """Says so where a graph does not fit beside what the step's earlier ones have saved."""
+        """Report a graph that does not fit together with what earlier graphs of the step have saved."""
         problem = variant.problem
         assert problem is not None
         if isinstance(self.settings.budget, float):
@@ -450,7 +450,7 @@ class Session:
             say(peak_bytes, budget_bytes)
 
     def _end_step(self) -> None:
-        """Plans what the last step called, if that is new."""
+        """Plan the graphs that the last step called, if the sequence is new."""
         step, is_new = self._mine.step, self._mine.is_new
         self._mine.step, self._mine.following, self._mine.is_new = [], None, False
         if not step:
@@ -465,20 +465,20 @@ class Session:
                 self.not_kept.together(error, breaks, self.rest_bytes + self.outside_bytes)
 
     def plans(self) -> list[Planned]:
-        """What was planned, the latest for each kind of step that came."""
+        """Return the latest plan for each kind of step so far."""
         self.settle()
         return list({one.shapes: one for one in self.planned}.values())
 
     def explain(self, most: int | None) -> str:
-        """Every plan in words; ``most`` storages of each."""
+        """Return every plan as text, with ``most`` storages of each."""
         return "\n\n".join(one.explain(most) for one in self.plans()) or NOTHING_PLANNED
 
     def _planned_alone(self, variant: Variant, statics: Statics) -> Known:
-        """The plan of a graph that is a step."""
+        """Plan a graph that is a whole step."""
         problem, captured = variant.problem, variant.captured
         assert problem is not None and captured is not None
         elsewhere = {key: size for key, size in self._modules_bytes().items() if key not in statics.parameters}
-        unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # which the graph adds nothing to
+        unchanged_bytes = max(0, statics.gradient_bytes - captured.gradient_bytes)  # the graph adds nothing to these
         beside_bytes = self.rest_bytes + self.outside_bytes + unchanged_bytes + sum(elsewhere.values())
         if beside_bytes:
             problem = replace(problem, static_bytes=problem.static_bytes + beside_bytes)
@@ -486,7 +486,7 @@ class Session:
         return self._remember([variant], (made.plan,), made)
 
     def _planned_together(self, step: Sequence[Done]) -> Known:
-        """The plans of the graphs of a step that was run."""
+        """Plan the graphs of a step that has run."""
         if len(step) == 1:
             return self._planned_alone(step[0].variant, step[0].statics)
         problems = [one.variant.problem for one in step if one.variant.problem is not None]
@@ -498,7 +498,7 @@ class Session:
         return self._remember(variants, plans_of(problems, made.plan), made)
 
     def _say_if_above(self, problem: RematProblem, budget_bytes: int, step: Sequence[Done]) -> None:
-        """What the graphs of a step that was run took together is known only now."""
+        """Report it if a step took more than the budget. That is known only after it has run."""
         is_whole = all(one.call and one.call.had_backward and not one.plan.gone_slots for one in step)
         if is_whole and not isinstance(self.settings.budget, float):
             peak_bytes = plan_of(problem, joined([one.plan for one in step])).peak_bytes
@@ -506,7 +506,7 @@ class Session:
                 self.not_kept.perhaps_first(peak_bytes, budget_bytes)
 
     def _as_low_as_it_goes(self, step: Sequence[Done]) -> None:
-        """Steps like one that was run, and does not fit, take as little as they can."""
+        """Let steps like one that has run and does not fit take as little as they can."""
         problems = [one.variant.problem for one in step if one.variant.problem is not None]
         problem = merged(problems, links_of(step), self._static_bytes(step))
         made = lowest_plan(problem, method=self.settings.method)
@@ -535,7 +535,7 @@ class Session:
         return made
 
     def _static_bytes(self, step: Sequence[Done]) -> int:
-        """What stands all along while the graphs of a step run, each tensor once."""
+        """Return the bytes that exist all the time while the graphs of a step run, each tensor once."""
         parameters = self._modules_bytes()
         parameters |= {key: size for one in step for key, size in one.statics.parameters.items()}
         others = {key: size for one in step for key, size in one.statics.others.items()}
@@ -547,7 +547,7 @@ class Session:
         return sum(parameters.values()) + sum(others.values()) + beside_bytes
 
     def _modules_bytes(self) -> dict[int, int]:
-        """Bytes of all parameters that are known, and of the gradients that they have or will get."""
+        """Return the bytes of all known parameters, and of the gradients that they have or will get."""
         factor = 2 if self.settings.accumulates else 1
         found: dict[int, int] = {}
         for module in self.modules:
@@ -570,7 +570,7 @@ class Session:
         return parse_bytes(self.settings.reserve) + state_bytes + self.buckets_bytes
 
     def _take(self, problem: RematProblem, made: RematPlan, parameters: dict[int, int]) -> None:
-        """Enters what the step takes beside what other rooms hold; plans of one step share what stands between them."""
+        """Charge the account with what the step takes. Plans of one step share what exists between them."""
         if not isinstance(self.settings.budget, tiers.Budget):
             return
         if self.charges is None:
@@ -592,7 +592,7 @@ class Session:
             self._largest_bytes = max(self._largest_bytes, keep_all)
             return int(budget * self._largest_bytes)
         own = replace(self._footprint, tensors={**self._footprint.tensors, **parameters})
-        if self.charges is not None:  # what stands there of plans for other shapes is this step's own
+        if self.charges is not None:  # the account's charges for plans of other shapes are this step's own
             self.charges.enter(own, force=True)
         room_bytes = self.settings.account().step_room_bytes(own)
         return 2**62 if room_bytes is None else max(0, room_bytes)

@@ -1,4 +1,4 @@
-"""What a step is planned for, whichever door it comes through."""
+"""Settings with which a step is planned, for every entry point."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
@@ -16,36 +16,39 @@ _EXAMPLE = "penstock.remat.compile(model, budget='6GiB')"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a step is planned for."""
+    """Settings with which a step is planned."""
 
     budget: Size | float | tiers.Budget | None
-    """Bytes, text such as ``"6GiB"``, a share of the peak without a plan (a ``float``), or a ``Budget`` with tiers."""
+    """A budget in bytes, as a number or text such as ``"6GiB"``, or a ``Budget`` with tiers.
+
+    A ``float`` is a share of the peak without a plan.
+    """
     optimizer: torch.optim.Optimizer | None = None
-    """Its state is counted, also before its first step."""
+    """The optimizer, whose state is counted, also before its first step."""
     reserve: Size = 0
-    """Further bytes that the process holds on the device beside this step."""
+    """Further bytes that the process holds on the device in addition to this step."""
     disk: tiers.DiskSpec = None
-    """Where to swap to."""
+    """Directories to swap to."""
     host: Size | None = None
     """Bytes of pinned host memory to swap to (CUDA)."""
     accumulates: bool = True
     """Whether gradients exist when backward makes new ones; ``False`` with ``zero_grad(set_to_none=True)``."""
     adds_gradients: bool = True
-    """Whether backward adds each gradient to the one that exists where it is made; else it returns all at its end."""
+    """Whether backward adds each gradient to an existing one where it is made; else it returns all at its end."""
     method: Method = "hybrid"
-    """What a plan may use."""
+    """The means that a plan may use."""
     machine: Machine | None = None
-    """Whose times are taken instead of measuring: for plans alone, which are not to be run here."""
+    """A machine whose times are used instead of measuring, for plans that are not run here."""
     profile: RematProblem | None = None
-    """A problem of the same step, whose times and workspaces are taken instead of measuring."""
+    """A problem of the same step, whose times and workspaces are used instead of measuring."""
     compiler: Literal["eager", "inductor"] = "eager"
-    """What runs the planned graphs: node by node, or Inductor where that keeps within the budget."""
+    """How the planned graphs run: node by node, or by Inductor if that keeps the budget."""
     verify: bool = False
-    """Compare the storages that are resident with the plan's after every operator, and checksums of swaps (slow)."""
+    """Whether to compare resident storages with the plan's after every operator, and checksums of swaps (slow)."""
     as_eager: bool = True
-    """Whether a model that asks ``torch.compiler.is_compiling()`` is told no, so that it takes eager PyTorch's path."""
+    """Whether ``torch.compiler.is_compiling()`` is ``False`` for the model, so that it takes eager PyTorch's path."""
     strict: bool = False
-    """Raise an error where the budget cannot be kept, instead of warning."""
+    """Whether to raise an error instead of warning if the budget cannot be kept."""
 
     def __post_init__(self) -> None:
         check_fields(self, _EXAMPLE)
@@ -56,24 +59,24 @@ class Settings:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether there is somewhere to move things to."""
+        """Whether there is a tier to move storages to."""
         account = self.account()
         return bool(account.disk_bytes) or bool(account.tiers) or account.host_bytes is not None
 
     def account(self) -> tiers.Budget:
-        """The budget as one account."""
+        """Return the budget as one account."""
         if isinstance(self.budget, tiers.Budget):
             return self.budget
         size = None if isinstance(self.budget, float) or self.budget is None else self.budget
         return tiers.Budget(device=size, host=self.host, disk=self.disk)
 
     def as_options(self) -> dict[str, Any]:
-        """As `of_options` takes them."""
+        """Return the settings in the form that `of_options` takes."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @classmethod
     def of_options(cls, options: dict[str, Any]) -> Self:
-        """Settings from a dict, as ``torch.compile`` passes them. Raises ``ValueError`` for others than there are."""
+        """Make settings from a dict, as ``torch.compile`` passes them. Raise ``ValueError`` for unknown options."""
         if "budget" not in options:
             given = f" beside {sorted(options)}" if options else ""
             raise ValueError(

@@ -1,16 +1,16 @@
-"""What a set of decisions costs: the order of operators with everything recomputed, its peak and its time.
+"""Simulation of a set of decisions: the order of operators with all recomputation, its peak and its time.
 
-The rules, shared with the compiled version in `native/remat.c`, which is 30 times faster and must agree bit for bit:
+The compiled version in `native/remat.c` follows the same rules. It is 30 times faster and must agree bit for bit.
 
-- Forward runs as it is. After its last use in forward a storage goes, unless it is kept; one that is swapped goes when
-  its copy out has ended as well.
-- Before a backward operator runs, what it needs and is absent is made: producers, their absent inputs' producers, and
-  so on, up to storages that are there. They run in forward order. What was made on the way goes after its last use in
-  there; what is to be held (see ``Decision``) stays.
-- The lane out carries storages in the order in which they are made. The lane back is laid backwards from the times of
-  need, each copy as late as possible, and a storage is resident from the operator during which its copy begins. Copies
-  that would have to begin before backward does make the step wait: a stall. What could not have left before it comes
-  back never leaves.
+- Forward runs as it is. A storage is dropped after its last use in forward, unless it is kept. A swapped storage also
+  has to wait for the end of its copy out.
+- Before a backward operator runs, the absent storages that it needs are made: their producers run, the producers of
+  their absent inputs, and so on, up to storages that exist. They run in forward order. A storage that was made only for
+  this is dropped after its last use there. A storage that has to be held (see ``Decision``) stays.
+- The lane out copies storages in the order in which they are made. The lane back is planned backwards from the times of
+  need, each copy as late as possible, and a storage is resident from the operator during which its copy begins. If a
+  copy would have to begin before backward, the step waits: a stall. A storage that could not leave before it has to
+  come back never leaves.
 """
 
 import ctypes
@@ -24,29 +24,29 @@ from penstock.native import load
 from penstock.remat._problem import Decision, RematProblem
 
 MAX_RECOMPUTE_FACTOR = 40
-"""Decisions that run more than this many times the operators of the step count as infeasible."""
+"""Factor of the step's operators above which decisions count as infeasible."""
 _ENDLESS, _NO_MEMORY = 1, 2
 _RECOMPUTE, _RECOMPUTE_EVERY_TIME, _SWAP = map(int, (Decision.RECOMPUTE, Decision.RECOMPUTE_EVERY_TIME, Decision.SWAP))
 
 
 @dataclass(slots=True)
 class Simulation:
-    """The step as decided."""
+    """Result of a simulated step."""
 
     peak_bytes: int
-    """Highest bytes of the graph's own storages and workspaces; static bytes come on top."""
+    """Highest bytes of the graph's own storages and workspaces, without static bytes."""
     extra_s: float
-    """Seconds beyond the plain step: recomputing and stalls."""
+    """Seconds beyond the plain step: recomputation and stalls."""
     stall_s: float
-    """Of them, stalls."""
+    """Part of these seconds that is stalls."""
     slots: NDArray[np.int32]
     """Operators in the order in which they run; the first ``num_forward`` are forward."""
     live_bytes: NDArray[np.int64]
-    """What is held while each of them runs, its workspace included."""
+    """Bytes held while each of them runs, including its workspace."""
     gone: NDArray[np.int32]
-    """Per storage, the first slot at which its device copy is gone; -1 where it does not leave."""
+    """Per storage, the first slot without its device copy; -1 if it does not leave."""
     fetch: NDArray[np.int32]
-    """Per storage, the slot at which its copy back begins; -1 where it does not leave."""
+    """Per storage, the slot at which its copy back begins; -1 if it does not leave."""
 
 
 class Graph:
@@ -58,7 +58,7 @@ class Graph:
         self.num_operators, self.num_storages = len(operators), len(storages)
         self.num_forward = problem.num_forward
         self.gap = gap
-        """What is recomputed each time stays if it is needed again within so many operators."""
+        """A storage that is recomputed each time stays if it is needed again within this many operators."""
         self.durations_s = np.array([one.duration_s for one in operators], dtype=np.float64)
         self.step_s = float(np.cumsum(self.durations_s)[-1]) if operators else 0.0
         self.workspaces = np.array([one.workspace_bytes for one in operators], dtype=np.int64)
@@ -89,14 +89,14 @@ class Graph:
 
 
 class _Rows:
-    """A graph as lists of numbers, which Python reads several times as fast as arrays, and what no decision changes."""
+    """A graph as lists, which Python reads several times faster than arrays, plus what no decision changes."""
 
     def __init__(self, graph: Graph):
         self.inputs, self.outputs = graph.inputs, graph.outputs
         self.producers: list[int] = graph.producers.tolist()
         self.sizes: list[int] = graph.sizes.tolist()
         self.births: list[int] = np.where(graph.producers < graph.num_forward, graph.producers, -1).tolist()
-        """Slots in forward, where they are numbers of operators."""
+        """Slots of birth in forward, where slots are numbers of operators."""
         self.uses: list[int] = np.where(graph.producers < graph.num_forward, graph.last_forward, -1).tolist()
         """Slots of the last use in forward."""
         kept = graph.is_output.astype(bool) | (graph.producers >= graph.num_forward)
@@ -153,13 +153,13 @@ class _CResult(ctypes.Structure):
 
 
 def simulate(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
-    """Plays the step with a ``Decision`` for every storage; ``None`` if it recomputes without end."""
+    """Simulate the step with a ``Decision`` for every storage; ``None`` if it recomputes endlessly."""
     library = load("remat")
     return simulate_slowly(graph, decisions) if library is None else _simulate_compiled(library, graph, decisions)
 
 
 def simulate_slowly(graph: Graph, decisions: NDArray[np.uint8]) -> Simulation | None:
-    """The same in Python: the reference, and the way of a machine without a compiler."""
+    """Simulate the step in Python: the reference, and the only way without compiled libraries."""
     return _Player(graph, decisions).play()
 
 
@@ -187,7 +187,7 @@ def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np
 
 
 class _Buffers:
-    """What the compiled simulation reads and writes; the results of one call live until the next."""
+    """Inputs and outputs of the compiled simulation. The results of one call are valid until the next."""
 
     def __init__(self, graph: Graph, capacity: int):
         self.slots = np.empty(capacity + graph.num_operators + 1, dtype=np.int32)
@@ -210,7 +210,7 @@ class _Buffers:
 
 
 class _Player:
-    """One play in Python: plain lists and numbers, since the planner plays tens of thousands of times."""
+    """One simulation in Python. It uses plain lists and numbers, since the planner runs tens of thousands of them."""
 
     def __init__(self, graph: Graph, decisions: NDArray[np.uint8]):
         self.graph, self.rows = graph, graph.rows
@@ -219,14 +219,14 @@ class _Player:
         stays = graph.is_output.astype(bool) | (decisions == Decision.KEEP) | (decisions == Decision.SWAP)
         self.leaves = forward & ~stays
         self.stays: list[bool] = stays.tolist()
-        """Whether a forward storage is there all along, or comes back by itself."""
+        """Whether a forward storage exists all the time, or comes back by itself."""
         self.is_here: list[bool] = (forward & stays).tolist()
         self.slots = list(range(graph.num_forward))
         self.births, self.uses = self.rows.births.copy(), self.rows.uses.copy()
-        """Slots of birth and of the last use of what stays (kept or swapped, outputs, backward's own)."""
+        """Slots of birth and last use of storages that stay (kept or swapped, outputs, those of backward)."""
         self.next_need = [0] * graph.num_storages
         self.live = [0] * (graph.num_forward + 2)
-        """Bytes that come at each slot, less those that go; two entries ahead of ``slots``."""
+        """Bytes that come at each slot, minus those that go; two entries ahead of ``slots``."""
 
     def play(self) -> Simulation | None:
         graph = self.graph
@@ -249,7 +249,7 @@ class _Player:
         )
 
     def _backward(self, index: int) -> bool:
-        """Runs an operator of backward; ``False`` where that makes too many."""
+        """Run an operator of backward; ``False`` if that exceeds the limit of operators."""
         rows, births, uses, is_here = self.rows, self.births, self.uses, self.is_here
         inputs = rows.inputs[index]
         absent = [storage for storage in inputs if not is_here[storage]]
@@ -273,7 +273,7 @@ class _Player:
         return True
 
     def _closure(self, stack: list[int]) -> list[int]:
-        """Operators to run again so that absent storages are there, in order."""
+        """Return the operators that have to run again to make absent storages, in order."""
         inputs, producers, is_here = self.rows.inputs, self.rows.producers, self.is_here
         found = set()
         while stack:
@@ -309,7 +309,10 @@ class _Player:
         self.live[last + 1] -= size_bytes
 
     def _duplicate(self, storage: int, slot: int) -> None:
-        """Made once more beside another output that was wanted: goes at once, or takes the place of the one before."""
+        """Count a storage that is made again together with another output that is needed.
+
+        It is dropped at once, or replaces the earlier one.
+        """
         if self.stays[storage]:
             self._hold(slot, slot, storage)
         else:
@@ -318,14 +321,14 @@ class _Player:
             self.births[storage] = slot
 
     def _is_held(self, storage: int, index: int) -> bool:
-        """Whether what was recomputed for operator ``index`` stays for later ones."""
+        """Whether a storage that was recomputed for operator ``index`` stays for later ones."""
         needs = self.graph.needs[storage]
         if not needs or needs[-1] < index:
             return False
         return self.decisions[storage] == _RECOMPUTE or self._advance(storage, index) - index <= self._gap(storage)
 
     def _goes(self, storage: int, index: int) -> bool:
-        """Whether backward operator ``index`` was the last to need it, for now."""
+        """Whether backward operator ``index`` was the last one to need it, for now."""
         if self.graph.needs[storage][-1] <= index:
             return True
         if self.decisions[storage] == _RECOMPUTE:
@@ -333,11 +336,11 @@ class _Player:
         return self._advance(storage, index + 1) - index > self._gap(storage)
 
     def _gap(self, storage: int) -> int:
-        """Within how many operators it has to be needed again to stay."""
+        """Return the number of operators within which it has to be needed again to stay."""
         return 0 if self.decisions[storage] == _RECOMPUTE_EVERY_TIME else self.graph.gap
 
     def _advance(self, storage: int, index: int) -> int:
-        """The first need that is not before operator ``index``."""
+        """Return the first need that is not before operator ``index``."""
         needs, place = self.graph.needs[storage], self.next_need[storage]
         while place < len(needs) - 1 and needs[place] < index:
             place += 1
@@ -375,7 +378,7 @@ class _Player:
         return stall_s, gone, fetch
 
     def _first_uses(self) -> dict[int, int]:
-        """The first slots of backward that read storages."""
+        """Return, per storage, the first slot of backward that reads it."""
         first_uses: dict[int, int] = {}
         inputs = self.rows.inputs
         for slot in range(len(self.slots) - 1, self.graph.num_forward - 1, -1):
@@ -384,7 +387,7 @@ class _Player:
         return first_uses
 
     def _held(self, gone: dict[int, int], fetch: dict[int, int]) -> NDArray[np.int64]:
-        """Bytes of storages at each slot."""
+        """Return the bytes of storages at each slot."""
         graph, live = self.graph, np.array(self.live, dtype=np.int64)
 
         def hold(which: NDArray[np.bool_], first: NDArray[np.int32], last: NDArray[np.int32]) -> None:

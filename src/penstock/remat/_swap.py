@@ -1,6 +1,6 @@
-"""What the emitted graphs call: parking and fetching through `tiers`, and random operators that run again.
+"""Functions that emitted graphs call: parking and fetching through `tiers`, and random operators that run again.
 
-A swapped storage travels through autograd as a ticket (`_ticket.py`), with whose end its handle is released.
+A swapped storage travels through autograd as a ticket (`_ticket.py`). Its handle is released when the ticket ends.
 """
 
 import functools
@@ -34,11 +34,11 @@ class _Parked(NamedTuple):
     handle: Handle
     layout: ViewLayout
     tiers: "Tiers"
-    """Kept as long as something is in them."""
+    """Its tiers, which live as long as something is in them."""
 
 
 class Tiers:
-    """Where the swaps of one planned step go; graphs name it by ``number``, which is theirs as long as this lives."""
+    """The tiers of one planned step's swaps. Graphs refer to them by ``number``, which is unique while this lives."""
 
     def __init__(self, device: torch.device, budget: Budget, *, verify: bool):
         self.number = next(_numbers)
@@ -47,52 +47,58 @@ class Tiers:
 
     @functools.cached_property
     def waterfall(self) -> Waterfall:
-        """Made when something is swapped: a step that is only planned opens no file and starts no lane."""
+        """The waterfall, made on the first swap: a step that is only planned opens no file and starts no lane."""
         made = waterfall_for(self._device, self._budget.named("remat"), verify=self._verify)
         self._closer = weakref.finalize(self, _close_beside, made)
         self._closer.atexit = False
         return made
 
     def close(self) -> None:
-        """Ends the lanes, if any were begun."""
+        """End the lanes, if any were started."""
         if "waterfall" in self.__dict__:
             self._closer.detach()
             self.waterfall.close()
 
 
 def _close_beside(waterfall: Waterfall) -> None:
-    """Whoever collects garbage may be one of the threads that end, or hold a lock of theirs."""
+    """Close the waterfall in another thread.
+
+    The garbage collector may run in a thread that ends, or that holds one of its locks.
+    """
     threading.Thread(target=waterfall.close, name="penstock closes swaps").start()
 
 
 def park(value: torch.Tensor, tiers: int) -> torch.Tensor:
-    """Begins to copy the storage of ``value`` out to the tiers of that number; returns its ticket."""
+    """Begin to copy the storage of ``value`` out to the tiers of that number, and return its ticket."""
     place = _tiers[tiers]
     handle = place.waterfall.park(value.untyped_storage(), label=f"swap {next(_numbers)}")
     return _ticket.issue(_Parked(handle, ViewLayout.of(value), place))
 
 
 def finish(ticket: torch.Tensor) -> None:
-    """Waits for the copy out: the plan needs its memory from here on."""
+    """Wait for the copy out. The plan needs its memory from here on."""
     _of(ticket).handle.finish_out()
 
 
 def prefetch(ticket: torch.Tensor) -> None:
-    """Begins the copy back."""
+    """Begin the copy back."""
     _of(ticket).handle.prefetch()
 
 
 def fetch(ticket: torch.Tensor) -> torch.Tensor:
-    """The value as it was."""
+    """Return the value as it was."""
     found = _of(ticket)
     return found.layout.rebuild(found.handle.get())
 
 
 def drawing(target: Callable[..., Any], device: str, *, notes_state: bool) -> Callable[..., Any]:
-    """A function that runs ``target``, a random operator, and can note the generator's state for ``state_before``."""
+    """Return a function that runs ``target``, a random operator.
+
+    It can note the generator's state for ``state_before``.
+    """
 
     def draw(*arguments: Any, **keywords: Any) -> Any:
-        with generators_held():  # else another room's state may be in the process's generator
+        with generators_held():  # otherwise the process's generator may hold another room's state
             if notes_state:
                 _drawn.state = generator_state(device)
             return target(*arguments, **keywords)
@@ -102,14 +108,14 @@ def drawing(target: Callable[..., Any], device: str, *, notes_state: bool) -> Ca
 
 
 def state_before() -> torch.Tensor:
-    """From where the operator drew that this thread has just run by ``drawing``."""
+    """Return the state from which this thread's last operator run by ``drawing`` drew."""
     state: torch.Tensor = _drawn.state
     del _drawn.state
     return state
 
 
 def replaying(target: Callable[..., Any], device: str) -> Callable[..., Any]:
-    """A function that runs ``target`` once more from a generator's state, and leaves the generator as it was."""
+    """Return a function that runs ``target`` again from a generator's state, and restores the generator."""
 
     def replay(state: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         with generators_held():

@@ -1,8 +1,8 @@
 """Python objects that travel through autograd, from forward to the backward of the same call.
 
-A ticket is a tensor of a few bytes whose memory belongs to an object that holds what it stands for. When autograd
-drops the last reference, wherever that is, the object dies: a forward whose backward never comes leaks nothing, and two
-forwards before two backwards never meet.
+A ticket is a tensor of a few bytes whose memory belongs to an object that holds what the ticket represents. When
+autograd drops the last reference, wherever that is, the object dies. A forward whose backward never comes therefore
+leaks nothing, and two forwards before two backwards stay apart.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class _Memory(bytearray):
 
 
 def issue(thing: Any) -> torch.Tensor:
-    """A ticket for ``thing``, which lives as long as the ticket."""
+    """Return a ticket for ``thing``, which lives as long as the ticket."""
     number = next(_numbers)
     memory = _Memory(number.to_bytes(TICKET_BYTES, "little"))
     memory.thing = thing
@@ -37,7 +37,7 @@ def issue(thing: Any) -> torch.Tensor:
 
 
 def thing_of(ticket: torch.Tensor) -> Any:
-    """What ``ticket`` stands for."""
+    """Return the object that ``ticket`` represents."""
     found = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
     if found is None:
         raise InternalError("what a planned step hands from forward to backward was replaced on the way")
@@ -45,11 +45,11 @@ def thing_of(ticket: torch.Tensor) -> Any:
 
 
 def held_bytes(storage: torch.UntypedStorage) -> int:
-    """Bytes of a storage; of a ticket's, with what the thing that it stands for says that it holds."""
+    """Return the bytes of a storage; for a ticket's, the bytes that the object which it represents reports."""
     if storage.nbytes() != TICKET_BYTES or storage.device.type != "cpu":
         return storage.nbytes()
     number = torch.empty(0, dtype=torch.int64).set_(storage)
     found = _tickets.get(int(number))
-    if found is None or found.address != storage.data_ptr():  # just another number
+    if found is None or found.address != storage.data_ptr():  # an ordinary tensor with such a number
         return TICKET_BYTES
     return max(TICKET_BYTES, getattr(found.thing, "held_bytes", 0))

@@ -1,7 +1,7 @@
-"""Several graphs that one step runs, planned as one: forward of each in turn, then backward of each in reverse.
+"""Several graphs of one step, planned as one: forward of each in order, then backward of each in reverse.
 
-Every graph has a problem of its own. What stands between them is known from a step that was run: which result of one
-is an argument of a later one. Such a result stays until backward of the later one has ended, and so does the gradient
+Every graph has a problem of its own. A step that has run shows what stands between them: which result of one graph is
+an argument of a later one. Such a result stays until backward of the later graph has ended, and so does the gradient
 that goes the other way. Everything else belongs to one graph, so the decisions of the whole are those of the parts.
 """
 
@@ -15,20 +15,23 @@ from penstock.remat._problem import Operator, RematProblem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A result of one graph that a later one is given."""
+    """A result of one graph that is an argument of a later one."""
 
     source: int
     """The graph that returns it."""
     storage: int
-    """In its problem."""
+    """Index of the storage in its problem."""
     target: int
     """The graph that takes it."""
     gradient: int | None
-    """In the problem of that graph, the storage of its gradient; ``None`` if it has none of its own."""
+    """The storage of its gradient, in the target's problem; ``None`` if it has none of its own."""
 
 
 def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes: int) -> RematProblem:
-    """One problem of all of them. Nothing is swapped where there are several: lanes would run beyond a graph's end."""
+    """Merge the problems into one.
+
+    If there are several, nothing is swapped: lanes would run beyond a graph's end.
+    """
     if len(problems) == 1:
         return replace(problems[0], static_bytes=static_bytes)
     order = [(graph, index) for graph, one in enumerate(problems) for index in range(one.num_forward)]
@@ -85,7 +88,7 @@ def merged(problems: Sequence[RematProblem], links: Sequence[Link], static_bytes
 
 
 def plans_of(problems: Sequence[RematProblem], made: RematPlan) -> tuple[RematPlan, ...]:
-    """The plan of each graph, from that of all of them."""
+    """Return the plan of each graph, from the plan of all of them."""
     starts = [0, *itertools.accumulate(len(one.storages) for one in problems)]
     shares = [made.decisions[start:end] for start, end in itertools.pairwise(starts)]
     return tuple(plan_of(one, share) for one, share in zip(problems, shares, strict=True))

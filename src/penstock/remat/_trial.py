@@ -1,4 +1,7 @@
-"""A compiled step is accepted once one was measured: Inductor may hold together what the plan keeps apart."""
+"""Trials of compiled steps, which are accepted only after one was measured.
+
+Inductor may hold at the same time what the plan keeps apart.
+"""
 
 from typing import Any
 
@@ -19,9 +22,9 @@ from penstock.units import format_bytes
 
 
 class Trial:
-    """Forward and backward of one plan, compiled; they run node by node until a step has kept within the plan's bytes.
+    """Forward and backward of one plan, compiled. They run node by node until a step has kept within the plan's bytes.
 
-    The trial is a step of its own, on the arguments of the first: its gradients are discarded and generators put back.
+    The trial is a step of its own, on the arguments of the first. Its gradients are discarded and generators restored.
     """
 
     def __init__(
@@ -34,9 +37,9 @@ class Trial:
     ):
         self.is_accepted: bool | None = None
         self._num_results = num_results
-        """How many values forward returns before those that it saves."""
+        """Number of values that forward returns before those that it saves."""
         self._allowed_bytes = allowed_bytes
-        """What a step may take beside what is there when it begins."""
+        """Bytes that a step may take in addition to those at its start."""
         self._inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
         self._device = max(map(device_of, backward.graph.nodes), key=is_accelerator)
         once = [one for one in problem.operators if one.must_run_once and one.target != "tangent"]
@@ -45,11 +48,11 @@ class Trial:
             return
         try:
             self._forward, self._backward = compiled(forward), compiled(backward)
-        except Exception as error:  # whatever a compiler may raise: the plan runs without it
+        except Exception as error:  # a compiler may raise anything; the plan runs without it
             self._decline(f"Inductor could not compile it ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
 
     def runner(self, plain: Runner, *, is_backward: bool) -> Runner:
-        """Runs a half of the step compiled if that is accepted, else as ``plain`` does."""
+        """Return a runner that runs a half of the step compiled if that is accepted, else as ``plain`` does."""
 
         def run(arguments: list[Any]) -> Any:
             if self.is_accepted is None and not is_backward:
@@ -65,7 +68,7 @@ class Trial:
             return  # another profiler runs: the next step will be tried
         try:
             with generators_held(), random_forked([self._device]), _accumulate.discarding():
-                self._step(arguments)  # what libraries take once, they take here
+                self._step(arguments)  # libraries make their one-time allocations here
                 taken = probe.peak_bytes(lambda: self._step(arguments), device=self._device).activation_bytes
         except Exception as error:  # as when compiling
             self._decline(f"its trial failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})")

@@ -1,7 +1,7 @@
-"""An independent check of a plan: from the order of its operators alone.
+"""An independent check of a plan, from nothing but the order of its operators.
 
-The planner plays decisions; this file takes the order it arrived at as given, binds every input to the operator that
-made it last, lets each copy live until it is read for the last time, and counts. The emitted graphs behave so.
+The planner simulates decisions. This file takes the resulting order as given, binds every input to the operator that
+last made it, lets each copy live until its last read, and counts. The emitted graphs behave in the same way.
 """
 
 from penstock.arguments import checked
@@ -12,7 +12,7 @@ from penstock.remat._problem import RematProblem
 
 @checked("penstock.remat.verify(problem, plan)")
 def verify(problem: RematProblem, plan: RematPlan) -> None:
-    """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
+    """Raise ``InternalError`` that names the first rule which ``plan`` breaks."""
     num_forward = problem.num_forward
     if plan.slots[:num_forward] != tuple(range(num_forward)):
         raise InternalError("forward does not run as captured")
@@ -29,7 +29,10 @@ def verify(problem: RematProblem, plan: RematPlan) -> None:
 
 @checked("penstock.remat.live_bytes(problem, plan)")
 def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
-    """Bytes of the graph's storages while each slot runs, workspaces included. Raises ``InternalError``."""
+    """Return the bytes of the graph's storages while each slot runs, including workspaces.
+
+    Raises ``InternalError`` if an operator reads a storage that is gone.
+    """
     copies: list[list[int]] = []  # first slot, last slot, bytes
     current: dict[int, int] = {}
     for slot, index in enumerate(plan.slots):
@@ -44,7 +47,7 @@ def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
         for storage in problem.operators[index].outputs:
             if slot < problem.num_forward or storage not in current or plan.is_dropped(problem, storage):
                 current[storage] = len(copies)
-            copies.append([slot, slot, problem.storages[storage].size_bytes])  # else made in vain: it never left
+            copies.append([slot, slot, problem.storages[storage].size_bytes])  # else a spare copy: it never left
     end = len(plan.slots) - 1
     for storage, copy in current.items():
         if problem.storages[storage].is_output:
@@ -61,14 +64,14 @@ def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
 
 
 def _leave_forward(problem: RematProblem, plan: RematPlan, current: dict[int, int]) -> None:
-    """What is to be recomputed is gone when backward begins."""
+    """Drop what has to be recomputed, which is gone when backward begins."""
     for storage in list(current):
         if plan.is_dropped(problem, storage):
             del current[storage]
 
 
 def _split_at_swaps(problem: RematProblem, plan: RematPlan, copies: list[list[int]]) -> list[list[int]]:
-    """Takes the time away from the device out of the lives of swapped storages."""
+    """Remove the time away from the device from the lives of swapped storages."""
     split = []
     order = iter(copies)
     for slot, index in enumerate(plan.slots):

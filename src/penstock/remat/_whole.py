@@ -1,10 +1,11 @@
-"""Operators that are captured whole: forward and backward run as eager PyTorch runs them, with its bits.
+"""Operators that are captured whole: forward and backward run as in eager PyTorch, with bit-identical results.
 
-Tracing takes RNNs and the CTC loss apart, into operators that round differently, or cannot trace them at all; for the
-gradient of a product it takes another way, since it may not look whether a factor is 0. Here each is two operators of
-our own. Forward runs the eager function and keeps its autograd graph, backward runs that graph.
-What the graph saves of its inputs and outputs it is given again in backward, so the plan may drop and recompute them;
-what it saves beside them lives in the ticket that forward returns (`_ticket.py`), in the plan a storage of its own.
+Tracing decomposes RNNs and the CTC loss into operators that round differently, or cannot trace them at all. For the
+gradient of a product it uses another method, since it may not check whether a factor is 0. Here each is two operators
+of our own. Forward runs the eager function and keeps its autograd graph, and backward runs that graph.
+
+The inputs and outputs that the graph saves are passed to backward again, so the plan may drop and recompute them. What
+it saves in addition lives in the ticket that forward returns (`_ticket.py`), which is a storage of its own in the plan.
 """
 
 import functools
@@ -39,7 +40,10 @@ _numbers = itertools.count(1)
 
 
 def keep_whole(graph: fx.Graph) -> list["Recipe"]:
-    """Rewrites a graph of Dynamo's. Whoever runs it keeps the list, which tracing fills with what is run."""
+    """Rewrite a graph of Dynamo's, and return the list of its recipes, which tracing fills.
+
+    The caller must keep the list as long as the graph runs.
+    """
     recipes: list[Recipe] = []
     for node in graph.nodes:
         kind = _kind_of(node)
@@ -51,7 +55,7 @@ def keep_whole(graph: fx.Graph) -> list["Recipe"]:
 
 
 def is_whole(call: fx.Node) -> bool:
-    """Whether a node is half of an operator that is captured whole."""
+    """Whether a node is one half of an operator that is captured whole."""
     return call.target in FORWARD or call.target is BACKWARD
 
 
@@ -65,13 +69,13 @@ def is_opaque(value: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _Shape:
-    """What an example run of a recipe showed."""
+    """Findings of an example run of a recipe."""
 
     outputs: "list[_Layout]"
     gradients: "list[_Layout | None]"
-    """Of each input that needs one; ``None`` if it gets none."""
+    """Layout per input that needs a gradient; ``None`` if it gets none."""
     saved_bytes: int
-    """What the autograd graph saves beside inputs and outputs."""
+    """Bytes that the autograd graph saves in addition to inputs and outputs."""
     reads_inputs: tuple[int, ...]
     """Inputs that backward reads."""
     reads_outputs: tuple[int, ...]
@@ -79,21 +83,21 @@ class _Shape:
 
 @dataclass(slots=True, weakref_slot=True)
 class Recipe:
-    """One call of an eager function in a captured step: everything but its tensors."""
+    """One call of an eager function in a captured step, without its tensors."""
 
     function: Callable[..., Any]
-    spec: Any  # of pytree
+    spec: Any  # a pytree's
     constants: list[Any]
-    """Arguments as a flat list; tensors are missing."""
+    """Arguments as a flat list, without the tensors."""
     places: list[int]
-    """Where the tensors are in it."""
+    """Positions of the tensors in that list."""
     kind: "_Kind"
     needs_gradient: tuple[bool, ...] = ()
-    """Per tensor."""
+    """Per tensor, whether it needs a gradient."""
     are_leaves: tuple[bool, ...] = ()
-    """Per tensor: whether it is a parameter, and no result of the step."""
+    """Per tensor, whether it is a parameter, rather than a result of the step."""
     autocast: dict[str, tuple[bool, torch.dtype]] = field(default_factory=dict)
-    """Under which it was called: by type of device, whether it is on, and to which dtype."""
+    """Autocast at the call: per type of device, whether it is on, and its dtype."""
     number: int = 0
     shape: _Shape | None = None
 
@@ -102,7 +106,7 @@ class Recipe:
         _recipes[self.number] = self
 
     def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The function's tensors."""
+        """Call the function, and return its tensors."""
         flat = list(self.constants)
         for place, tensor in zip(self.places, tensors, strict=True):
             flat[place] = tensor
@@ -116,7 +120,7 @@ class Recipe:
         return [torch.autocast(device, dtype=dtype, enabled=is_on) for device, (is_on, dtype) in self.autocast.items()]
 
     def examples(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors like those given, with numbers that the function takes."""
+        """Return tensors like those given, with values that the function accepts."""
         made = [_example(tensor) for tensor in like]
         flat = list(self.constants)
         for place, tensor in zip(self.places, made, strict=True):
@@ -127,17 +131,17 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Which functions are kept whole."""
+    """A kind of function that is kept whole."""
 
     is_random: Callable[[fx.Node], bool]
     fill: Callable[..., None]
-    """Writes numbers that the function takes into arguments that are like a step's."""
+    """A function that writes acceptable values into arguments like those of a step."""
     data_at: int | None = None
-    """Of an RNN: which of its arguments is the data."""
+    """For an RNN, the index of its data among its arguments."""
 
 
 class _Call:
-    """In place of the function, in Dynamo's graph."""
+    """A replacement of the function in Dynamo's graph."""
 
     def __init__(
         self,
@@ -178,7 +182,7 @@ class _Call:
 
 
 def _are_leaves(call: fx.Node) -> list[bool]:
-    """Of each argument, in a flat list, whether it is a parameter."""
+    """Return, per argument in a flat list, whether it is a parameter."""
     arguments = pytree.tree_leaves((call.args, call.kwargs))
     return [isinstance(one, fx.Node) and isinstance(one.meta.get("example_value"), nn.Parameter) for one in arguments]
 
@@ -192,7 +196,7 @@ def _autocast_now() -> dict[str, tuple[bool, torch.dtype]]:
 
 
 class _Function(torch.autograd.Function):
-    """What AOTAutograd traces."""
+    """The function that AOTAutograd traces."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, is_random: bool, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -223,20 +227,20 @@ class _Graph:
     def __init__(self, recipe: Recipe, saved: "_Saved", begins: list[Any], ends: list[Any]):
         self.recipe, self.saved = recipe, saved
         self.begins = begins
-        """Where gradients of inputs come out."""
+        """Edges at which gradients of inputs come out."""
         self.ends = ends
-        """Where those of floating-point outputs go in."""
+        """Edges at which gradients of floating-point outputs go in."""
         self._lock = threading.Lock()
 
     @property
     def held_bytes(self) -> int:
-        """What is saved beside inputs and outputs."""
+        """Bytes that are saved in addition to inputs and outputs."""
         return self.saved.held_bytes
 
     def backward(
         self, gradients: Sequence[torch.Tensor], now: dict[tuple[str, int], torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Gradients of the inputs that need one; ``now`` has the inputs and outputs that are saved."""
+        """Return gradients of the inputs that need one. ``now`` has the inputs and outputs that are saved."""
         if not self.begins:
             return []
         with self._lock:
@@ -250,7 +254,10 @@ class _Graph:
 
 
 class _Saved:
-    """What an autograd graph saved. The graph refers to it, so it must not refer to the graph: both would stay."""
+    """Tensors that an autograd graph saved.
+
+    The graph refers to this object, so it must not refer to the graph: both would leak.
+    """
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
         self.now: dict[tuple[str, int], torch.Tensor] = {}
@@ -260,17 +267,17 @@ class _Saved:
         self._tokens: list[_Token] = []
 
     def pack(self, tensor: torch.Tensor) -> "_Token":
-        """A hook of autograd's."""
+        """Replace a saved tensor by a token. Autograd calls it as a hook."""
         token = _Token(tensor.detach())
         self._tokens.append(token)
         return token
 
     def unpack(self, token: "_Token") -> torch.Tensor:
-        """A hook of autograd's."""
+        """Return the tensor of a token. Autograd calls it as a hook."""
         return token.tensor if token.tensor is not None else token.on(self.now[token.kind, token.at])
 
     def seal(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Lets go of inputs and outputs."""
+        """Release inputs and outputs."""
         places = {_key(one): ("output", at, int(one.storage_offset())) for at, one in enumerate(outputs)} | self._places
         own: dict[int, int] = {}
         for token in self._tokens:
@@ -282,7 +289,7 @@ class _Saved:
         self.held_bytes = sum(own.values())
 
     def read(self, kind: str) -> tuple[int, ...]:
-        """Which inputs or outputs are saved."""
+        """Return which inputs or outputs are saved."""
         return tuple(sorted({token.at for token in self._tokens if token.kind == kind}))
 
 
@@ -297,20 +304,23 @@ class _Token:
         self._layout: tuple[Any, ...] = ()
 
     def leave(self, kind: str, at: int, offset: int) -> None:
-        """Only the place and the layout stay."""
+        """Release the tensor. Only its place and layout stay."""
         assert self.tensor is not None
         self.kind, self.at = kind, at
         self._layout = (self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset() - offset)
         self.tensor = None
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of ``base``."""
+        """Return the tensor, as a view of ``base``."""
         shape, stride, offset = self._layout
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 class _Entry(torch.autograd.Function):
-    """Where a tensor enters the graph. A leaf would be held by its node; this node holds nothing."""
+    """An operator through which a tensor enters the graph.
+
+    The node of a leaf holds the leaf; this node holds nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -322,10 +332,10 @@ class _Entry(torch.autograd.Function):
 
 
 def _entry(anchor: torch.Tensor, tensor: torch.Tensor, *, is_leaf: bool) -> torch.Tensor:
-    """What a gradient is wanted of.
+    """Return the tensor of which a gradient is needed.
 
-    Autocast casts a parameter once, whatever uses it, and so sums its gradients in half precision, if it is a leaf:
-    here it is one too. Its node holds it, which is as well: parameters stay.
+    Autocast casts a parameter only once for all its uses, and so sums its gradients in half precision, if it is a leaf.
+    Here it is therefore a leaf, too. Its node holds it, which does no harm, since parameters stay anyway.
     """
     if is_leaf:
         return tensor.detach().requires_grad_()
@@ -333,7 +343,7 @@ def _entry(anchor: torch.Tensor, tensor: torch.Tensor, *, is_leaf: bool) -> torc
 
 
 def run_forward(number: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, and a ticket for the graph."""
+    """Run forward, and return the outputs and a ticket for the graph."""
     recipe = _recipes[number]
     saved = _Saved(inputs)
     edge = torch.autograd.graph.get_gradient_edge
@@ -388,7 +398,7 @@ def _fake_backward(
 
 
 def _shape_of(recipe: "Recipe", like: Sequence[torch.Tensor]) -> "_Shape":
-    """What a run on examples shows."""
+    """Run a recipe on examples, and return its findings."""
     with random_forked(one.device for one in like):
         inputs = recipe.examples(like)
         *outputs, ticket = run_forward(recipe.number, inputs)
@@ -409,13 +419,13 @@ def _shape_of(recipe: "Recipe", like: Sequence[torch.Tensor]) -> "_Shape":
 
 
 def _in_a_thread(run: Callable[[], "_Shape"]) -> "_Shape":
-    """Runs it where nobody traces: modes, autocast and excluded dispatch keys belong to a thread."""
+    """Run it in a thread without tracing, since modes, autocast and excluded dispatch keys belong to a thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
 
 def runnable(call: fx.Node) -> Callable[[], Any] | None:
-    """An operator that is captured whole, on examples, to be measured; ``None`` for any other operator."""
+    """Return a whole operator on examples, to be measured; ``None`` for any other operator."""
     if call.target in FORWARD:
         number, like = cast("tuple[int, list[fx.Node]]", call.args)
         inputs = _recipes[number].examples([one.meta["val"] for one in like])
@@ -441,7 +451,7 @@ def runnable(call: fx.Node) -> Callable[[], Any] | None:
 
 
 class _Layout(NamedTuple):
-    """A tensor without its bytes."""
+    """A tensor's layout, without its bytes."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -467,7 +477,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:
-    """Which argument is the hidden states, of an RNN that may run layer by layer; else ``None``."""
+    """Return the index of the hidden states, for an RNN that may run layer by layer; else ``None``."""
     if kind.data_at is None:
         return None
     data, second = arguments[kind.data_at : kind.data_at + 2]
@@ -477,13 +487,13 @@ def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:
 
 
 def _fill_rnn(data: torch.Tensor, *arguments: Any) -> None:
-    """Packed sequences have the number of rows of each step, which must add up to all rows."""
+    """Fill the sizes of a packed batch: the number of rows of each step, which must add up to all rows."""
     batch_sizes = arguments[0]
     if isinstance(batch_sizes, torch.Tensor) and not batch_sizes.is_floating_point():
         rows, steps = data.shape[0], batch_sizes.shape[0]
         hidden = arguments[1][0] if isinstance(arguments[1], tuple | list) else arguments[1]
         widest = hidden.shape[1]
-        for at in range(steps):  # as many as may be first: never rising, at least one each
+        for at in range(steps):  # as many as possible first: never rising, at least one each
             batch_sizes[at] = taken = min(widest, rows - (steps - at - 1))
             rows -= taken
 
@@ -493,7 +503,7 @@ def _fill_packed_rnn(_: str, data: torch.Tensor, *arguments: Any) -> None:
 
 
 def _fill_ctc(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *_: Any) -> None:
-    """The longest that the arguments may stand for."""
+    """Fill in the greatest lengths that the arguments allow."""
     if isinstance(input_lengths, torch.Tensor):
         input_lengths.fill_(log_probs.shape[0])
     if isinstance(target_lengths, torch.Tensor):
@@ -506,7 +516,7 @@ def _fill_ctc(log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any
 
 
 def _drops(node: fx.Node) -> bool:
-    """Whether an RNN drops values between its layers, and so draws random numbers."""
+    """Whether an RNN uses dropout between its layers, and so draws random numbers."""
     arguments = [one for one in node.args if isinstance(one, float)]
     return any(one > 0 for one in arguments)
 
@@ -516,11 +526,11 @@ def _nothing(_: fx.Node) -> bool:
 
 
 def _as_it_is(*_: Any) -> None:
-    """Any numbers will do."""
+    """Leave the arguments unchanged: any values will do."""
 
 
 _METHODS: dict[str, Callable[..., Any]] = {"prod": torch.prod, "cumprod": torch.cumprod}
-"""Functions that tensors have as methods."""
+"""Functions that are also methods of tensors."""
 
 _KINDS: dict[Any, _Kind] = {
     **{function: _Kind(_drops, _fill_rnn, 0) for function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
