@@ -75,7 +75,7 @@ class OptunaStopper:
     job alone, such as ``ThresholdPruner`` or ``PatientPruner``. Median and percentile pruners compare with finished
     jobs, which the stopper knows only if it is a tracker too::
 
-    stopper = OptunaStopper(optuna.pruners.MedianPruner())
+        stopper = OptunaStopper(optuna.pruners.MedianPruner())
         fleet.run(jobs, stopper=stopper, trackers=[stopper], scheduler="fifo")
 
     A job whose validation does not have the metric fails with a ``ValueError``. Raises ``ImportError`` without Optuna.
