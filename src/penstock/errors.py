@@ -1,6 +1,7 @@
 """All exceptions and warnings that a user of Penstock can meet.
 
-Misuse raises ``ValueError`` or ``TypeError``. The classes here are for faults of the environment, and for bugs of ours.
+Misuse raises ``ValueError`` or ``TypeError``. The classes here are for everything else that can go wrong, including
+bugs in Penstock.
 """
 
 from collections.abc import Callable

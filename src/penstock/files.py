@@ -37,8 +37,7 @@ def read_json(path: Path) -> Any:  # any: what JSON holds
 
 
 def parse_json(text: str | bytes, source: object) -> Any:  # any: what JSON holds
-    """Return the JSON value of ``text``. Raises ``ValueError`` with ``source`` if it is no JSON or nested too deeply.
-    """
+    """Return the JSON value of ``text``. Raises ``ValueError`` with ``source`` if it is invalid or too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

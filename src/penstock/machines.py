@@ -1,4 +1,4 @@
-"""Machines described by their data sheets, for making plans when the machine itself is not at hand.
+"""Machines described by their data sheets, for making plans when the machine itself is not available.
 
 Rates are those of the data sheets. Next to them are the shares that programs reach, which are our assumptions:
 ``matmul_share`` and ``memory_share`` of operators, ``link_share`` of links. Measured rates of a link have a share of 1.

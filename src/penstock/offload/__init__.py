@@ -7,7 +7,7 @@
   `TrainingStatistics` says what it did, `Held` what was on the device at a time. `load(model, path)` fills a model on
   `torch.device("meta")` from files, one tensor at a time.
 - `OffloadStatistics` says what a step did. `Policy` is a rule of your own, and `SavedTensor` what the rule sees.
-- `modelled_cycle` makes the problem of a step on a machine that is not at hand.
+- `modelled_cycle` makes the problem of a step on a machine that is not available.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
 """
 

@@ -1,4 +1,4 @@
-"""What the offloader learns from one cycle for the next: record, plan, follow, and correct the plan by measurements.
+"""Learning from one cycle for the next: record, plan, follow, and correct the plan by measurements.
 
 The first cycle parks everything eligible and is recorded. The planner gets its problem, and later cycles that begin
 with the same storage follow that plan. So each batch shape has its own plan. A cycle that then saves something else is
@@ -68,7 +68,7 @@ Beginning = tuple[int, str, Shapes]
 
 @dataclass(slots=True)
 class _Lesson:
-    """What is known about cycles that begin alike, usually batches of one shape."""
+    """Knowledge about cycles that begin alike, usually batches of one shape."""
 
     is_fitting: bool
     """Whether no cycle has yet been measured to stay within the budget."""
@@ -96,7 +96,7 @@ class _Lesson:
 
 
 class Learner:
-    """What is known about the steps so far, and the plans made from it."""
+    """The offloader's knowledge of the steps so far, and the plans made from it."""
 
     def __init__(self, settings: Settings):
         self.declined = ""

@@ -1,4 +1,4 @@
-"""A cycle on a machine that is not at hand: the step runs on tensors without bytes, and a clock counts its operators.
+"""A cycle on a machine that is not available: the step runs on tensors without bytes, against a clock of operators.
 
 Every operator advances the clock by the time that a `Machine` needs for its floating-point operations or its bytes.
 Hooks see what autograd saves, as the offloader's do, so that the same planner can plan the cycle.

@@ -15,7 +15,7 @@ from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 
 _OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
-Call = tuple[Any, ...]  # any: an operator, and what it was given beside tensors
+Call = tuple[Any, ...]  # any: an operator, and its arguments that are not tensors
 
 
 class Norms:

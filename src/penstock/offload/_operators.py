@@ -23,7 +23,7 @@ Find = Callable[[int], Page | None]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What an operator's schema says about its effect."""
+    """The effect of an operator, by its schema."""
 
     is_alias: bool
     """Whether its result is the same tensor."""

@@ -20,9 +20,9 @@ class Order:
     needs: list[tuple[int, ...]] = field(default_factory=list)
     """For each operator that works on pages, the keys of those pages."""
     uses: dict[int, list[int]] = field(default_factory=dict)
-    """By key, the positions in ``needs``."""
+    """Positions in ``needs`` by key."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """By key, the bytes of its page."""
+    """Bytes of the page by key."""
     begun_bytes: list[int] = field(default_factory=list)
     """For each operator, the bytes of the pages that began with it or after it, before the next one."""
     begun: dict[int, int] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Order:
     others_bytes: list[int] = field(default_factory=list)
     """For each operator, the most bytes outside of pages until the next one; empty if not measured."""
     num_measured: int = 0
-    """How often this was measured. The second time includes small states that the first step made."""
+    """Number of times this was measured. The second time includes small states that the first step made."""
     was_recorded: bool = False
     """Whether a timeline was recorded of a step that followed this order."""
     _begun_until: list[int] = field(default_factory=list)

@@ -12,7 +12,7 @@ from penstock.tiers import Handle, HandleState
 
 
 class Kind(Enum):
-    """What the bytes of a page are."""
+    """The kind of bytes in a page."""
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"

@@ -251,7 +251,7 @@ class Pages:
 
     @contextlib.contextmanager
     def room(self, size_bytes: int) -> Iterator[None]:
-        """Leave ``size_bytes`` free beside the pages between two steps, while the block runs."""
+        """Make pages leave ``size_bytes`` free while the block runs, between two steps."""
         before, half = self._unmeasured_bytes, (self.budget_bytes + self.others_bytes) // 2
         self._unmeasured_bytes = max(before or half, self.others_bytes + size_bytes)
         try:

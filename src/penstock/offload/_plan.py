@@ -50,15 +50,15 @@ class Transfer:
     index: int
     """Position of the storage in the problem."""
     pack_s: float
-    """When forward goes on after saving the storage, having waited for room on the lane."""
+    """Time at which forward goes on after saving the storage, having waited for room on the lane."""
     out_start_s: float
-    """When its copy out begins."""
+    """Time at which its copy out begins."""
     out_end_s: float
-    """When its copy out ends and the device copy can be freed, unless it is needed before."""
+    """Time at which its copy out ends and the device copy can be freed, unless it is needed before."""
     in_start_s: float
-    """When its copy in begins; infinite if the storage was still on the device."""
+    """Time at which its copy in begins; infinite if the storage was still on the device."""
     in_end_s: float
-    """When its copy in ends; infinite if the storage was still on the device."""
+    """Time at which its copy in ends; infinite if the storage was still on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class OffloadPlan:
     held_bytes: tuple[int, ...]
     """Predicted device bytes from each event to the next; the highest is ``peak_bytes``."""
     declined: str = ""
-    """Why offloading is not worth it; empty if it is."""
+    """The reason why offloading is not worth it; empty if it is."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ class OffloadStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a `Training` has on the device at one moment of a step."""
+    """Bytes that a `Training` has on the device at one moment of a step."""
 
     at_s: float
     """Seconds since the step began."""
@@ -70,7 +70,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatistics:
-    """What a `Training` has done since it was made."""
+    """Statistics of a `Training` since it was made."""
 
     num_steps: int
     """Number of times that its context was left without an error."""

@@ -445,7 +445,7 @@ class Training:
 
     @contextlib.contextmanager
     def _room_for_parts(self) -> Iterator[int]:
-        """Yield the bytes of one file, and leave the room beside the pages that writing it takes."""
+        """Yield the bytes of one file, and leave the memory free that writing it takes."""
         part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
         with self._watch.entered(), self._pages.room(2 * part_bytes):
             do_all_pending(self._pages)
