@@ -1,22 +1,23 @@
-"""Penstock trains what does not fit, at nearly the speed of what does.
+"""Penstock trains PyTorch models that do not fit the memory of your device.
 
-It moves bytes between the device, host memory and the SSD behind the computation, and never moves what it need not.
+While the device computes, Penstock copies tensors between device memory, host memory and SSD in the background, and
+copies only what the memory budget requires.
 
-- `penstock.offload`: activations spill to host memory or SSD and are back before backward needs them.
-- `penstock.remat`: one budget in bytes; a plan that keeps, recomputes or swaps every storage of a step.
-- `penstock.fleet`: many models, each larger than a device, trained together on few devices.
-- `penstock.unified`: feature tables larger than the device, or than memory, that index like a tensor.
+- `penstock.offload`: moves activations, or all state of a model, to host memory or SSD and back before they are used.
+- `penstock.remat`: plans a step for one budget in bytes: it keeps, recomputes or swaps each storage.
+- `penstock.fleet`: trains many models, each of which may exceed a device, on a few devices.
+- `penstock.unified`: feature tables larger than the device, or than memory, that you index like a tensor.
 - `penstock.relational`: relational graph layers, compiled.
-- `penstock.advisor`: which of them fits a model and a budget best; `penstock.advise` asks it.
-- `penstock.tiers`: the engine under them: budgets, pools, lanes, handles, event traces.
-- `penstock.devices`: what differs between kinds of devices.
-- `penstock.probe`: what this machine can do, and the true peak of a step.
+- `penstock.advisor`: finds which of them fits a model and a budget best; `penstock.advise` asks it.
+- `penstock.tiers`: the engine under them, with budgets, pools, lanes, handles and event traces.
+- `penstock.devices`: the differences between kinds of devices.
+- `penstock.probe`: what this machine can do, and the true peak memory of a step.
 - `penstock.integrations`: Hugging Face, Accelerate, Lightning, PyG, Optuna, TensorBoard, MLflow and Ray.
-- `penstock.report`: pictures of what happened.
+- `penstock.report`: pictures of a run.
 - `penstock.testing`: faults on demand, and assertions on gradients and peaks, for your tests and ours.
-- `penstock.units` and `penstock.errors`: sizes as text, and everything that can go wrong.
+- `penstock.units` and `penstock.errors`: sizes as text, and all errors and warnings.
 
-Rooms load on first use.
+Each subpackage is loaded when it is first used.
 """
 
 import importlib

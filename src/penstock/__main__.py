@@ -1,4 +1,4 @@
-"""Run ``python -m penstock``: the `penstock` command, where its script is not on the path."""
+"""The `penstock` command as ``python -m penstock``, for when its script is not on the path."""
 
 from penstock.cli import app
 

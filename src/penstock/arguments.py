@@ -1,8 +1,8 @@
-"""Arguments of public calls against their annotations, so that a wrong one is named where it was given.
+"""Checks of arguments against their annotations, so that an error names the wrong argument where it was passed.
 
-An annotation says what a parameter takes; `checked` holds every call to it, and `check_fields` a dataclass's values.
-Whatever is of the very types that an annotation lists costs a look into a set (60 ns); all else is looked at in turn.
-Types that are imported for type checkers alone admit everything, as do ``Any`` and type variables.
+An annotation says what a parameter accepts. `checked` checks every call of a function, and `check_fields` the values of
+a dataclass. A value of exactly one of the annotated types costs a lookup in a set (60 ns); all other values are looked
+at more closely. Types that are imported only for type checkers admit everything, as do ``Any`` and type variables.
 """
 
 import collections.abc
@@ -22,36 +22,36 @@ __all__ = ["check_fields", "checked", "must_be"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MOST_ELEMENTS = 1000
-"""Looked at of a long list."""
+"""The most elements of a long list that are checked."""
 _LARGEST = 2**63 - 1
 _ANYTHING = ("anything",)
 _MOST_SHOWN = 60
-"""Characters of a value in a message."""
+"""The most characters of a value in a message."""
 
 
 class Kind(NamedTuple):
-    """What an annotation admits."""
+    """The values that an annotation admits."""
 
     exact: frozenset[type]
-    """Types whose values need no further look."""
+    """Types whose values need no further check."""
     admits: Callable[[Any], bool]  # any: whatever was given
-    """Whether it takes a value."""
+    """A function that says whether a value is admitted."""
     words: tuple[str, ...]
-    """As a message has them: an int, text."""
+    """Descriptions for a message, such as "an int" or "text"."""
 
 
 def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
-    """Checks arguments of a function, of a method or of ``__init__`` whenever it is called.
+    """Check the arguments of a function, of a method or of ``__init__`` at every call.
 
-    ``example`` is a call that works, for the message; ``least`` says from which number on some parameters begin.
-    The function raises ``TypeError`` for a value of another type than annotated, and ``ValueError`` for a word that is
-    not among those of a ``Literal``, for NaN, for an ``int`` of more than 63 bits, and for a number below its least.
+    ``example`` is a call that works, for the message; ``least`` gives the smallest value of some parameters. The
+    function then raises ``TypeError`` for a value of another type than annotated, and ``ValueError`` for a word that a
+    ``Literal`` does not list, for NaN, for an ``int`` of more than 63 bits, and for a number below its smallest value.
     """
 
     def decorated(function: _Function) -> _Function:
         parameters = list(inspect.signature(function).parameters.values())
         names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-        kinds: dict[str, Kind] = {}  # filled by the first call: until then names may stand for what is not there yet
+        kinds: dict[str, Kind] = {}  # filled at the first call, since names in annotations may not exist before
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
@@ -69,7 +69,7 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
 
 
 def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a dataclass
-    """Checks the fields of a dataclass, from its ``__post_init__``. Raises as a function that is `checked` does."""
+    """Check the fields of a dataclass, from its ``__post_init__``. Raises what a function that is `checked` raises."""
     kinds = _FIELDS.get(type(thing))
     if kinds is None:
         names, hints = [one.name for one in fields(thing)], _kinds_of(type(thing))
@@ -81,7 +81,7 @@ def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a da
 
 
 def must_be(name: str, words: str, value: object, example: str) -> TypeError:
-    """The error for an argument of a wrong type."""
+    """Return the error for an argument of a wrong type."""
     return TypeError(f"`{name}` must be {words}, got {_shown(value)}: {example}")
 
 
@@ -114,14 +114,14 @@ def _shown(value: object) -> str:
 
 
 _FIELDS: dict[type, Mapping[str, Kind]] = {}
-"""Of dataclasses whose values were checked."""
+"""Kinds of the fields of dataclasses that were checked before."""
 
 
 def _kinds_of(function: Callable[..., Any]) -> Mapping[str, Kind]:
-    """By parameter, or by field."""
+    """Return the kinds by parameter, or by field of a dataclass."""
     try:
         hints = typing.get_type_hints(function)
-    except NameError:  # of a library that is imported for type checkers alone
+    except NameError:  # a library that is imported only for type checkers
         hints = _resolvable(function)
     return {name: _kind(hint) for name, hint in hints.items() if name != "return"}
 
@@ -138,7 +138,7 @@ def _resolvable(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kind(hint: Any) -> Kind:  # any: an annotation
-    """What one annotation admits."""
+    """Return what one annotation admits."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint in (Any, object) or isinstance(hint, TypeVar | str):
         return Kind(frozenset(), lambda _: True, _ANYTHING)
@@ -162,7 +162,7 @@ def _kind(hint: Any) -> Kind:  # any: an annotation
 
 
 def _joined_mappings(parts: tuple[Any, ...]) -> list[Any]:  # any: annotations
-    """Mappings of several types of keys as one, which may have all of them."""
+    """Join mappings with several types of keys into one mapping that may have all of them."""
     mappings = [get_args(part) for part in parts if get_origin(part) is collections.abc.Mapping]
     if len(mappings) < 2:
         return list(parts)
@@ -212,7 +212,7 @@ def _instance(kind: type) -> Kind:
 
 
 def _public_module(kind: type) -> str:
-    """Where users find it: ``penstock.tiers`` and not ``penstock.tiers._budget``."""
+    """Return the module where users find a class: ``penstock.tiers``, not ``penstock.tiers._budget``."""
     parts = kind.__module__.split(".")
     private = next((place for place, part in enumerate(parts) if part.startswith("_")), len(parts))
     return ".".join(parts[:private]).removesuffix(".modules.module")
@@ -254,7 +254,7 @@ def _container(kind: type, parts: tuple[Any, ...]) -> Kind:  # any: annotations
 
 
 def _many(words: str) -> str:
-    """The same of several: ``ints`` for ``an int``."""
+    """Return the plural of a description: ``ints`` for ``an int``."""
     return words if words == "text" else f"{words.removeprefix('an ').removeprefix('a ')}s"
 
 

@@ -1,7 +1,7 @@
-"""Folders of safetensors and JSON that appear whole or not at all.
+"""Checkpoint folders of safetensors and JSON, which appear as a whole or not at all.
 
-A folder is written under another name, with a checksum of each of its files, synchronised and renamed. Nothing is
-unpickled, ever.
+A folder is written under another name, with a checksum of each of its files, synchronized and renamed. Nothing is ever
+unpickled.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ DAMAGE = (
     OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError, StopIteration,
     SafetensorError, CheckpointError,
 )  # fmt: skip
-"""What damaged files may raise."""
+"""Exceptions that damaged files may cause."""
 
 
 @contextlib.contextmanager
 def drafted(target: Path) -> Iterator[Path]:
-    """A folder to write into, which is ``target`` afterwards, whole; an older ``target`` is replaced.
+    """Yield a folder to write into, which then becomes ``target`` as a whole; an older ``target`` is replaced.
 
-    What else somebody has put into the older one goes along. Where the body raises, nothing of it is left and the older
-    one is untouched.
+    Other files that somebody has put into the older folder are copied to the new one. If the block raises, everything
+    in the new folder is removed, and the older one is untouched.
     """
     draft, old = (target.parent / f".{target.name}.{suffix}" for suffix in ("draft", "old"))
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir(parents=True)
     try:
         yield draft
@@ -63,7 +63,7 @@ def drafted(target: Path) -> Iterator[Path]:
 
 
 def _keep_others(older: Path, draft: Path) -> None:
-    """Copies what the checksums of the older folder do not name. Without any it has nothing else."""
+    """Copy files that the older folder's checksums do not name. Without checksums it has none."""
     try:
         noted = read_json(older / _CHECKSUMS)
     except (OSError, ValueError):
@@ -74,7 +74,7 @@ def _keep_others(older: Path, draft: Path) -> None:
 
 
 def check_whole(path: Path, hint: str = _BEFORE) -> None:
-    """Compare the checksums of all files of a folder. Raises ``CheckpointError``; older ones have none."""
+    """Compare the checksums of all files of a folder. Raises ``CheckpointError``; old folders have no checksums."""
     try:
         if not path.is_dir():
             raise FileNotFoundError("there is no such folder any more")
@@ -92,14 +92,14 @@ def check_whole(path: Path, hint: str = _BEFORE) -> None:
 
 
 def unusable(path: Path, error: BaseException, hint: str = _BEFORE) -> CheckpointError:
-    """What to raise for a folder that cannot be used."""
+    """Return the error for a folder that cannot be used."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"the checkpoint {path} cannot be used: {error}. {hint}")
 
 
 def synchronize(path: Path) -> None:
-    """Waits until a file or folder would survive a loss of power."""
+    """Wait until a file or folder would survive a loss of power."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -110,9 +110,10 @@ def synchronize(path: Path) -> None:
 def encode(
     value: Any, store: Callable[[torch.Tensor], str | None] | None = None
 ) -> Any:  # any: what optimizers and schedulers keep, and JSON
-    """As JSON can hold it. Raises ``TypeError`` naming what cannot be held.
+    """Return a value in a form that JSON can hold. Raises ``TypeError``, which names what cannot be held.
 
-    ``store`` may keep a tensor elsewhere, and returns the name by which `decode` asks for it; ``None``: it does not.
+    ``store`` may keep a tensor elsewhere. It returns the name by which `decode` asks for the tensor, or ``None`` if it
+    does not keep it.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -133,7 +134,7 @@ def encode(
 
 
 def decode(value: Any, stored: Mapping[str, torch.Tensor] | None = None) -> Any:  # any: as above
-    """What `encode` was given; ``stored``: the tensors that were kept elsewhere."""
+    """Return the value that `encode` was given; ``stored`` has the tensors that were kept elsewhere."""
     if not isinstance(value, dict):
         return value
     kind = value[""]
@@ -152,7 +153,7 @@ def decode(value: Any, stored: Mapping[str, torch.Tensor] | None = None) -> Any:
 
 
 def _checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     check_is_file(path)
     found = 0
     with path.open("rb") as file:

@@ -1,12 +1,12 @@
-"""Nameless files and direct I/O: the calls under the disk tier and under the bandwidth probe.
+"""Nameless files and direct I/O: the system calls under the disk tier and under the bandwidth probe.
 
 A spill file has no name (``O_TMPFILE``, else unlinked at once), so that a killed process leaves nothing behind, and
-mode 0600. Its I/O goes straight between the device and the caller's memory (``O_DIRECT``) where the file system
-allows it: address, length and offset of each request are then multiples of ``BLOCK_BYTES``. Where it does not, the
-same calls go through the page cache, which is told to drop the pages (``posix_fadvise(DONTNEED)``). A directory may
-also be main memory (tmpfs), whose files newer kernels open with ``O_DIRECT`` too: `memory_file_system` tells.
+mode 0600. Its I/O goes straight between the disk and the caller's memory (``O_DIRECT``) where the file system allows
+it. Address, length and offset of each request are then multiples of ``BLOCK_BYTES``. Where it does not, the same calls
+go through the page cache, which is told to drop the pages (``posix_fadvise(DONTNEED)``). A directory may also be main
+memory (tmpfs), whose files newer kernels open with ``O_DIRECT`` too: `memory_file_system` tells.
 
-``os.pwritev`` and ``os.preadv`` release the GIL; they reach the rate of the disk from two to four Python threads
+``os.pwritev`` and ``os.preadv`` release the GIL. They reach the rate of the disk with two to four Python threads
 (docs/design/disk-io.md has the figures), so that no compiled code is needed here.
 """
 
@@ -24,20 +24,21 @@ import torch
 from penstock.errors import TierDegradedWarning
 
 BLOCK_BYTES = 4096
-"""Alignment of direct requests. 512 would do on some disks; 4096 does on all."""
+"""Alignment of direct requests. 512 is enough for some disks, 4096 for all."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 """The kernel's numbers of file systems without a disk (linux/magic.h); devtmpfs has that of tmpfs or of ramfs."""
 _OVERLAY = 0x794C7630
 _STATFS_BYTES = 256
-"""More than the C structure takes, whose first word is the number."""
+"""Size of a buffer that exceeds the C structure, whose first word is the number."""
 
 
 def memory_file_system(directory: str | os.PathLike[str]) -> str:
-    """Return what a directory is whose files are main memory, such as ``"tmpfs"``; empty for one on a disk.
+    """Return the kind of file system if a directory is main memory, such as ``"tmpfs"``; empty for a disk.
 
-    An overlay is what takes its writes, where that can be seen from here: in a container it cannot, and counts as disk.
+    An overlay counts as the directory that takes its writes. Where that cannot be seen, as from inside a container, it
+    counts as a disk.
     """
     number = _file_system_number(directory)
     if number == _OVERLAY:
@@ -47,7 +48,7 @@ def memory_file_system(directory: str | os.PathLike[str]) -> str:
 
 
 def warn_of_memory(directories: Iterable[str | os.PathLike[str]], *, stacklevel: int) -> None:
-    """Warn once where directories to spill to are main memory."""
+    """Warn once if directories of a disk tier are main memory."""
     kinds = {str(directory): kind for directory in directories if (kind := memory_file_system(directory))}
     if kinds:
         shown = ", ".join(f"{directory} ({kind})" for directory, kind in kinds.items())
@@ -61,7 +62,7 @@ def warn_of_memory(directories: Iterable[str | os.PathLike[str]], *, stacklevel:
 
 
 def refuse_memory(directories: Iterable[str | os.PathLike[str]]) -> None:
-    """Raise ``ValueError`` where directories below a device that is main memory itself are main memory too."""
+    """Raise ``ValueError`` for directories that are main memory, below a device that is main memory itself."""
     for directory in directories:
         if kind := memory_file_system(directory):
             raise ValueError(
@@ -72,7 +73,7 @@ def refuse_memory(directories: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def _file_system_number(directory: str | os.PathLike[str]) -> int:
-    """As ``statfs`` says; 0 where it cannot."""
+    """Return the number that ``statfs`` reports; 0 if it fails."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if ctypes.CDLL(None).statfs(os.fsencode(directory), buffer):
         return 0
@@ -80,7 +81,7 @@ def _file_system_number(directory: str | os.PathLike[str]) -> int:
 
 
 def _upper_directory(device: int) -> str | None:
-    """Where the overlay that is ``device`` keeps what is written, if it can be reached from here."""
+    """Return where the overlay ``device`` keeps what is written, if that can be reached from here."""
     name = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -91,7 +92,7 @@ def _upper_directory(device: int) -> str | None:
 
 
 class SpillFile:
-    """One nameless file in ``directory``, grown in preallocated steps and closed with ``close``.
+    """A nameless file in ``directory``, grown in preallocated steps and closed with ``close``.
 
     Raises ``FileNotFoundError``, ``NotADirectoryError`` or ``PermissionError`` for a directory that cannot be used.
     """
@@ -101,7 +102,7 @@ class SpillFile:
         self.size_bytes = 0
         self.is_direct = False
         self.memory_kind = ""
-        """Where the bytes stay in main memory, what that directory is, such as ``"tmpfs"``."""
+        """Kind of file system if the directory is main memory, such as ``"tmpfs"``; else empty."""
         self._descriptor = -1
         self._descriptor = self._open(direct)
         _open_files.add(self)
@@ -111,37 +112,37 @@ class SpillFile:
 
     @property
     def open_path(self) -> str:
-        """A path under which this process may open the nameless file once more."""
+        """A path under which this process can open the nameless file again."""
         return f"/proc/self/fd/{self._descriptor}"
 
     @property
     def name(self) -> str:
-        """What errors call this file: it has no path of its own."""
+        """The file's name in errors, since it has no path of its own."""
         return f"{self.directory}/<nameless spill file>"
 
     def grow(self, size_bytes: int) -> None:
-        """Preallocates the file up to ``size_bytes``. Raises ``OSError`` (``ENOSPC``) where the disk is full."""
+        """Preallocate the file up to ``size_bytes``. Raises ``OSError`` (``ENOSPC``) if the disk is full."""
         if size_bytes > self.size_bytes:
             os.posix_fallocate(self._descriptor, self.size_bytes, size_bytes - self.size_bytes)
             self.size_bytes = size_bytes
 
     def write(self, view: memoryview, offset: int) -> int:
-        """Writes bytes of ``view`` at ``offset``; returns how many, which may be fewer than given."""
+        """Write bytes of ``view`` at ``offset``; return how many, which may be fewer than given."""
         written = os.pwritev(self._descriptor, [view], offset)
         if not self.is_direct:
-            os.fdatasync(self._descriptor)  # dirty pages cannot be dropped
+            os.fdatasync(self._descriptor)  # the page cache cannot drop dirty pages
             os.posix_fadvise(self._descriptor, offset, written, os.POSIX_FADV_DONTNEED)
         return written
 
     def read(self, view: memoryview, offset: int) -> int:
-        """Reads into ``view`` from ``offset``; returns how many bytes came, 0 at the end of the file."""
+        """Read into ``view`` from ``offset``; return how many bytes came, 0 at the end of the file."""
         count = os.preadv(self._descriptor, [view], offset)
         if not self.is_direct:
             os.posix_fadvise(self._descriptor, offset, count, os.POSIX_FADV_DONTNEED)
         return count
 
     def close(self) -> None:
-        """Closes the file; the system frees its space at once. May be called again."""
+        """Close the file; the system frees its space at once. May be called again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -180,7 +181,7 @@ class SpillFile:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-        descriptor, path = tempfile.mkstemp(prefix=".penstock-", dir=self.directory)  # made with mode 0600
+        descriptor, path = tempfile.mkstemp(prefix=".penstock-", dir=self.directory)  # mkstemp uses mode 0600
         try:
             return os.open(path, os.O_RDWR | flag)
         finally:
@@ -189,11 +190,11 @@ class SpillFile:
 
 
 class DeviceFile:
-    """A spill file to and from which a CUDA device moves bytes itself: GPUDirect Storage, ``torch.cuda.gds``.
+    """A spill file that a CUDA device reads and writes itself, by GPUDirect Storage (``torch.cuda.gds``).
 
-    Calls block until the bytes are there, and know nothing of streams: what produced the bytes, or used the memory
-    before, must have finished. Raises ``RuntimeError`` or ``OSError`` where the machine cannot do it;
-    ``penstock.probe.gpu_direct_storage`` finds that out.
+    Calls block until the bytes are there, and ignore streams: whatever produced the bytes, or used the memory before,
+    must have finished. Raises ``RuntimeError`` or ``OSError`` if the machine cannot do it; use
+    ``penstock.probe.gpu_direct_storage`` to find out.
     """
 
     def __init__(self, spill: SpillFile):
@@ -201,18 +202,18 @@ class DeviceFile:
         _open_device_files.add(self)
 
     def write(self, storage: torch.UntypedStorage, offset: int) -> None:
-        """Writes all bytes of a storage of the device at ``offset``."""
+        """Write all bytes of a device storage at ``offset``."""
         with torch.cuda.device(storage.device):
             self._opened().save_storage(storage, offset)  # type: ignore[arg-type]
 
     def read(self, storage: torch.UntypedStorage, offset: int) -> None:
-        """Fills a storage of the device from ``offset``."""
+        """Fill a device storage from ``offset``."""
         with torch.cuda.device(storage.device):
             self._opened().load_storage(storage, offset)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Lets the file go. May be called again."""
-        self._file = None  # its own finaliser deregisters and closes it
+        """Close the file. May be called again."""
+        self._file = None  # its own finalizer deregisters and closes it
 
     def _opened(self) -> torch.cuda.gds.GdsFile:
         if self._file is None:
@@ -220,7 +221,7 @@ class DeviceFile:
         return self._file
 
     def _let_go_in_child(self) -> None:
-        if self._file is not None:  # its finaliser closes the number, so something must stay open under it
+        if self._file is not None:  # the finalizer closes this descriptor, so it must stay open for something
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), self._file.fd, inheritable=False)
 
@@ -232,7 +233,7 @@ _open_device_files: "weakref.WeakSet[DeviceFile]" = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for file in list(_open_files):
-        file.close()  # else the parent's disk space would live as long as the child
+        file.close()  # otherwise the parent's disk space would be freed only when the child ends
     for device_file in list(_open_device_files):
         device_file._let_go_in_child()
 

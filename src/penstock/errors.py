@@ -1,6 +1,7 @@
-"""Every exception and warning that a user of Penstock can meet.
+"""All exceptions and warnings that a user of Penstock can meet.
 
-Misuse raises ``ValueError`` or ``TypeError``; the classes here name the faults of the world, and our own.
+Misuse raises ``ValueError`` or ``TypeError``. The classes here are for everything else that can go wrong, including
+bugs in Penstock.
 """
 
 from collections.abc import Callable
@@ -34,11 +35,11 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Base of all errors that Penstock defines."""
+    """The base of all errors that Penstock defines."""
 
 
 class BudgetError(PenstockError, ValueError):
-    """A budget that cannot be met. The message names the smallest one that can, and what needs it."""
+    """A budget is too small. The message names the smallest one that works, and what needs it."""
 
 
 class TierFullError(PenstockError):
@@ -61,7 +62,7 @@ class _TransferError(PenstockError, OSError):
 
 
 class TierWriteError(_TransferError):
-    """Bytes could not be written into a tier. The storage they came from is still whole where it was.
+    """Bytes could not be written into a tier. The storage that they came from still has them.
 
     Attributes: ``tier`` and ``file`` (names), ``offset`` and ``size_bytes`` of the failed request, ``errno``.
     """
@@ -71,10 +72,11 @@ class TierWriteError(_TransferError):
 
 
 class TierReadError(_TransferError):
-    """Bytes in a tier could not be read back, or came back different. Never answered with other numbers.
+    """Bytes in a tier could not be read back, or differ from what was written. They are never replaced by other
+    numbers.
 
-    Attributes: ``tier`` and ``file`` (names), ``offset`` and ``size_bytes`` of the failed request, ``errno``
-    (``None`` where the system reported none, as for a checksum that differs).
+    Attributes: ``tier`` and ``file`` (names), ``offset`` and ``size_bytes`` of the failed request, ``errno`` (``None``
+    if the system reported none, as for a checksum that differs).
     """
 
     _verb = "reading"
@@ -82,7 +84,7 @@ class TierReadError(_TransferError):
 
 
 class ForkedProcessError(PenstockError):
-    """Parked bytes were asked for in a forked child. They belong to the parent, whose lanes the child lacks."""
+    """A forked child asked for parked bytes. They belong to the parent, and the child does not have its lanes."""
 
 
 class CaptureError(PenstockError):
@@ -90,11 +92,11 @@ class CaptureError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint could not be written, or is damaged or another job's. Older ones are whole."""
+    """A checkpoint could not be written, is damaged, or belongs to another job. Older ones are untouched."""
 
 
 class FeatureFileError(PenstockError, ValueError):
-    """A file of features is damaged, cut short, or of no kind that is known. Nothing of it was used."""
+    """A file of features is damaged, cut short, or of an unknown kind. Nothing in it was used."""
 
 
 class FleetStateError(PenstockError):
@@ -102,7 +104,7 @@ class FleetStateError(PenstockError):
 
 
 class NodeLostError(PenstockError):
-    """No machine is left that could train a fleet's jobs. Their checkpoints are whole."""
+    """No machine is left that could train a fleet's jobs. Their checkpoints are complete."""
 
 
 class DoubleBackwardError(PenstockError, RuntimeError):
@@ -114,27 +116,27 @@ class InternalError(PenstockError):
 
 
 class PenstockWarning(UserWarning):
-    """Base of all warnings that Penstock gives."""
+    """The base of all warnings that Penstock gives."""
 
 
 class TierDegradedWarning(PenstockWarning):
-    """A tier works, but with less than was asked: no direct I/O, no pinned memory, or a failed write."""
+    """A tier works, but not as requested: without direct I/O or pinned memory, or a write has failed."""
 
 
 class NodeLostWarning(PenstockWarning):
-    """A machine was lost; its jobs go on elsewhere from their last checkpoints."""
+    """A machine was lost. Its jobs continue elsewhere from their last checkpoints."""
 
 
 class SharedModelWarning(PenstockWarning):
-    """A job's factory returned a module that somebody else holds too. The fleet trains a copy of it."""
+    """A job's factory returned a module that something else also refers to. The fleet trains a copy of it."""
 
 
 class BudgetNotKeptWarning(PenstockWarning):
-    """A step takes more than its budget. The message says how much; with ``strict=True`` it is an error."""
+    """A step takes more than its budget. The message says how much. With ``strict=True`` this is an error."""
 
 
 class CompilerDeclinedWarning(PenstockWarning):
-    """A planned step was to be compiled and runs node by node instead. The message says why."""
+    """A planned step should be compiled but runs node by node instead. The message says why."""
 
 
 class GraphBreakWarning(PenstockWarning):
@@ -142,8 +144,8 @@ class GraphBreakWarning(PenstockWarning):
 
 
 class OffloadDeclinedWarning(PenstockWarning):
-    """Offloading was asked for and is not being done, because it would not pay. The message says by how much."""
+    """Offloading was requested but is not done, because it would not pay off. The message gives the figures."""
 
 
 class TrackerWarning(PenstockWarning):
-    """Metrics could not be written, or a tracker raised. Training goes on; the tracker is told nothing more."""
+    """Metrics could not be written, or a tracker raised. Training goes on without further calls of the tracker."""

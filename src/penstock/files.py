@@ -1,4 +1,4 @@
-"""Small files that a crash, a disk or a person may have changed: read whole, or refused by name.
+"""Reading of small files that a crash, a disk or a person may have changed; an error names the file.
 
 Nothing in them is executed, and no pipe or device is waited for.
 """
@@ -14,7 +14,7 @@ __all__ = ["check_is_file", "parse_json", "read_json", "read_text"]
 
 
 def check_is_file(path: str | os.PathLike[str]) -> None:
-    """Raises ``ValueError`` for a pipe, a socket or a device, which may never end, and ``OSError`` as ``open`` does."""
+    """Raise ``ValueError`` for a pipe, a socket or a device, which may never end, and ``OSError`` as ``open`` does."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -23,7 +23,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
 
 
 def read_text(path: Path) -> str:
-    """All of a file. Raises ``ValueError`` that names it where it is no UTF-8 or no file, and ``OSError``."""
+    """Return the text of a file. Raises ``ValueError`` with its name if it is not UTF-8 or no file, and ``OSError``."""
     check_is_file(path)
     try:
         return path.read_text(encoding="utf-8")
@@ -32,12 +32,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:  # any: what JSON holds
-    """What a file holds. Raises ``ValueError`` that names it where it is no JSON, and ``OSError``."""
+    """Return the JSON value in a file. Raises ``ValueError`` with its name if it is not JSON, and ``OSError``."""
     return parse_json(read_text(path), path)
 
 
 def parse_json(text: str | bytes, source: object) -> Any:  # any: what JSON holds
-    """What ``text`` says. Raises ``ValueError`` that names ``source`` where it is no JSON, or nested without end."""
+    """Return the JSON value of ``text``. Raises ``ValueError`` with ``source`` if it is invalid or too deep."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,14 +1,14 @@
-"""Places where bytes live, and the links between them, by one name each in events, reports and errors."""
+"""Places where bytes live and links between them, with the names that events, reports and errors use."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where bytes live: `DEVICE`, `HOST`, `DISK`, or one of your own."""
+    """A place where bytes live: `DEVICE`, `HOST`, `DISK`, or one of your own."""
 
     name: str
-    """As events and errors call it."""
+    """Name in events and errors."""
 
     def __str__(self) -> str:
         return self.name
@@ -16,24 +16,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between two places."""
+    """A link in one direction between two places."""
 
     source: Place
-    """Where bytes come from."""
+    """Place where bytes come from."""
     target: Place
-    """Where they go."""
+    """Place where bytes go."""
 
     def __str__(self) -> str:
         return f"{self.source}->{self.target}"
 
     @property
     def name(self) -> str:
-        """As events call it: ``"device->disk"``."""
+        """The link's name in events, such as ``"device->disk"``."""
         return str(self)
 
     @staticmethod
     def named(name: str) -> "Link":
-        """The link of that name. Raises ``ValueError`` where it is none."""
+        """Return the link of that name. Raises ``ValueError`` if there is none."""
         source, arrow, target = name.partition("->")
         if not (source and arrow and target):
             raise ValueError(f"a link is called after its two ends, such as 'device->disk', not {name!r}")
@@ -43,6 +43,6 @@ class Link:
 DEVICE = Place("device")
 """The memory that the computation uses: an accelerator's, or main memory."""
 HOST = Place("host")
-"""Main memory, where the device has its own."""
+"""Main memory, if the device has memory of its own."""
 DISK = Place("disk")
 """Files in directories, usually on an SSD."""

@@ -1,8 +1,8 @@
-"""Machines by their data sheets: what plans are made with where the machine itself is not at hand.
+"""Machines described by their data sheets, for making plans when the machine itself is not available.
 
-Rates are those of the data sheets, and beside them the shares of them that programs reach, which are ours to assume:
+Rates are those of the data sheets. Next to them are the shares that programs reach, which are our assumptions:
 ``matmul_share`` and ``memory_share`` of operators, ``link_share`` of links. Measured rates of a link have a share of 1.
-A modelled time is no measurement: it has no launches of kernels, no caches and no noise.
+A modeled time is no measurement: it has no launches of kernels, no caches and no noise.
 """
 
 from dataclasses import dataclass
@@ -13,41 +13,41 @@ import torch
 from penstock.arguments import check_fields, checked
 
 _LAUNCH_S = 5e-6
-"""What starting an operator takes at least."""
+"""Least seconds that starting an operator takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """One device, its link to host memory, and a disk."""
+    """A machine: one device, its link to host memory, and a disk."""
 
     name: str
-    """As it is asked for: ``"h200"``."""
+    """Name to ask for it by, such as ``"h200"``."""
     title: str
-    """What it is."""
+    """Description of the machine."""
     half_flops: float
     """Floating-point operations per second of matrix products in bfloat16 and float16, without sparsity."""
     single_flops: float
-    """The same in float32."""
+    """Floating-point operations per second of matrix products in float32."""
     memory_bytes: int
-    """Of the device."""
+    """Bytes of the device's memory."""
     memory_bytes_per_s: float
-    """What the device's memory carries."""
+    """Bytes per second that the device's memory carries."""
     out_bytes_per_s: float
-    """From the device to host memory."""
+    """Bytes per second from the device to host memory."""
     in_bytes_per_s: float
-    """From host memory to the device."""
+    """Bytes per second from host memory to the device."""
     write_bytes_per_s: float
-    """To the disk."""
+    """Bytes per second to the disk."""
     read_bytes_per_s: float
-    """From the disk."""
+    """Bytes per second from the disk."""
     sources: tuple[str, ...]
-    """Where these figures are from."""
+    """Sources of these figures."""
     matmul_share: float = 0.6
-    """Of ``half_flops`` and ``single_flops`` that matrix products of some size reach."""
+    """Share of ``half_flops`` and ``single_flops`` that matrix products of some size reach."""
     memory_share: float = 0.8
-    """Of ``memory_bytes_per_s`` that all other operators reach."""
+    """Share of ``memory_bytes_per_s`` that all other operators reach."""
     link_share: float = 0.8
-    """Of the link's and the disk's rates that copies reach."""
+    """Share of the link's and the disk's rates that copies reach."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -58,7 +58,7 @@ class Machine:
 
     @checked("machine.operator_s(flops=1e12, size_bytes=2**30, dtype=torch.bfloat16)", flops=0, size_bytes=0)
     def operator_s(self, *, flops: float, size_bytes: float, dtype: torch.dtype) -> float:
-        """Seconds of an operator of so many operations that reads and writes so many bytes: the longer of the two."""
+        """Return an operator's seconds: the longer of its arithmetic and of reading and writing its bytes."""
         peak = self.half_flops if dtype in (torch.bfloat16, torch.float16) else self.single_flops
         return max(
             _LAUNCH_S, flops / (self.matmul_share * peak), size_bytes / (self.memory_share * self.memory_bytes_per_s)
@@ -66,7 +66,7 @@ class Machine:
 
     @checked("machine.lane_rates(to_disk=True)")
     def lane_rates(self, *, to_disk: bool) -> tuple[float, float]:
-        """Bytes per second out of the device and into it, of host memory or of a disk behind that."""
+        """Return bytes per second out of the device and into it, for host memory or for a disk behind it."""
         out, back = self.out_bytes_per_s, self.in_bytes_per_s
         if to_disk:
             out, back = min(out, self.write_bytes_per_s), min(back, self.read_bytes_per_s)
@@ -172,12 +172,12 @@ MACHINES: dict[str, Machine] = {
         ),
     )
 }
-"""By name."""
+"""Machines by name."""
 
 
 def counted_flops(function: Any, arguments: Any, keywords: Any, made: Any) -> float:  # any: an operator's own
-    """Floating-point operations of a call of one of PyTorch's operators; 0 where PyTorch does not count them."""
-    from torch.utils.flop_counter import flop_registry  # which imports Triton
+    """Return the floating-point operations of one call of a PyTorch operator; 0 if PyTorch does not count them."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton
 
     packet = getattr(function, "overloadpacket", None)
     return float(flop_registry[packet](*arguments, **keywords, out_val=made)) if packet in flop_registry else 0.0
@@ -185,7 +185,7 @@ def counted_flops(function: Any, arguments: Any, keywords: Any, made: Any) -> fl
 
 @checked("penstock.machines.machine_named('h200')")
 def machine_named(name: str) -> Machine:
-    """The machine of that name. Raises ``ValueError`` for one that is not described, with those that are."""
+    """Return the machine of that name. Raises ``ValueError``, which lists those that are described, for another."""
     if name not in MACHINES:
         raise ValueError(f"there is no description of {name!r}; there are {', '.join(MACHINES)}")
     return MACHINES[name]

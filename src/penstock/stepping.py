@@ -1,7 +1,7 @@
-"""An optimizer's step on some of its parameters, for those whose bytes are on the device.
+"""An optimizer's step on some of its parameters, namely those whose bytes are on the device.
 
 That is exact for every optimizer whose update of a parameter depends on that parameter, its gradient, its state and its
-group, which are all of PyTorch's but L-BFGS.
+group. These are all of PyTorch's but L-BFGS.
 """
 
 import copy
@@ -16,7 +16,7 @@ State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
 
 
 def refuse_whole_optimizers(optimizer: torch.optim.Optimizer, call: str) -> None:
-    """Raise ``TypeError`` for an optimizer that looks at all parameters at once; ``call`` shows what works."""
+    """Raise ``TypeError`` for an optimizer that looks at all parameters at once; ``call`` shows a call that works."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             f"L-BFGS looks at all parameters at once and cannot be stepped part by part; take AdamW: {call}"
@@ -33,16 +33,17 @@ def step_part(
 ) -> dict[torch.Tensor, State]:
     """Run the optimizer's own ``step`` on ``parameters`` alone, from ``states``; return their states afterwards.
 
-    ``groups``: what the optimizer's groups said when the step was due, where that was earlier. It runs on a view of the
-    optimizer whose groups hold these parameters and whose state is theirs; the optimizer's own state is left alone.
-    States that are not empty are changed in place. Its hooks run each time, or are left to the caller. Raises
-    ``TypeError`` where the step changes what its groups say, which is of all parameters at once.
+    ``groups`` are the settings of the optimizer's groups when the step was due, if that was earlier. The step runs on a
+    view of the optimizer with these parameters in its groups and with their states; the optimizer's own state is left
+    alone. States that are not empty are changed in place. The optimizer's hooks run each time, or are left to the
+    caller (``runs_hooks=False``). Raises ``TypeError`` if the step changes the settings of its groups, which belong to
+    all parameters.
     """
     parameters, groups = list(parameters), optimizer.param_groups if groups is None else groups
     wanted = {id(one) for one in parameters}
     part: torch.optim.Optimizer = object.__new__(type(optimizer))
     part.__dict__.update(optimizer.__dict__)
-    part.__dict__.pop("step", None)  # a wrapper of a scheduler or of ours, bound to the whole
+    part.__dict__.pop("step", None)  # a wrapper of a scheduler or of ours, bound to the whole optimizer
     part.param_groups = [{**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in groups]
     if not runs_hooks:
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -64,7 +65,10 @@ def step_part(
 def state_share(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], states: Mapping[torch.Tensor, State]
 ) -> float:
-    """Bytes of state per byte of ``parameters``, after a step from ``states``, tried on a copy of a middling one."""
+    """Return bytes of state per byte of ``parameters`` after a step from ``states``.
+
+    The step is tried on a copy of one parameter of moderate size.
+    """
     trained = [one for one in parameters if one.requires_grad and one.numel() > 1]
     if not trained:
         return 0.0

@@ -1,4 +1,4 @@
-"""Where tensors lie in a .safetensors file, so that one is read without a map of the whole file.
+"""Positions of tensors in .safetensors files, so that one tensor is read without mapping the whole file.
 
 Format: 8 bytes with the length of a JSON header, the header, and the tensors' bytes. Source: the safetensors project.
 """
@@ -29,22 +29,22 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file."""
+    """The entry of one tensor in a file."""
 
     dtype: torch.dtype | None
-    """``None`` for a type that PyTorch has not."""
+    """Dtype; ``None`` for a type that PyTorch does not have."""
     type_name: str
-    """As the file says."""
+    """Name of the type in the file."""
     shape: tuple[int, ...]
-    """Empty for a number."""
+    """Shape; empty for a single number."""
     first_byte: int
-    """In the file."""
+    """Position of its first byte in the file."""
     size_bytes: int
-    """From there on."""
+    """Number of its bytes."""
 
 
 def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
-    """The tensors of a file of ``size`` bytes, from whose beginning is read. Raises ``ValueError`` for damage."""
+    """Return the entries of a file of ``size`` bytes, read from its beginning. Raises ``ValueError`` for damage."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, _MOST_HEADER_BYTES):
         raise ValueError(f"its header claims {format_bytes(length)} of a file of {format_bytes(size)}")
@@ -69,9 +69,9 @@ def _entry(name: str, one: Mapping[str, Any], first_byte: int) -> Entry:  # any:
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of several files by name. Each is read when it is asked for, into memory of its own.
+    """The tensors of several files by name. Each is read on access, into memory of its own.
 
-    Raises ``ValueError`` for damaged files, naming the file, and ``OSError``.
+    Raises ``ValueError``, which names the file, for damaged files, and ``OSError``.
     """
 
     def __init__(self, paths: list[Path]):

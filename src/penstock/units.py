@@ -1,7 +1,7 @@
 """Sizes, rates and durations, to and from text.
 
-``6GiB`` is 6 x 2**30 bytes and ``6GB`` is 6 x 10**9 bytes, as IEC 80000-13 has it. Everything inside Penstock is a
-plain ``int`` of bytes or ``float`` of seconds; text exists only at the edges.
+``6GiB`` is 6 x 2**30 bytes and ``6GB`` is 6 x 10**9 bytes, as in IEC 80000-13. Everything inside Penstock is a plain
+``int`` of bytes or ``float`` of seconds; text exists only in input and output.
 """
 
 import re
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(size: int | str) -> int:
-    """Bytes in ``size``: an ``int``, or text such as ``"6GiB"`` (2**30), ``"6GB"`` (10**9) or ``"1500000"``.
+    """Return the bytes in ``size``: an ``int``, or text such as ``"6GiB"`` (2**30), ``"6GB"`` (10**9) or ``"1500000"``.
 
     Raises ``ValueError`` for text that is not a size or a negative number, ``TypeError`` for any other type.
     """
@@ -38,7 +38,7 @@ def parse_bytes(size: int | str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Text for a size in the largest binary unit below it: ``format_bytes(6 * 2**30) == "6.0 GiB"``."""
+    """Return a size as text, in the largest binary unit below it: ``format_bytes(6 * 2**30) == "6.0 GiB"``."""
     magnitude = abs(size_bytes)
     for unit, factor in (("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if magnitude >= factor:
@@ -47,7 +47,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(bandwidth_bytes_per_s: float) -> str:
-    """Text for a bandwidth: decimal units, as devices are sold (``"2.1 GB/s"``)."""
+    """Return a bandwidth as text, in decimal units, as devices are sold (``"2.1 GB/s"``)."""
     for unit, factor in (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
         if bandwidth_bytes_per_s >= factor:
             return f"{bandwidth_bytes_per_s / factor:.1f} {unit}"
@@ -55,7 +55,7 @@ def format_rate(bandwidth_bytes_per_s: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Text for a duration: ``"1.3 ms"``, ``"15.6 s"``, ``"2 h 05 min"``, ``"3.2 years"``."""
+    """Return a duration as text: ``"1.3 ms"``, ``"15.6 s"``, ``"2 h 05 min"``, ``"3.2 years"``."""
     if duration_s < 1:
         return f"{duration_s * 1e3:.1f} ms"
     if duration_s < 120:

@@ -1,4 +1,4 @@
-"""What `advise` returns: options with their costs, as a table and as code."""
+"""The result of `advise`: options with their costs, as a table and as code."""
 
 from dataclasses import dataclass
 
@@ -10,45 +10,45 @@ class Option:
     """One way to train the step."""
 
     name: str
-    """Such as ``"offload"`` or ``"checkpoint + offload"``."""
+    """Name of the option, such as ``"offload"`` or ``"checkpoint + offload"``."""
     rooms: tuple[str, ...]
-    """The rooms that it uses; empty for plain PyTorch."""
+    """Rooms that it uses; empty for plain PyTorch."""
     is_refused: bool
-    """Whether it does not keep the budget, or does not work with this model."""
+    """Whether it exceeds the budget or does not work with this model."""
     reason: str
-    """Why it is refused; empty where it is not."""
+    """The reason why it is refused; empty if it is not."""
     peak_bytes: int | None
-    """True peak of the device in a training step, gradients and optimizer state included; ``None``: not known."""
+    """True device peak of a training step, with gradients and optimizer state; ``None`` if not known."""
     ratio: float | None
-    """Its step over plain PyTorch's, forward and backward; ``None``: not known."""
+    """Its step time divided by plain PyTorch's, for forward and backward; ``None`` if not known."""
     is_measured: bool
-    """Whether peak and ratio were measured in trial steps, rather than predicted from the profile."""
+    """Whether peak and ratio were measured in trial steps, not predicted from the profile."""
     code: str
-    """Python to paste: ``model``, ``batches``, ``optimizer``, ``loss`` and a shared ``budget`` are the user's."""
+    """Python code to paste. It uses your ``model``, ``batches``, ``optimizer``, ``loss`` and a shared ``budget``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """Options for a step under a budget, those that keep it first, the fastest first."""
+    """The options for a step under a budget: first those that keep it, fastest first."""
 
     options: tuple[Option, ...]
-    """All that were looked at."""
+    """All options that were considered."""
     budget_bytes: int | None
-    """What was asked for; ``None``: no limit."""
+    """The budget that was given; ``None`` if there is no limit."""
     plain_peak_bytes: int | None
-    """Of plain PyTorch, where it is known."""
+    """Peak of plain PyTorch, if known."""
     plain_is_measured: bool
-    """Whether ratios are to plain steps that ran in turn with the others, rather than to its operators' times."""
+    """Whether ratios compare with plain steps that ran in the same rounds, not with the times of plain's operators."""
     smallest_bytes: int | None
-    """The smallest budget that a planned step keeps; ``None`` where the step cannot be planned as one graph."""
+    """The smallest budget that a planned step keeps; ``None`` if the step cannot be planned as one graph."""
     notes: tuple[str, ...]
-    """Whatever else was noticed."""
+    """Further remarks on the model and the batch."""
     best_name: str | None
-    """Of the option to take; ``None`` where none keeps the budget."""
+    """Name of the best option; ``None`` if none keeps the budget."""
 
     @property
     def best(self) -> Option:
-        """The option to take. Raises ``ValueError`` where none keeps the budget, saying what each would need."""
+        """The best option. Raises ``ValueError`` if none keeps the budget, with what each would need."""
         for option in self.options:
             if option.name == self.best_name:
                 return option
@@ -57,7 +57,7 @@ class Advice:
         raise ValueError(f"nothing trains this step within {_shown(self.budget_bytes)}. {reasons}.{least}")
 
     def explain(self) -> str:
-        """The options as a table, why some are refused, what was noticed, and the best one's code."""
+        """Return a table of the options, why some are refused, further remarks, and the code of the best option."""
         lines = [f"budget {_shown(self.budget_bytes)}, plain PyTorch's peak {_shown(self.plain_peak_bytes)}"]
         width, reasons = max(len(one.name) for one in self.options), dict[str, list[str]]()
         for one in self.options:

@@ -1,4 +1,4 @@
-"""Which of several options to take."""
+"""The choice between several options."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ from penstock.advisor._advice import Option
 from penstock.arguments import checked
 
 _AS_FAST = 1.03
-"""Options within this factor of the fastest count as equally fast: measuring is not finer than that."""
+"""Factor within which options count as equally fast, since measurements are not more precise than that."""
 _SIMPLEST = ("plain", "checkpoint", "offload", "remat", "training")
 
 
 @checked("penstock.advisor.choose(advice.options)")
 def choose(options: Sequence[Option]) -> Option | None:
-    """The fastest option that is not refused; of those as fast, the simplest, then the one with the lowest peak.
+    """Return the fastest option that is not refused; among equally fast ones the simplest, then the lowest peak.
 
-    Options without a ratio come last. ``None`` where all are refused.
+    Options without a ratio come last. Returns ``None`` if all are refused.
     """
     taken = [one for one in options if not one.is_refused]
     if not taken:

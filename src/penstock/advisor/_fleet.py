@@ -1,4 +1,4 @@
-"""The last resort: a fleet of one, which holds a part of the model on the device at a time."""
+"""A fleet with one job as the last resort: it has only a part of the model on the device at a time."""
 
 import copy
 import inspect
@@ -19,20 +19,20 @@ _NAME = "fleet"
 
 
 def fleet_of_one(task: Task, limits: Limits, plain_s: float | None) -> Option:
-    """Trains copies of the model for some steps; refused where the model cannot be cut, or a part does not fit."""
+    """Train copies of the model for some steps; refuse if the model cannot be cut, or a part does not fit."""
     peak_bytes, seconds, reason = None, None, ""
     try:
         job = _job(task)
         with quiet():
             checked, timed = (
                 fleet.run([job], [str(task.device)], limits.alone(), progress=None, verify=verify)
-                for verify in (True, False)  # measuring peaks takes time
+                for verify in (True, False)  # measuring peaks takes time, so the second run does not
             )
         error = checked["advice"].error or timed["advice"].error
         reason = "" if error is None else first_line(ValueError(error))
         peak_bytes = checked.devices[0].measured_peak_bytes
         seconds = (timed.devices[0].compute_s + timed.devices[0].stall_s) / _NUM_STEPS
-    except Exception as error:  # whatever the model may raise when it is copied, cut or trained
+    except Exception as error:  # the model may raise anything when it is copied, cut or trained
         reason = first_line(error)
     return Option(
         name=_NAME,
@@ -68,7 +68,7 @@ def _copy_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """One of the same class with the same defaults."""
+    """Return an optimizer of the same class with the same defaults, SGD if there is none."""
     if optimizer is None:
         return torch.optim.SGD(parameters, lr=0.0)
     return type(optimizer)(parameters, **_options_of(optimizer))

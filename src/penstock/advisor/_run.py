@@ -1,4 +1,4 @@
-"""`advise`: profile, try, choose."""
+"""`advise`: profile the step, try the options, choose one."""
 
 import gc
 import math
@@ -23,7 +23,7 @@ from penstock.units import format_bytes
 
 _LARGE_BATCH_SHARE = 0.25
 _LAYERS = {"RGCNConv": "RGCNConv", "FastRGCNConv": "RGCNConv", "RGATConv": "RGATConv", "HGTConv": "HGTConv"}
-"""Layers of PyG's, and ours."""
+"""Layers of PyG by name, with the layers of Penstock that replace them."""
 
 
 @checked("penstock.advise(model, batch, '6GiB')", rounds=1)
@@ -39,29 +39,31 @@ def advise(
     rounds: int = 5,
     progress: Progress | None = None,
 ) -> Advice:
-    """Which way of training ``model`` on batches like ``batch`` keeps the budget and is the fastest.
+    """Find the fastest way of training ``model`` on batches like ``batch`` that keeps the budget.
 
-    The step is captured and profiled once. Whatever may keep the budget is then set up and tried: plain PyTorch,
-    ``torch.utils.checkpoint`` for each block, `offload`, both, and `remat` with and without swaps; if none of them
-    does, `offload.training`, which keeps the budget on parameters, gradients and optimizer state too, and a `fleet` of
-    one, which holds a part of the model at a time. Peaks are measured in one step each, with
-    gradients that exist already (as with accumulation; dropping them takes no more); times are medians over ``rounds``,
-    in which all take turns. Where plain PyTorch cannot run, ratios are to the sum of its operators' times.
+    The step is captured and profiled once. Everything that may keep the budget is then set up and tried: plain PyTorch,
+    ``torch.utils.checkpoint`` for each block, `offload`, both, and `remat` with and without swaps. If none of them
+    keeps it, two more are tried: `offload.training`, which applies the budget to parameters, gradients and optimizer
+    state too, and a `fleet` of one job, which holds a part of the model at a time. Peaks are measured in one step each,
+    with gradients that exist already (as with accumulation; dropping them takes no more). Times are medians over
+    ``rounds``, in which all options take turns. If plain PyTorch cannot run, ratios are to the sum of its operators'
+    times.
 
     Args:
         model: on the device on which it is to train.
         batch: a tensor, a tuple or list (``model(*batch)``) or a dict (``model(**batch)``), on the same device.
-        budget: bytes of the device at the true peak, parameters, gradients and optimizer state included, or a
-            ``tiers.Budget``, whose host memory and disks may be used and of which others' shares are left alone.
-        loss: from model and batch to a scalar; not needed where the model returns its loss, or has it as ``.loss``.
-        optimizer: its state is counted, also before its first step.
+        budget: device bytes at the true peak, with parameters, gradients and optimizer state. Or a ``tiers.Budget``,
+            whose host memory and disks may be used; what others hold of it is left to them.
+        loss: a function of model and batch that returns a scalar; not needed if the model returns its loss, or has it
+            as ``.loss``.
+        optimizer: its state is counted, even before its first step.
         host: bytes of host memory to move to (CUDA).
         disk: directory on an SSD to move to, or several.
-        rounds: how often each way is timed.
-        progress: told what is being done, how much of it is done and how much there is.
+        rounds: how often each option is timed.
+        progress: called with what is being done, how much of it is done, and how much there is.
 
-    Parameters, gradients, buffers and random numbers are left as they were. Raises ``ValueError`` where the step has no
-    loss, and what the model itself raises.
+    Parameters, gradients, buffers and random numbers are left as they were. Raises ``ValueError`` if the step has no
+    loss, and whatever the model itself raises.
     """
     if rounds < 1:
         raise ValueError(f"every way is timed at least once, not {rounds} times: rounds=5")
@@ -112,7 +114,7 @@ def _account(budget: Size | Budget | None, host: Size | None, disk: DiskSpec) ->
 
 
 def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
-    """What is left for this step, of the account and of the device."""
+    """Return what others leave of the account and of the device for this step."""
     optimizer = task.optimizer
     state_bytes = 0 if optimizer is None else remat.optimizer_state_bytes(optimizer)
     is_made = optimizer is not None and bool(optimizer.state)
@@ -137,7 +139,7 @@ def _limits(task: Task, account: Budget, *, is_shared: bool) -> Limits:
 
 
 def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
-    """The profile, or why there is none."""
+    """Return the profile of the step, or the reason why there is none."""
     try:
         with task.left_as_found(), quiet():
             step = remat.optimize(
@@ -145,12 +147,12 @@ def _planned(task: Task, limits: Limits) -> tuple[remat.Planned | None, str]:
                 optimizer=task.optimizer, reserve=limits.reserve_bytes, fullgraph=True,
             )  # fmt: skip
             return step.plan, ""
-    except Exception as error:  # whatever capturing may raise: the step cannot be planned
+    except Exception as error:  # whatever capturing raises, the step cannot be planned
         return None, first_line(error)
 
 
 def _option(way: Way, trial: Trial, plain_s: float | None) -> Option:
-    """With what was measured."""
+    """Return an option with what was measured."""
     ratio = trial.ratio
     if ratio is None and trial.step_s is not None and plain_s is not None:
         ratio = trial.step_s / plain_s
@@ -161,7 +163,7 @@ def _option(way: Way, trial: Trial, plain_s: float | None) -> Option:
 
 
 def _plain_s(trials: dict[str, Trial], planned: remat.Planned | None) -> float | None:
-    """Of a plain step: as timed, else the sum of its operators' times."""
+    """Return the seconds of a plain step: as timed, else the sum of its operators' times."""
     if "plain" in trials and trials["plain"].step_s is not None:
         return trials["plain"].step_s
     return None if planned is None else planned.plan.step_s - planned.plan.extra_s
@@ -196,7 +198,7 @@ def _spelled(budget: Budget) -> str:
 
 
 def _exactly(size_bytes: int) -> str:
-    """As a user would write it: ``'6GiB'``, or the number where it is of no unit."""
+    """Return a size as a user would write it: ``'6GiB'``, or the number of bytes if no unit divides it."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size_bytes and not size_bytes % 1024**power:
             return f"'{size_bytes // 1024**power}{unit}'"

@@ -1,4 +1,4 @@
-"""A user's step: how it is called, what it leaves as it found it, and how code for it reads."""
+"""A user's training step: how it is called, which state it must leave unchanged, and how it looks as code."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import random_forked
 
-Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
+Batch = Any  # what the user's data yields: tensors, and tuples, lists and dicts of them
 Loss = Callable[[Any, Batch], torch.Tensor]
-"""From the model and a batch to a scalar: ``lambda model, batch: model(**batch).loss``."""
+"""A function of the model and a batch that returns a scalar: ``lambda model, batch: model(**batch).loss``."""
 
 
 class Task:
@@ -20,10 +20,10 @@ class Task:
 
     def __init__(self, model: nn.Module, batch: Batch, loss: Loss | None, optimizer: torch.optim.Optimizer | None):
         self.model, self.optimizer = model, optimizer
-        self.batch = dict(batch) if isinstance(batch, Mapping) else batch  # a BatchEncoding is no tree to PyTorch
+        self.batch = dict(batch) if isinstance(batch, Mapping) else batch  # PyTorch sees no tree in a BatchEncoding
         self._loss = loss
         self.evaluates = not any(one.training for one in model.modules())
-        """Whether the model is in evaluation mode, as ``from_pretrained`` leaves it; it is tried in training mode."""
+        """Whether the model is in evaluation mode, as ``from_pretrained`` leaves it. It is tried in training mode."""
         self._has_loss_attribute = False
         places = {one.device for one in [*model.parameters(), *_tensors(self.batch)]}
         if len({one.type for one in places}) > 1:
@@ -35,11 +35,11 @@ class Task:
         self._check()
 
     def loss_of(self, batch: Batch) -> torch.Tensor:
-        """The loss of a batch, a scalar."""
+        """Return the loss of a batch, a scalar."""
         return self.call(self.model, batch)
 
     def call(self, model: Any, batch: Batch) -> torch.Tensor:  # any: the module, or what stands for it
-        """The loss of a batch by ``model``."""
+        """Return the loss of a batch, computed by ``model``."""
         if self._loss is not None:
             return self._loss(model, batch)
         if isinstance(batch, Mapping):
@@ -50,49 +50,49 @@ class Task:
 
     @property
     def expression(self) -> str:
-        """The same as Python."""
+        """Python code that computes the loss of ``batch``."""
         if self._loss is not None:
             return "loss(model, batch)"
         stars = "**" if isinstance(self.batch, Mapping) else "*" if isinstance(self.batch, tuple | list) else ""
         return f"model({stars}batch){'.loss' if self._has_loss_attribute else ''}"
 
     def step(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.loss_of(self.batch).backward()  # type: ignore[no-untyped-call]
 
     @property
     def preparation(self) -> str:
-        """What comes before a training loop, as Python."""
+        """Python code that comes before the training loop."""
         return "model.train()\n" if self.evaluates else ""
 
     @property
     def input_bytes(self) -> int:
-        """Of parameters, buffers and the batch."""
+        """Bytes of parameters, buffers and the batch."""
         return self.batch_bytes + sum(one.nbytes for one in [*self.model.parameters(), *self.model.buffers()])
 
     @property
     def batch_bytes(self) -> int:
-        """Of the batch."""
+        """Bytes of the batch."""
         return sum(one.nbytes for one in _tensors(self.batch))
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients that exist now."""
+        """Bytes of the gradients that exist now."""
         return sum(one.grad.nbytes for one in self.model.parameters() if one.grad is not None)
 
     @property
     def set_aside_bytes(self) -> int:
-        """Held by ``left_as_found`` beside what training holds: gradients that existed, and copies of buffers."""
+        """Bytes that ``left_as_found`` holds and training does not: earlier gradients, and copies of buffers."""
         return self.gradient_bytes + sum(one.nbytes for one in self.model.buffers())
 
     def drop_gradients(self) -> None:
-        """So that nothing is held but what each way makes."""
+        """Drop all gradients, so that only those of the option under trial take memory."""
         for one in self.model.parameters():
             one.grad = None
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
-        """Gradients, buffers, modes and random numbers are afterwards what they were."""
+        """Restore gradients, buffers, modes and random numbers after the block."""
         gradients = [(one, one.grad) for one in self.model.parameters()]
         buffers = [(one, one.detach().clone()) for one in self.model.buffers()]
         modes = [(one, one.training) for one in self.model.modules()]
@@ -112,7 +112,7 @@ class Task:
                 module.training = was_training
 
     def _check(self) -> None:
-        """Calls the model once without gradients, to see what it returns."""
+        """Call the model once without gradients, to see what it returns."""
         with self.left_as_found(), torch.no_grad():
             result = self.loss_of(self.batch)
         if not isinstance(result, torch.Tensor) and isinstance(getattr(result, "loss", None), torch.Tensor):

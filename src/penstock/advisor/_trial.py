@@ -1,4 +1,4 @@
-"""Ways that run: their peaks, and their steps in turn with plain PyTorch's."""
+"""Trials of options that can run: their peaks, and their step times in rounds with plain PyTorch."""
 
 import contextlib
 import functools
@@ -14,31 +14,32 @@ from penstock.probe import in_rounds, peak_bytes
 from penstock.units import format_bytes
 
 LEAST_S = 0.5
-"""Shorter steps are run several times in their turn."""
+"""Seconds below which a step is run several times in its turn."""
 Progress = Callable[[str, int, int], None]
-"""Told what is being done, how much of it is done, and how much there is."""
+"""A function that is told what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What came of trying a way."""
+    """The outcome of trying an option."""
 
     reason: str = ""
-    """Why it was given up; empty where it ran."""
+    """The reason why it was given up; empty if it ran."""
     peak_bytes: int | None = None
-    """Of the device in one step, with gradients that exist already."""
+    """Device peak of one step, with gradients that exist already."""
     ratio: float | None = None
-    """Median over rounds of its step over plain's in the same round; ``None`` without a plain one."""
+    """Median over rounds of its step time divided by plain's in the same round; ``None`` without plain steps."""
     step_s: float | None = None
-    """Median of its steps."""
+    """Median of its step times."""
     step_failed: bool = False
     """Whether it was given up while it was timed."""
 
 
 def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, progress: Progress) -> dict[str, Trial]:
-    """Tries the ways in turn.
+    """Try the options one after the other, and time them in rounds.
 
-    A way whose peak is above the limit is not timed; but for plain PyTorch, with which all are compared.
+    An option whose peak is above the limit is not timed. Plain PyTorch is timed in any case, since all are compared to
+    it.
     """
     trials: dict[str, Trial] = {}
     limit_bytes = limits.budget.device_bytes
@@ -50,13 +51,13 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
             progress(f"trying {way.name}", number, total)
             try:
                 task.drop_gradients()
-                extra_bytes = limits.extra_bytes + _held_bytes(task) - before_bytes  # other ways have left something
+                extra_bytes = limits.extra_bytes + _held_bytes(task) - before_bytes  # others may still hold memory
                 found = way.begin(extra_bytes)
                 stack.callback(found.close)
                 for _ in range(way.num_warm):
                     found.step()
                 measured = peak_bytes(found.step, device=task.device).peak_bytes - extra_bytes
-            except Exception as error:  # whatever a model may raise: this way does not work with it
+            except Exception as error:  # a model may raise anything: this option does not work with it
                 trials[way.name] = Trial(reason=first_line(error))
                 continue
             is_above = limit_bytes is not None and measured > limit_bytes
@@ -73,7 +74,7 @@ def try_all(task: Task, ways: Sequence[Way], *, limits: Limits, rounds: int, pro
 
 
 def plain_can_run(task: Task, peak: int) -> bool:
-    """Whether there is memory for a plain step at all, whatever the budget."""
+    """Return whether there is memory for a plain step at all, whatever the budget is."""
     backend = backend_of(task.device)
     free_bytes, _ = backend.memory_bytes()
     if backend.allocator is None:
@@ -82,7 +83,7 @@ def plain_can_run(task: Task, peak: int) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Of a message."""
+    """Return the first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -94,14 +95,14 @@ def _held_bytes(task: Task) -> int:
 def _in_turn(
     task: Task, running: Mapping[str, Running], rounds: int, trials: dict[str, Trial], tell: Callable[[int], None]
 ) -> dict[str, list[float]]:
-    """Seconds of those that run to the end; whatever raises is given up."""
+    """Return the step times of the options that run to the end; an option that raises is given up."""
 
     def step(name: str) -> None:
         if trials[name].step_failed:
             return
         try:
             running[name].step()
-        except Exception as error:  # such as memory that is not there, or a budget that is exceeded after all
+        except Exception as error:  # such as too little memory, or a budget that is exceeded after all
             trials[name] = replace(trials[name], reason=first_line(error), step_failed=True)
 
     def told(number: int) -> None:

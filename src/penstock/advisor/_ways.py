@@ -1,4 +1,4 @@
-"""The ways to train a step that are tried: how each is set up, and the code that sets it up."""
+"""The options that are tried: how each is set up, and the code that sets it up."""
 
 import contextlib
 import functools
@@ -16,55 +16,56 @@ from penstock.tiers import Budget
 from penstock.units import format_bytes
 
 LEAST_BLOCKS = 2
-"""Modules of one class in a list that count as the model's blocks."""
+"""Least number of modules of one class in a list for them to count as the model's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way, and how to begin it."""
+    """One option, and a function that sets it up."""
 
     name: str
-    """As in `Option`."""
+    """Name, as in `Option`."""
     rooms: tuple[str, ...]
-    """As in `Option`."""
+    """Rooms, as in `Option`."""
     begin: Callable[[int], "Running"]
-    """Sets it up, with so many bytes on the device beside what training holds, for whatever measures.
+    """A function that sets it up; its argument is the device bytes that are held during trials but not in training.
 
-    Raises ``PenstockError`` or ``RuntimeError`` where it does not work with this model.
+    Options that measure the peak themselves add these bytes to their budget. Raises ``PenstockError`` or
+    ``RuntimeError`` if the option does not work with this model.
     """
     code: str
-    """As in `Option`."""
+    """Code, as in `Option`."""
     num_warm: int = 1
-    """Steps before it runs as it will go on."""
+    """Number of steps before it runs as it will from then on."""
 
 
 @dataclass(slots=True)
 class Running:
-    """A way that was set up."""
+    """An option that was set up."""
 
     step: Callable[[], None]
-    """Forward and backward of the batch."""
+    """A function that runs forward and backward of the batch."""
     close: Callable[[], None] = field(default=lambda: None)
-    """Gives back what it took."""
+    """A function that frees what the option took."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a way may take, and how the user spells it."""
+    """The limits of an option, and the budget as the user writes it."""
 
     budget: Budget
-    """Limit of the device and the tiers, without what other rooms hold."""
+    """Limits of the device and the tiers, without what other rooms hold."""
     spelled: str
-    """The budget in code."""
+    """The budget as code."""
     reserve_bytes: int
-    """Of the device, held by whatever else the process does there."""
+    """Device bytes that other parts of the process hold."""
     unaccounted_bytes: int
-    """Of those, what does not stand in a shared account."""
+    """Those of ``reserve_bytes`` that are not in a shared account."""
     extra_bytes: int
-    """Held during trials but not in training, less what is held in training but not yet."""
+    """Bytes held during trials but not in training, minus those held in training but not yet."""
 
     def alone(self, extra_bytes: int = 0) -> Budget:
-        """The budget on an account of its own: ways are alternatives."""
+        """Return the budget on an account of its own, since options are alternatives."""
         limit = self.budget.device_bytes
         if limit is not None and limit + extra_bytes < 1:
             raise BudgetError(
@@ -76,7 +77,7 @@ class Limits:
 
 
 def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[Way]:
-    """What may be tried; ``planned`` is the profile, if the step is one graph."""
+    """Return the options that may be tried; ``planned`` is the profile, if the step is one graph."""
     budget = limits.budget
     blocks = blocks_of(task.model)
     ways = [_plain(task)]
@@ -95,14 +96,14 @@ def ways_for(task: Task, limits: Limits, planned: remat.Planned | None) -> list[
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the blocks that people would checkpoint: the largest list of modules of one class."""
+    """Return the names of the blocks that one would checkpoint: the largest list of modules of one class."""
     most: list[str] = []
     most_parameters = 0
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < LEAST_BLOCKS:
             continue
         if len({type(one) for one in module}) > 1 or not any(True for one in module for _ in one.children()):
-            continue  # of several kinds, or single layers
+            continue  # modules of several classes, or single layers
         size = sum(one.numel() for one in module.parameters())
         if size > most_parameters:
             most_parameters = size
@@ -112,7 +113,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
-    """Inside, each block saves its inputs alone; as Hugging Face's own checkpointing does it, where there is one."""
+    """Let each block save only its inputs while the block runs, by Hugging Face's own checkpointing if there is any."""
     if (own := _with_own_checkpointing(model)) is not None:
         owner = model.get_submodule(own)
         kind = _kind(owner)
@@ -131,14 +132,14 @@ def checkpointed(model: nn.Module, blocks: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         for one, forward in found.items():
-            del one.forward  # the class's own again
+            del one.forward  # the class has its own again
             if forward is not None:
                 one.forward = forward
 
 
 @contextlib.contextmanager
 def _left_alone(owner: nn.Module) -> Iterator[None]:
-    """Attributes and hooks are afterwards what they were: any left would have planned steps captured anew."""
+    """Restore attributes and hooks after the block, since any that are left would make planned steps captured anew."""
     attributes = {one: dict(vars(one)) for one in owner.modules()}
     hooks = [(value, dict(value)) for one in attributes.values() for value in one.values() if isinstance(value, dict)]
     try:
@@ -153,7 +154,10 @@ def _left_alone(owner: nn.Module) -> Iterator[None]:
 
 
 def _with_own_checkpointing(model: nn.Module) -> str | None:
-    """The name of the outermost module that checkpoints by itself and does not yet: it also turns caches off."""
+    """Return the name of the outermost module that can checkpoint by itself and does not yet.
+
+    Its own checkpointing also turns caches off.
+    """
     for name, module in model.named_modules():
         if getattr(module, "supports_gradient_checkpointing", False):
             is_on = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
@@ -162,7 +166,7 @@ def _with_own_checkpointing(model: nn.Module) -> str | None:
 
 
 def _kind(owner: nn.Module) -> str:
-    """Transformers 5 has renamed it."""
+    """Return the prefix of the methods' names, which Transformers 5 has changed."""
     is_new = hasattr(owner, "activation_checkpointing_enable")
     return "activation_checkpointing" if is_new else "gradient_checkpointing"
 
@@ -187,7 +191,7 @@ def _checkpoint(task: Task, blocks: Sequence[str]) -> Way:
 
 def _offload(task: Task, limits: Limits, blocks: Sequence[str]) -> Way:
     def begin(extra_bytes: int) -> Running:
-        account = limits.alone(extra_bytes)  # the offloader measures
+        account = limits.alone(extra_bytes)  # the offloader measures, so it gets the extra bytes
         offloader = offload.activations(task.model, budget=account, checkpoint_inputs_only=bool(blocks))
 
         def step() -> None:
@@ -253,7 +257,7 @@ def _checkpoint_code(model: nn.Module, blocks: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Trials say nothing of what users would be told when they train."""
+    """Suppress warnings during trials that users get when they train."""
     with warnings.catch_warnings():
         for one in (OffloadDeclinedWarning, PenstockWarning):
             warnings.simplefilter("ignore", one)

@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state do not fit: a training, which keeps a budget on all of them."""
+"""The option for parameters, gradients and optimizer state that do not fit: `offload.training`."""
 
 import copy
 import gc
@@ -17,16 +17,16 @@ from penstock.probe import held_bytes
 
 NAME = "training"
 _NUM_WARM = 3
-"""Steps that are measured, or the first after those."""
+"""Number of steps that are measured or come right after those."""
 _NUM_TIMED = 3
 
 
 def training_of_all(task: Task, limits: Limits, plain_s: float | None) -> Option:
-    """Trains a copy of the model for some steps; refused where an operator, or the tiers below, have no room."""
+    """Train a copy of the model for some steps; refuse the option if an operator or the tiers below have no room."""
     peak_bytes, seconds, reason, beside_bytes = None, None, "", 0
     try:
         with task.left_as_found(), quiet():
-            gc.collect()  # the model itself stays, and so does what other ways have left
+            gc.collect()  # the model itself stays, and so does what other options left
             beside_bytes = max(0, held_bytes(task.device) - limits.reserve_bytes - task.batch_bytes)
             training = offload.training(
                 lambda: _copied(task),
@@ -39,7 +39,7 @@ def training_of_all(task: Task, limits: Limits, plain_s: float | None) -> Option
                 seconds, peak_bytes = median(times[_NUM_WARM:]), training.statistics().measured_peak_bytes
             finally:
                 training.close(discard=True)
-    except Exception as error:  # whatever the model may raise when it is copied or trained
+    except Exception as error:  # the model may raise anything when it is copied or trained
         reason = first_line(error)
     return Option(
         name=NAME,

@@ -1,11 +1,11 @@
-"""Rooms beside what people use already; each library is an extra, imported when it is first needed.
+"""Penstock in other libraries. Each of them is an extra, and is imported when it is first needed.
 
 - `PenstockCallback`, `PenstockArguments`: Hugging Face's Trainer under a byte budget (`hf` extra).
 - `offloading`: the same around a loop written with Accelerate; it yields a `LoopOffloader` (`hf` extra).
-- `LightningOffload`: the same for Lightning's Trainer (`lightning` extra). `OffloadSummary`: what a run did.
-- `OptunaStopper`: a pruner of Optuna's stops jobs early (`fleet` extra).
-- `search`: Optuna's sampler says which jobs come next, while others train (`fleet` extra).
-- `TensorBoardTracker`: losses, validations and tags as TensorBoard shows them (`fleet` extra).
+- `LightningOffload`: the same for Lightning's Trainer (`lightning` extra). `OffloadSummary` says what a run did.
+- `OptunaStopper`: one of Optuna's pruners stops jobs early (`fleet` extra).
+- `search`: Optuna's sampler chooses the next jobs while others train (`fleet` extra).
+- `TensorBoardTracker`: losses, validations and tags in TensorBoard (`fleet` extra).
 - `MLflowTracker`: the same as runs of an MLflow experiment (`mlflow` extra).
 - `pyg_sampler`, `pyg_features`: samplers and tiered features for PyG's loaders (`gnn` extra).
 - `offloading_of_the_rest`: how `penstock.remat.compile` moves what a step saves outside of its planned graphs.

@@ -1,4 +1,4 @@
-"""Loops written with Hugging Face's Accelerate under a byte budget, without a change inside of the loop."""
+"""Training loops written with Hugging Face's Accelerate under a byte budget, without changes inside the loop."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ def offloading(
     host: Size | None = None,
     **options: object,
 ) -> Iterator[LoopOffloader]:
-    """Offloads the activations of ``model`` in all training inside of the block.
+    """Offload the activations of ``model`` in all training inside the block.
 
     >>> with offloading(accelerator, model, budget="6GiB", disk="/nvme") as offloader:  # doctest: +SKIP
     ...     for batch in loader:
@@ -37,21 +37,22 @@ def offloading(
     ...             optimizer.step()
     ...             optimizer.zero_grad()
 
-    Hooks are on while the model's forward runs with gradients, so a loss computed outside of it is not parked; it is
-    needed first in backward and would stay anyway. Losses and parameters are those of plain training, bit for bit.
-    Nothing is left on model or accelerator after the block.
+    Hooks are on while the model's forward runs with gradients. A loss computed outside of it is not parked; backward
+    needs it first, so it would stay anyway. Losses and parameters are bit-identical to plain training. Nothing is left
+    on model or accelerator after the block.
 
     Args:
-        accelerator: whose ``backward`` the loop calls.
+        accelerator: the one whose ``backward`` the loop calls.
         model: what ``accelerator.prepare`` returned, or the model inside of it.
-        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
-            and ``host`` too; ``None``: the lowest peak that costs no stall.
+        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk`` and
+            ``host`` too; ``None``: the lowest peak that costs no stall.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
-        options: further ones of ``offload.activations``.
+        options: further options of ``offload.activations``.
 
-    Yields a `LoopOffloader`: ``figures()`` are numbers of the last micro-batch, for ``accelerator.log``, ``summary()``
-    is an `OffloadSummary`. Raises what ``offload.activations`` raises, and ``TypeError`` for unknown options.
+    Yields a `LoopOffloader`. Its ``figures()`` are numbers of the last micro-batch for ``accelerator.log``, its
+    ``summary()`` is an `OffloadSummary`. Raises what ``offload.activations`` raises, and ``TypeError`` for unknown
+    options.
     """
     if not hasattr(accelerator, "unwrap_model"):
         example = "with offloading(accelerator, model, disk='/nvme')"
@@ -64,7 +65,7 @@ def offloading(
         model.register_forward_pre_hook(steps.enter),
         model.register_forward_hook(steps.leave, always_call=True),
     ]
-    before = vars(accelerator).get("backward")  # another block's
+    before = vars(accelerator).get("backward")  # set by another block
     accelerator.backward = steps.noted(accelerator.backward)
     try:
         yield loop
@@ -74,12 +75,12 @@ def offloading(
             accelerator.backward = before
         for hook in hooks:
             hook.remove()
-        steps.leave()  # an interrupt inside of forward does not call its hook
+        steps.leave()  # the hook does not run after an interrupt inside of forward
         loop.close()
 
 
 class _Steps:
-    """Where the loop is: inside of forward, or after a backward that the optimizer's step follows."""
+    """The position in the loop: inside of forward, or after a backward that the optimizer's step follows."""
 
     def __init__(self, loop: LoopOffloader, accelerator: "Accelerator"):
         self._loop, self._accelerator = loop, accelerator
@@ -107,7 +108,7 @@ class _Steps:
             except BaseException as error:
                 self._loop.abort(error)
                 raise
-            if self._loop.note():  # else it was another model's backward
+            if self._loop.note():  # otherwise it was another model's backward
                 self._steps_next |= self._accelerator.sync_gradients
 
         return backward_and_note

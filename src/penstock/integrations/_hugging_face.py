@@ -1,9 +1,9 @@
-"""Hugging Face's Trainer under a byte budget: a callback, and its options on the command line.
+"""A callback that runs Hugging Face's Trainer under a byte budget, and its options for the command line.
 
-A callback hears of steps but runs no code around them, and hears nothing of exceptions. So it finds the Trainer that
-calls it, and wraps methods on that one object: ``training_step``, which is forward and backward of a micro-batch,
-``prediction_step``, what saves, and ``train``, so that whatever ends training takes hooks and threads along. The model
-stays as it is.
+A callback is told of steps, but it runs no code around them and is not told of exceptions. So it finds the Trainer that
+calls it, and wraps methods of that one object: ``training_step``, which is forward and backward of a micro-batch,
+``prediction_step``, the methods that save, and ``train``, so that hooks and threads are removed however training ends.
+The model is not changed.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Method = Literal["offload", "remat", "training"]
 class PenstockArguments:
     """Options of `PenstockCallback` for ``HfArgumentParser``: ``--penstock_budget 6GiB --penstock_disk /nvme``.
 
-    Without any of budget, disk and host the callback does nothing, so that scripts may always add it.
+    Without budget, disk and host the callback does nothing, so that a script can always add it.
     """
 
     penstock_budget: str | None = field(default=None, metadata={"help": "device bytes at the true peak, as 6GiB"})
@@ -44,49 +44,48 @@ class PenstockArguments:
     )
     """``"offload"``, ``"remat"`` for a planned step, or ``"training"`` for a model larger than the device."""
     penstock_modules: list[str] | None = field(default=None, metadata={"help": "park from modules of these names only"})
-    """Offload from modules of these names alone, as ``model.layers.*``."""
+    """Names of the modules to offload from, such as ``model.layers.*``; ``None`` means all."""
     penstock_min_size: str | None = field(default=None, metadata={"help": "offload only storages of these bytes"})
-    """Smaller storages are not offloaded; ``None``: the default of ``offload.activations``."""
+    """Size below which storages are not offloaded; ``None``: the default of ``offload.activations``."""
     penstock_max_in_flight: str | None = field(default=None, metadata={"help": "bytes on their way out at once"})
-    """Bytes that may be on their way out at once; ``None``: the default of ``offload.activations``."""
+    """Most bytes on their way out at once; ``None``: the default of ``offload.activations``."""
     penstock_checkpoint_inputs_only: bool = field(default=False, metadata={"help": "with gradient checkpointing"})
-    """Beside gradient checkpointing, park only the inputs of its regions."""
+    """Whether to park only the inputs of checkpointed regions, for use with gradient checkpointing."""
 
     def __post_init__(self) -> None:
         check_fields(self, "PenstockArguments(penstock_budget='6GiB', penstock_disk=['/nvme'])")
 
     def options(self) -> dict[str, Any]:  # any: keyword arguments
-        """The keyword arguments of `PenstockCallback` that were given."""
+        """Return the keyword arguments of `PenstockCallback` that were given."""
         given = {one.name.removeprefix("penstock_"): getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in given.items() if value not in (None, False, [])}
 
 
 class PenstockCallback:
-    """A ``TrainerCallback``: trains under a byte budget.
+    """A ``TrainerCallback`` that trains under a byte budget.
 
-    ``Trainer(model, args, ..., callbacks=[PenstockCallback(budget="6GiB", disk="/nvme")])``. Each micro-batch's forward
-    and backward run inside one `offload.activations`; losses and parameters are those of plain training, bit for bit.
-    The Trainer's log gains ``penstock_parked_gib``, ``penstock_stall_share`` and, where it is known,
-    ``penstock_peak_gib``; its closing entry gains totals. When training ends, in whatever way, no hook, thread or file
-    is left.
+    ``Trainer(model, args, ..., callbacks=[PenstockCallback(budget="6GiB", disk="/nvme")])``. Forward and backward of
+    each micro-batch run inside one `offload.activations`. Losses and parameters are bit-identical to plain training.
+    The Trainer's log gains ``penstock_parked_gib``, ``penstock_stall_share`` and, if it is known,
+    ``penstock_peak_gib``; its last entry gains totals. However training ends, no hook, thread or file is left.
 
     Args:
         arguments: a `PenstockArguments` from the command line, instead of all others.
-        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
-            and ``host`` too; ``None``: the lowest peak that costs no stall. With ``"remat"`` a ``float`` is a share.
+        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk`` and
+            ``host`` too; ``None``: the lowest peak that costs no stall. With ``"remat"`` a ``float`` is a share.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
-        method: ``"remat"`` compiles the model with the ``penstock`` backend instead: what is cheap is computed again,
-            and swapped where disk or host are given. The loss must be inside of the model. ``"training"`` is for a
-            model that is too large: parameters, gradients, optimizer state and activations leave the device
+        method: ``"remat"`` compiles the model with the ``penstock`` backend instead. It recomputes what is cheap, and
+            swaps if disk or host are given. The loss must be computed inside the model. ``"training"`` is for a model
+            that is too large: parameters, gradients, optimizer state and activations leave the device
             (`offload.training`). The budget then holds from the first step to the last, checkpoints included. The
-            Trainer moves the model to an accelerator as a whole unless ``place_model_on_device`` of its arguments,
-            a property that a subclass overrides, is false.
-        options: further ones of ``offload.activations``, ``remat.optimize`` or ``offload.training``.
+            Trainer moves the whole model to an accelerator unless ``place_model_on_device`` of its arguments, a
+            property that a subclass overrides, is false.
+        options: further options of ``offload.activations``, ``remat.optimize`` or ``offload.training``.
 
-    Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, ``ValueError`` for options that
-    contradict each other; when training begins what ``offload.activations`` raises; and while it runs ``BudgetError``
-    for a budget below what the step needs.
+    Raises ``ImportError`` without transformers, ``TypeError`` for unknown options, and ``ValueError`` for options that
+    contradict each other. When training begins it raises what ``offload.activations`` raises, and while it runs
+    ``BudgetError`` for a budget below what the step needs.
     """
 
     def __new__(cls, *_: object, **__: object) -> Self:
@@ -119,16 +118,16 @@ class PenstockCallback:
         self._summary: OffloadSummary | offload.TrainingStatistics | None = None
 
     def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
-        """What the run did, or the last one; ``None`` before training and for a planned step."""
+        """Return what the present or the last run did; ``None`` before training and for a planned step."""
         if self._training is not None:
             return self._training.statistics()
         return self._loop.summary() if self._loop is not None else self._summary
 
     def close(self, *, discard: bool = False) -> None:
-        """Takes everything off the model and ends the threads. Training does so itself when it ends.
+        """Remove everything from the model and end the threads. Training does so itself when it ends.
 
-        But for ``"training"``, where the model does not fit: it stays where it is, and works, until you call this. Then
-        all of it is on the device, or with ``discard`` what is not there is left behind.
+        The exception is ``"training"`` with a model that does not fit: it stays where it is, and works, until you call
+        this. Then all of it comes to the device, or with ``discard`` what is not there is left behind.
         """
         self._end()
         if self._training is not None:
@@ -152,20 +151,20 @@ class PenstockCallback:
                 self._training = None
 
     def __reduce__(self) -> tuple[Callable[[], "PenstockCallback"], tuple[()]]:
-        """Another process, or a copy, begins anew."""
+        """Pickle the options only, so that another process, or a copy, begins anew."""
         if not self._is_on:
             return functools.partial(PenstockCallback, PenstockArguments()), ()
         return functools.partial(PenstockCallback, method=self._method, **self._options), ()  # type: ignore[arg-type]
 
-    # What the Trainer calls
+    # Methods that the Trainer calls
 
     def on_init_end(self, *_: Any, **__: Any) -> None:  # any: the Trainer's own classes
-        """Wraps the Trainer."""
+        """Wrap the Trainer."""
         if self._is_on:
             self._wrap(_calling_trainer(self))
 
     def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
-        """Makes the offloader, or compiles the model."""
+        """Make the offloader or the training, or compile the model."""
         self.close()
         if not self._is_on:
             return
@@ -180,27 +179,27 @@ class PenstockCallback:
         if self._method == "remat":
             self._compile(trainer)
         elif self._method == "training":
-            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
-            options = {"device": args.device, **self._options}  # where the Trainer may not have placed the model
+            optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
+            options = {"device": args.device, **self._options}  # the Trainer may not have placed the model there
             self._training = offload.training(trainer.model, optimizer, **options)
         else:
-            is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # which offloading declines, and says so
+            is_compiled = hasattr(trainer.model_wrapped, "_orig_mod")  # offloading declines this, and warns
             self._loop = LoopOffloader(trainer.model_wrapped if is_compiled else trainer.model, self._options)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Begins a step of a training."""
+        """Begin a step of a training."""
         if self._training is not None:
             self._training.__enter__()
 
     def on_step_end(self, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Ends a step of a training; else looks whether the optimizer has state."""
+        """End a step of a training; otherwise check whether the optimizer has state."""
         if self._training is not None:
             self._training.__exit__(None, None, None)
         if self._loop is not None and getattr(optimizer, "state", True):
             self._loop.optimizer_has_state()
 
     def on_log(self, _args: Any, state: Any, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        """Adds figures to what the Trainer logs of training."""
+        """Add figures to the Trainer's log of training."""
         figures = {}
         if self._training is not None and not logs.keys().isdisjoint(("loss", "train_runtime")):
             figures = self._training.statistics().figures()
@@ -215,10 +214,10 @@ class PenstockCallback:
         state.log_history[-1].update(named)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Closes."""
+        """Close."""
         self._end()
 
-    # How
+    # How it is done
 
     def _check(self) -> None:
         if self._method == "offload":
@@ -249,7 +248,7 @@ class PenstockCallback:
             setattr(trainer, name, self._in_parts(trainer, getattr(trainer, name)))
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
-        callbacks.insert(0, self)  # figures are in the log before others write it
+        callbacks.insert(0, self)  # first, so that figures are in the log before others write it
 
     def _inside_offloader(self, training_step: Any) -> Any:  # any: bound methods of whatever subclass
         @functools.wraps(training_step)
@@ -274,7 +273,7 @@ class PenstockCallback:
     def _in_parts(self, trainer: Any, save: Any) -> Any:  # any: bound methods of whatever subclass
         @functools.wraps(save)
         def save_in_parts(*arguments: Any, **keywords: Any) -> Any:
-            if self._training is None or self._is_saving:  # one calls the other
+            if self._training is None or self._is_saving:  # one of them calls the other
                 return save(*arguments, **keywords)
             self._is_saving = True
             try:
@@ -296,9 +295,9 @@ class PenstockCallback:
         return train_and_close
 
     def _compile(self, trainer: Any) -> None:
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside of Accelerate's
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate wraps it
         self._compiled = contextlib.ExitStack()
-        backend = remat.Backend(**{"as_eager": False, **self._options}, optimizer=optimizer)  # fewer breaks
+        backend = remat.Backend(**{"as_eager": False, **self._options}, optimizer=optimizer)  # fewer graph breaks
         self._compiled.callback(backend.close)
         self._compiled.callback(setattr, trainer.model, "_compiled_call_impl", trainer.model._compiled_call_impl)
         trainer.model.compile(backend=backend)
@@ -309,7 +308,7 @@ _DEFAULT = ("method", "offload")
 
 @functools.cache
 def _with_base(cls: type) -> type:
-    """``cls`` as a ``TrainerCallback``, of which it is one once transformers is imported."""
+    """Return ``cls`` as a subclass of ``TrainerCallback``, which needs transformers to be imported."""
     try:
         from transformers import TrainerCallback
     except ImportError as error:
@@ -320,7 +319,7 @@ def _with_base(cls: type) -> type:
 
 
 def _calling_trainer(callback: PenstockCallback) -> Any:  # any: a Trainer; its attributes are loosely typed
-    """The Trainer whose method calls this callback now: callbacks are not given it."""
+    """Return the Trainer whose method calls this callback now, since callbacks are not given it."""
     from transformers import Trainer
 
     frame = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""What the Trainer saves of a model whose parameters are not on the device: a part at a time."""
+"""Saving by the Trainer, a part at a time, for a model whose parameters are not on the device."""
 
 import contextlib
 import functools
@@ -15,10 +15,10 @@ from penstock.offload import Training
 
 @contextlib.contextmanager
 def saving_in_parts(model: nn.Module, training: Training) -> Iterator[None]:
-    """Inside, ``model.save_pretrained`` keeps the budget; ``torch.save`` does anyway.
+    """Make ``model.save_pretrained`` keep the budget inside the block, as ``torch.save`` always does.
 
-    Of a model with adapters those are saved, and are on the device meanwhile. A model whose files have other tensors
-    than itself (experts that are one parameter in memory, say) is on the device as a whole.
+    For a model with adapters only the adapters are saved, and they are on the device meanwhile. A model whose files
+    have other tensors than itself (such as experts that are one parameter in memory) is on the device as a whole.
     """
     from transformers import PreTrainedModel
 
@@ -38,7 +38,7 @@ def saving_in_parts(model: nn.Module, training: Training) -> Iterator[None]:
 
 
 def _adapted(model: Any) -> list[nn.Parameter]:
-    """What the files of its adapters hold: all of them, and base layers that they change."""
+    """Return the parameters that the files of the adapters hold: all adapters, and the base layers that they change."""
     from peft import get_peft_model_state_dict
 
     wanted = {
@@ -50,7 +50,7 @@ def _adapted(model: Any) -> list[nn.Parameter]:
 
 
 def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:
-    """Its configuration and code by ``save``, its tensors by the training."""
+    """Save the model's configuration and code by ``save``, and its tensors by the training."""
     save(path, **{**options, "state_dict": {}})
     if not options.get("is_main_process", True):
         return
@@ -60,7 +60,7 @@ def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.P
 
 
 def _saved_names(model: Any) -> set[str]:
-    """Those that its own ``save_pretrained`` would store: of tied parameters the one that others are tied to."""
+    """Return the names that its own ``save_pretrained`` would store; of tied parameters, the one others are tied to."""
     ignored = set(model._keys_to_ignore_on_save or ())
     tied = set(getattr(model, "all_tied_weights_keys", None) or model._tied_weights_keys or ())
     names: dict[int, list[str]] = {}
@@ -71,7 +71,7 @@ def _saved_names(model: Any) -> set[str]:
 
 
 def _is_stored_otherwise(model: Any) -> bool:
-    """Whether names or tensors of its files are not those of its ``state_dict``."""
+    """Return whether its files have other names or tensors than its ``state_dict``."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5

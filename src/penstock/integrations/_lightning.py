@@ -1,8 +1,8 @@
-"""Lightning's Trainer under a byte budget: a callback.
+"""A callback that runs Lightning's Trainer under a byte budget.
 
-Lightning tells callbacks of exceptions and interrupts too, so that entering at a batch's start and leaving at its end
-is safe. Forward, backward and the optimizer's step, which is where Lightning calls them, lie inside; the cycle ends
-where backward does.
+Lightning also tells callbacks of exceptions and interrupts, so it is safe to enter a context at a batch's start and
+leave it at the end. Forward, backward and the optimizer's step, which Lightning calls in between, are inside. The cycle
+ends with backward.
 """
 
 import functools
@@ -22,29 +22,29 @@ from penstock.tiers import Budget, DiskSpec, Size
 
 
 class LightningOffload:
-    """A ``Callback`` of Lightning's: trains under a byte budget.
+    """A Lightning ``Callback`` that trains under a byte budget.
 
-    ``Trainer(callbacks=[LightningOffload(budget="6GiB", disk="/nvme")])``. Each batch's forward and backward run inside
-    one `offload.activations`; losses and parameters are those of plain training, bit for bit. ``penstock/parked_gib``,
-    ``penstock/stall_share`` and, where it is known, ``penstock/peak_gib`` are logged as steps, and Lightning's console
-    log has a summary at the end. When training ends, in whatever way, no hook, thread or file is left. Works with
-    ``lightning.pytorch`` and ``pytorch_lightning``, whichever is imported.
+    ``Trainer(callbacks=[LightningOffload(budget="6GiB", disk="/nvme")])``. Forward and backward of each batch run
+    inside one `offload.activations`. Losses and parameters are bit-identical to plain training.
+    ``penstock/parked_gib``, ``penstock/stall_share`` and, if it is known, ``penstock/peak_gib`` are logged at each
+    step, and Lightning's console log has a summary at the end. However training ends, no hook, thread or file is left.
+    Works with ``lightning.pytorch`` and ``pytorch_lightning``, whichever is imported.
 
     Args:
-        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk``
-            and ``host`` too; ``None``: the lowest peak that costs no stall.
+        budget: device bytes at the true peak of forward and backward, or a ``tiers.Budget``, which carries ``disk`` and
+            ``host`` too; ``None``: the lowest peak that costs no stall.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA).
         logs: whether to call ``pl_module.log`` after each batch.
         method: ``"training"`` is for a model that is too large: parameters, gradients, optimizer state and activations
-            leave the device (`offload.training`), and checkpoints are written a tensor at a time. It needs a budget,
-            which is of the whole step, and one optimizer. Afterwards a model that does not fit stays where it is, and
-            works; ``close`` has it back on the device.
-        options: further ones of ``offload.activations``, where names of modules are those of the LightningModule, or
+            leave the device (`offload.training`), and checkpoints are written one tensor at a time. It needs a budget,
+            which is that of the whole step, and exactly one optimizer. Afterwards a model that does not fit stays where
+            it is, and works; ``close`` brings it back to the device.
+        options: further options of ``offload.activations``, where names of modules are those of the LightningModule, or
             of ``offload.training``.
 
-    Raises ``ImportError`` without Lightning and ``TypeError`` for unknown options; when training begins what
-    ``offload.activations`` raises; and while it runs ``BudgetError`` for a budget below what a step needs.
+    Raises ``ImportError`` without Lightning and ``TypeError`` for unknown options. When training begins it raises what
+    ``offload.activations`` raises, and while it runs ``BudgetError`` for a budget below what a step needs.
     """
 
     def __new__(cls, *_: object, **__: object) -> Self:
@@ -77,20 +77,20 @@ class LightningOffload:
         self._summary: OffloadSummary | offload.TrainingStatistics | None = None
 
     def __reduce__(self) -> tuple[Callable[[], "LightningOffload"], tuple[()]]:
-        """For ``strategy="ddp_spawn"``; the other process begins anew."""
+        """Pickle the options only, for ``strategy="ddp_spawn"``; the other process begins anew."""
         given = {"logs": self._logs, "method": self._method, **self._options}
         return functools.partial(LightningOffload, **given), ()  # type: ignore[arg-type]
 
     def summary(self) -> OffloadSummary | offload.TrainingStatistics | None:
-        """What the run did, or the last one; ``None`` before training."""
+        """Return what the present or the last run did; ``None`` before training."""
         if self._training is not None:
             return self._training.statistics()
         return self._loop.summary() if self._loop is not None else self._summary
 
     def close(self, *, discard: bool = False) -> None:
-        """Takes everything off the model. Training does so itself when it ends, unless the model does not fit then.
+        """Remove everything from the model. Training does so itself when it ends, unless the model does not fit then.
 
-        ``discard``: of such a model, leaves behind what is not on the device.
+        ``discard`` leaves behind what is not on the device of such a model.
         """
         self._close()
         if self._training is not None:
@@ -98,10 +98,10 @@ class LightningOffload:
             self._training.close(discard=discard)
             self._training = None
 
-    # What Lightning calls
+    # Methods that Lightning calls
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # any: either Lightning's classes
-        """Makes the offloader, or the training."""
+        """Make the offloader or the training."""
         self.close()
         if self._method == "offload":
             self._loop = LoopOffloader(pl_module, self._options)
@@ -116,42 +116,42 @@ class LightningOffload:
         self._undo = _save_in_parts(trainer.strategy.checkpoint_io)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        """Enters it."""
+        """Enter the offloader or the training."""
         self._leave()  # a batch that another hook skipped has no end
         self._enter(self._loop or self._training)
 
     def on_validation_batch_start(self, *_: Any, **__: Any) -> None:
-        """Enters a training, whose budget holds here too."""
+        """Enter a training, whose budget also holds here."""
         self._leave()
         self._enter(self._training)
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        """Leaves it."""
+        """Leave the training."""
         self._leave()
 
     def on_test_batch_start(self, *_: Any, **__: Any) -> None:
-        """As for validation."""
+        """Enter a training, as for validation."""
         self.on_validation_batch_start()
 
     def on_test_batch_end(self, *_: Any, **__: Any) -> None:
-        """As for validation."""
+        """Leave the training, as for validation."""
         self._leave()
 
     def on_predict_batch_start(self, *_: Any, **__: Any) -> None:
-        """As for validation."""
+        """Enter a training, as for validation."""
         self.on_validation_batch_start()
 
     def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
-        """As for validation."""
+        """Leave the training, as for validation."""
         self._leave()
 
     def on_after_backward(self, *_: Any, **__: Any) -> None:
-        """Ends the cycle, before the optimizer allocates anything."""
+        """End the cycle before the optimizer allocates anything."""
         if self._loop is not None:
             self._loop.note()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        """Leaves it and logs what it did."""
+        """Leave the offloader or the training, and log what it did."""
         self._leave()
         if self._loop is not None and any(one.state for one in trainer.optimizers):
             self._loop.optimizer_has_state()
@@ -160,18 +160,18 @@ class LightningOffload:
                 pl_module.log(f"penstock/{name}", value, on_step=True, on_epoch=False, batch_size=1)
 
     def on_train_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Closes, and says what was done."""
+        """Close, and log what was done."""
         if self._loop is not None or self._training is not None:
             self._close()
             if trainer.is_global_zero:
                 logging.getLogger(type(trainer).__module__).info(str(self._summary))
 
     def on_exception(self, _trainer: Any, _pl_module: Any, exception: BaseException) -> None:
-        """Closes."""
+        """Close after an error."""
         self._close(exception)
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        """Closes, where training never came to its end."""
+        """Close if training never reached its end."""
         self._close()
 
     def _figures(self) -> dict[str, float]:
@@ -206,7 +206,7 @@ class LightningOffload:
 
 
 def _save_in_parts(plugin: Any) -> Callable[[], None]:  # any: a CheckpointIO
-    """Lets Lightning write its checkpoints straight into a file, where it would make all of one in memory first."""
+    """Make Lightning write checkpoints straight into a file; otherwise it would first build all of one in memory."""
     if type(plugin).__name__ != "TorchCheckpointIO":
         return lambda: None
     save = plugin.save_checkpoint
@@ -230,7 +230,7 @@ def _save_in_parts(plugin: Any) -> Callable[[], None]:  # any: a CheckpointIO
 
 
 def _with_base(cls: type) -> type:
-    """``cls`` as a ``Callback`` of the Lightning that the program has imported, or of both."""
+    """Return ``cls`` as a ``Callback`` of the Lightning that the program has imported, or of both."""
     names = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
     try:
         bases = [importlib.import_module(name).Callback for name in names or ["lightning.pytorch"]]

@@ -1,4 +1,4 @@
-"""Metrics of a fleet as runs of an MLflow experiment."""
+"""A tracker that logs a fleet's metrics as runs of an MLflow experiment."""
 
 import re
 import time
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric as _Metric
 
 _MOST_WAITING = 200
-"""Metrics per request: each is a round trip to a server while the fleet's other devices may want to log too."""
+"""Number of metrics per request. A request is a round trip to a server, and other devices may have to log meanwhile."""
 _STATUS = {JobState.DONE: "FINISHED", JobState.FAILED: "FAILED", JobState.STOPPED: "KILLED"}
 
 
 class MLflowTracker:
-    """A `fleet.Tracker`: one run per job in ``experiment``, which is made if there is none.
+    """A `fleet.Tracker` with one MLflow run per job in ``experiment``, which is created if there is none.
 
-    Tags are parameters, metrics have their step, and a run ends as ``FINISHED``, ``FAILED`` or ``KILLED``: stopped, or
-    not over when the fleet ended; the tag ``penstock.state`` says which. Metrics are sent with each validation, at a
-    job's end, and otherwise some hundred at once. A fleet that is resumed makes new runs. MLflow's active run is not
-    touched.
+    Tags become parameters, and metrics have their step. A run ends as ``FINISHED``, ``FAILED`` or ``KILLED``. The last
+    means stopped, or not over when the fleet ended; the tag ``penstock.state`` says which. Metrics are sent with each
+    validation, at a job's end, and otherwise some hundred at once. A fleet that is resumed makes new runs. MLflow's
+    active run is not touched.
 
-    ``tracking_uri``: a server, or ``"sqlite:///mlflow.db"``, which needs SQLAlchemy and Alembic (Optuna brings both);
-    ``None``: MLflow's default. Raises ``ImportError`` without MLflow, and what MLflow raises for its URI.
+    ``tracking_uri`` is a server, or ``"sqlite:///mlflow.db"``, which needs SQLAlchemy and Alembic (Optuna brings both),
+    or ``None`` for MLflow's default. Raises ``ImportError`` without MLflow, and what MLflow raises for its URI.
 
     ``fleet.run(jobs, trackers=[MLflowTracker("learning rates")])``
     """
@@ -46,7 +46,7 @@ class MLflowTracker:
 
     @checked("tracker.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Notes metrics at ``step``, and sends them at times."""
+        """Record metrics at ``step``, and send them from time to time."""
         run = self._run_of(job)
         waiting, now_ms = self._waiting[run], int(time.time() * 1000)
         waiting += [self._metric(_key(key), value, now_ms, step) for key, value in metrics.items()]
@@ -55,13 +55,13 @@ class MLflowTracker:
 
     @checked("tracker.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
-        """Ends the job's run."""
+        """End the job's run."""
         run = self._run_of(job)
         del self._runs[job.name]
         self._end(run, state.value, _STATUS[state])
 
     def close(self) -> None:
-        """Ends the runs of jobs that are not over."""
+        """End the runs of jobs that are not over."""
         for run in self._runs.values():
             self._end(run, "interrupted", "KILLED")
         self._runs.clear()
@@ -88,5 +88,5 @@ class MLflowTracker:
 
 
 def _key(name: str) -> str:
-    """MLflow takes letters, digits, blanks and ``_-./:`` in names."""
+    """Return a name with only the characters that MLflow takes: letters, digits, blanks and ``_-./:``."""
     return re.sub(r"[^\w\-./: ]", "_", name)

@@ -1,4 +1,4 @@
-"""One offloader in a training loop that others own: when it measures anew, what it did, and that it always ends."""
+"""An offloader for a training loop that others own: it measures anew when needed, sums up, and always ends."""
 
 import inspect
 from collections.abc import Mapping
@@ -18,24 +18,24 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadSummary:
-    """A whole run of offloaded training. Sizes are bytes, durations seconds."""
+    """The sums over a whole run of offloaded training. Sizes are bytes, durations seconds."""
 
     num_cycles: int
-    """Forwards and backwards: micro-batches, as a rule."""
+    """Number of forwards with backward, usually micro-batches."""
     parked_bytes: int
-    """Copied out of the device, in all."""
+    """Bytes copied out of the device in total."""
     written_to_disk_bytes: int
-    """Of these, written to disks: what wears an SSD."""
+    """Bytes of these that were written to disks, which wears an SSD."""
     stall_s: float
-    """Time the computation waited for copies."""
+    """Seconds that the computation waited for copies."""
     busy_s: float
-    """Time between the first tensor saved and the last one used, over all cycles."""
+    """Seconds between the first tensor saved and the last one used, over all cycles."""
     peak_bytes: int | None
-    """The highest device peak that was measured: each cycle's on CUDA; on a CPU while a budget is fitted, else None."""
+    """Highest measured device peak: of all cycles on CUDA, on a CPU while a budget is fitted; else ``None``."""
     planned_peak_bytes: int | None
-    """The same of cycles that followed a plan."""
+    """The same for cycles that followed a plan."""
     declined: str
-    """Why nothing was offloaded at last; empty where something was."""
+    """The reason why nothing was offloaded in the end; empty if something was."""
 
     def __str__(self) -> str:
         if self.declined and not self.parked_bytes:
@@ -55,7 +55,7 @@ class OffloadSummary:
         return self.stall_s / self.busy_s if self.busy_s else 0.0
 
     def figures(self) -> dict[str, float]:
-        """As numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share`` and peaks."""
+        """Return numbers for a log: ``total_parked_gib``, ``total_written_gib``, ``stall_share`` and peaks."""
         made = {
             "total_parked_gib": self.parked_bytes / _GIB,
             "total_written_gib": self.written_to_disk_bytes / _GIB,
@@ -65,9 +65,9 @@ class OffloadSummary:
 
 
 class LoopOffloader:
-    """``offload.activations`` for a loop of micro-batches and optimizer steps. Enter it around each micro-batch.
+    """An ``offload.activations`` for a loop of micro-batches and optimizer steps. Enter it around each micro-batch.
 
-    The optimizer's state appears in its first step, if it has any, which loss scaling may skip. What was learned for a
+    The optimizer's state, if it has any, appears in its first step, which loss scaling may skip. What was learned for a
     budget before then no longer holds, so the offloader is made anew after it.
     """
 
@@ -99,12 +99,12 @@ class LoopOffloader:
 
     @checked("loop.abort(error)")
     def abort(self, error: BaseException) -> None:
-        """Gives up a cycle that broke outside of the context."""
+        """Give up a cycle that failed outside of the context."""
         self.offloader.__enter__()
         self.offloader.__exit__(type(error), error, error.__traceback__)
 
     def note(self) -> bool:
-        """Ends the cycle if backward is over, and adds it to the sums; whether it was."""
+        """End the cycle if backward is over, and add it to the sums; return whether it was over."""
         did = self._last = self.offloader.statistics()
         num_new, self._num_seen = did.num_steps - self._num_seen, did.num_steps
         if num_new:
@@ -117,7 +117,10 @@ class LoopOffloader:
         return num_new > 0
 
     def optimizer_has_state(self) -> None:
-        """To be called between micro-batches, any number of times. Waits for graphs that have no backward yet."""
+        """Note that the optimizer has state. Call it between micro-batches, any number of times.
+
+        It takes effect once no graph waits for backward.
+        """
         if self._waits_for_optimizer and not self.offloader.tier_statistics().num_live_handles:
             self._waits_for_optimizer = False
             self.close()
@@ -127,11 +130,12 @@ class LoopOffloader:
             self.offloader = self._make()
 
     def figures(self) -> dict[str, float]:
-        """Of the last micro-batch, for a log: ``parked_gib``, ``stall_share`` (since the last call), and peaks.
+        """Return numbers of the last micro-batch for a log: ``parked_gib``, ``stall_share`` (since the last call), and
+        peaks.
 
-        ``peak_gib`` is the highest that was measured since there is a plan, else what the plan promises, and
-        ``highest_peak_gib`` the highest of all, recorded micro-batches included. Both are left out where they are not
-        known: on a CPU without a budget.
+        ``peak_gib`` is the highest peak measured since there is a plan, else what the plan predicts.
+        ``highest_peak_gib`` is the highest of all, recorded micro-batches included. Both are left out if they are not
+        known, as on a CPU without a budget.
         """
         did = self._last
         if did is None:
@@ -146,7 +150,7 @@ class LoopOffloader:
         return made | _peaks(self._planned_peak_bytes or promised_bytes or self._peak_bytes, self._peak_bytes)
 
     def summary(self) -> OffloadSummary:
-        """The run so far."""
+        """Return the sums over the run so far."""
         tiers = self.offloader.tier_statistics()
         return OffloadSummary(
             num_cycles=self._num_cycles,
@@ -160,7 +164,7 @@ class LoopOffloader:
         )
 
     def close(self) -> None:
-        """Ends lanes, gives the disk back and takes all hooks off. May be called again."""
+        """End the lanes, free the disk space and remove all hooks. May be called again."""
         self.offloader.close()
 
     def _make(self) -> offload.Offloader:
@@ -173,7 +177,7 @@ def _peaks(planned_bytes: int | None, highest_bytes: int | None) -> dict[str, fl
 
 
 def check_options(function: Any, num_positional: int, options: Mapping[str, object]) -> None:  # any: a callable
-    """Raises ``TypeError`` now, and not when training begins, for an option that ``function`` does not take."""
+    """Raise ``TypeError`` for an option that ``function`` does not take, now and not only when training begins."""
     try:
         inspect.signature(function).bind(*[None] * num_positional, **options)
     except TypeError as error:

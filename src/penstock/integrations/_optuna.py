@@ -1,4 +1,4 @@
-"""Optuna beside a fleet: its pruners stop jobs, its samplers say which come next."""
+"""Optuna for a fleet: its pruners stop jobs, and its samplers choose the next ones."""
 
 import math
 import threading
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optuna.trial import Trial
 
 Direction = Literal["minimize", "maximize"]
-"""Which metric is better: the smaller, or the larger."""
+"""The direction in which a metric improves."""
 
 
 @checked("search(study, make_job, num_trials=20, at_once=4)")
@@ -34,17 +34,17 @@ def search(
     budget: Size | Budget | None = None,
     **options: Any,  # those of Fleet
 ) -> Results:
-    """Trains the jobs of ``num_trials`` trials of ``study`` in one fleet and returns what came of them.
+    """Train the jobs of ``num_trials`` trials of ``study`` in one fleet; return the results.
 
     ``make_job`` makes a job from a trial, which suggests its hyperparameters; it runs on the calling thread. At most
-    ``at_once`` jobs are alive at any time, and when one ends, the study is told before it is asked for the next: more
-    at once keep devices busy, fewer let the sampler know more. Jobs that end are told as ``COMPLETE`` with their last
-    ``metric`` (as `JobResult.value`), as ``FAIL`` if they failed or the metric is not a number, and as ``PRUNED`` if
-    they were stopped, by the study's pruner after a validation or by hand. ``TrialPruned`` from ``make_job`` skips a
-    trial. When the search ends early, by an error or ``KeyboardInterrupt``, the trials at hand are told as ``FAIL``.
+    ``at_once`` jobs are alive at any time. When one ends, the study is told before it is asked for the next. More jobs
+    at once keep devices busy, fewer let the sampler know more. Jobs are told as ``COMPLETE`` with their last ``metric``
+    (as `JobResult.value`), as ``FAIL`` if they failed or the metric is not a number, or as ``PRUNED`` if they were
+    stopped, by the study's pruner after a validation or by hand. ``TrialPruned`` from ``make_job`` skips a trial. When
+    the search ends early, by an error or ``KeyboardInterrupt``, unfinished trials are told as ``FAIL``.
 
     The trial's parameters are put before the job's tags, and the job's name is the trial's user attribute ``"job"``:
-    ``results[study.best_trial.user_attrs["job"]]``. A job whose name is taken gets the trial's number behind it.
+    ``results[study.best_trial.user_attrs["job"]]``. If a job's name is taken, the trial's number is appended to it.
     ``options`` are those of `Fleet`, without ``stopper`` and ``resume``: to go on with a study, search again. The
     scheduler is ``"fifo"`` by default, so that jobs end one by one and the sampler learns from them.
 
@@ -68,12 +68,12 @@ def search(
 
 
 class OptunaStopper:
-    """A `fleet.Stopper` that asks one of Optuna's pruners after each validation; usable from several threads at once.
+    """A `fleet.Stopper` that asks one of Optuna's pruners after each validation. Several threads can use it at once.
 
-    ``metric``: of the validation. All jobs of a fleet train at the same time, so take a pruner that compares with what
-    still runs, such as ``SuccessiveHalvingPruner(min_resource=100)`` (steps), or that looks at one job alone, such as
-    ``ThresholdPruner`` or ``PatientPruner``. Median and percentile pruners compare with jobs that are done, of which
-    the stopper knows only if it is a tracker too::
+    ``metric`` is a metric of the validation. All jobs of a fleet train at the same time. So take a pruner that compares
+    with jobs that still run, such as ``SuccessiveHalvingPruner(min_resource=100)`` (steps), or one that looks at one
+    job alone, such as ``ThresholdPruner`` or ``PatientPruner``. Median and percentile pruners compare with finished
+    jobs, which the stopper knows only if it is a tracker too::
 
         stopper = OptunaStopper(optuna.pruners.MedianPruner())
         fleet.run(jobs, stopper=stopper, trackers=[stopper], scheduler="fifo")
@@ -98,7 +98,7 @@ class OptunaStopper:
 
     @checked("stopper(job, 10, {'loss': 0.5})")
     def __call__(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
-        """Whether the pruner gives the job up."""
+        """Return whether the pruner gives the job up."""
         if self._metric not in metrics:
             raise _no_metric(job, self._metric, metrics)
         with self._lock:
@@ -109,18 +109,18 @@ class OptunaStopper:
 
     @checked("stopper.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing: validations come by the call."""
+        """Do nothing, since validations come by `__call__`."""
 
     @checked("stopper.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
-        """From now on others are compared with the job."""
+        """Let other jobs be compared with this one from now on."""
         with self._lock:
             trial, value = self._trials.pop(job.name, None), self._values.pop(job.name, None)
             if trial is not None:
                 _tell(self._study, trial, state, value)
 
     def close(self) -> None:
-        """Jobs that are not over are compared with no more."""
+        """Stop comparing with jobs that are not over."""
         with self._lock:
             for trial in self._trials.values():
                 _tell(self._study, trial, JobState.FAILED, None)
@@ -128,7 +128,7 @@ class OptunaStopper:
 
 
 class _Search:
-    """What `search` knows. Device threads note what happened; the thread that waits alone asks and tells the study."""
+    """The state of `search`. Device threads record what happens; only the waiting thread asks and tells the study."""
 
     def __init__(
         self, study: "Study", make_job: "Callable[[Trial], Job]", num_trials: int, at_once: int, metric: str
@@ -137,19 +137,19 @@ class _Search:
         self._num_trials, self._at_once, self._metric = num_trials, at_once, metric
         self._num_asked = 0
         self._trials: dict[str, Trial] = {}
-        """Of jobs that are alive."""
+        """Trials of jobs that are alive, by the job's name."""
         self._untold: dict[int, Trial] = {}
-        """By number: of these jobs, and one whose job is being made."""
+        """Trials by number that the study has not been told about: of these jobs, and of a job that is being made."""
         self._names: set[str] = set()
         self._values: dict[str, float] = {}
-        """Per job, the last validation's metric, or the last step's loss."""
+        """Per job, the metric of the last validation, or the loss of the last step."""
         self._validated: set[str] = set()
         self._ended: deque[tuple[str, JobState]] = deque()
         self._fault: Exception | None = None
         self._lock = threading.Lock()
 
     def goes_on(self, fleet: Fleet) -> bool:
-        """Tells the study what ended, adds jobs, and says whether there is anything left to do."""
+        """Tell the study what ended, and add jobs; return whether there is anything left to do."""
         self._tell_ended()
         if self._fault is not None:
             raise self._fault
@@ -197,15 +197,15 @@ class _Search:
         del self._untold[trial.number]
 
     def tell_the_rest(self) -> None:
-        """After the fleet: trials at hand have failed."""
+        """Tell the study that unfinished trials have failed, after the fleet has ended."""
         self._tell_ended()
         for trial in list(self._untold.values()):
             self._tell(trial, JobState.FAILED, None)
 
-    # On the threads of devices
+    # Methods that device threads call
 
     def prunes(self, job: Job, step: int, metrics: Mapping[str, float]) -> bool:
-        """The fleet's stopper."""
+        """Return whether the study's pruner gives the job up, as the fleet's stopper."""
         if self._metric not in metrics:
             self._fault = _no_metric(job, self._metric, metrics)
             return True
@@ -213,7 +213,7 @@ class _Search:
             return _prunes(self._trials[job.name], step, metrics[self._metric])
 
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:  # noqa: ARG002  # a Tracker's
-        """Keeps the last value, as `JobResult.value` would find it."""
+        """Keep the last value, as `JobResult.value` would find it."""
         key = f"validation/{self._metric}"
         if key in metrics:
             self._values[job.name] = metrics[key]
@@ -222,11 +222,11 @@ class _Search:
             self._values[job.name] = metrics["loss"]
 
     def end(self, job: Job, state: JobState) -> None:
-        """The thread that waits will tell the study."""
+        """Record that a job has ended; the waiting thread tells the study."""
         self._ended.append((job.name, state))
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ def _tell(study: "Study", trial: "Trial", state: JobState, value: float | None) 
     from optuna.trial import TrialState
 
     if state is JobState.STOPPED:
-        study.tell(trial, state=TrialState.PRUNED)  # with the value it reported last
+        study.tell(trial, state=TrialState.PRUNED)  # Optuna takes the value that it reported last
     elif state is JobState.DONE and value is not None and not math.isnan(value):
         study.tell(trial, value, state=TrialState.COMPLETE)
     else:

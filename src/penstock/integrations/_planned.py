@@ -1,4 +1,4 @@
-"""What a planned step runs eagerly, offloaded: the two rooms know each other here alone."""
+"""Offloading for the parts of a planned step that run eagerly. Only here do the two rooms know each other."""
 
 from torch import nn
 
@@ -9,8 +9,9 @@ from penstock.tiers import Budget
 
 @checked("offloading_of_the_rest(module, Budget(disk='/nvme'))")
 def offloading_of_the_rest(module: nn.Module, account: Budget) -> offload.Offloader:
-    """An offloader for what `penstock.remat.compile` leaves eager in ``module``, on the account of its plans.
+    """Return an offloader for what `penstock.remat.compile` leaves eager in ``module``, on the account of its plans.
 
-    It moves as much as the budget asks, however little that saves and whatever it stalls: the plans count on it.
+    It moves as much as the budget requires, however little that saves and however much it stalls, since the plans rely
+    on it.
     """
     return offload.activations(module, budget=account, min_saving=0.0, max_stall=1.0)

@@ -9,20 +9,20 @@ from penstock.arguments import checked, must_be
 from penstock.unified import Graph, TieredFeatures
 
 Name = str | tuple[str | None, str]
-"""Of an attribute of nodes, or a type of nodes and an attribute."""
+"""Name of an attribute of nodes, or a pair of a node type and an attribute."""
 
 
 @checked("penstock.integrations.pyg_sampler(data, [10, 5])")
 def pyg_sampler(
     data: Any, fanouts: Sequence[int] | Mapping[tuple[str, str, str], Sequence[int]], *, replace: bool = False
 ) -> Any:
-    """A ``BaseSampler`` over PyG's ``Data`` or ``HeteroData``, a `unified.Graph`, or a dict of them by type.
+    """Return a ``BaseSampler`` over PyG's ``Data`` or ``HeteroData``, a `unified.Graph`, or a dict of them by type.
 
     ``NodeLoader(data, node_sampler=pyg_sampler(data, [10, 5]), input_nodes=...)`` works without pyg-lib, as do
-    ``NeighborLoader(..., neighbor_sampler=...)`` and ``LinkNeighborLoader``. -1 takes all neighbours.
+    ``NeighborLoader(..., neighbor_sampler=...)`` and ``LinkNeighborLoader``. A fanout of -1 takes all neighbors.
 
-    Raises ``ImportError`` naming the extra where PyG is not installed, ``ValueError`` for graphs without edges in
-    ``edge_index``, and for tiered features that do not have a row for each node, since PyG would not select from them.
+    Raises ``ImportError``, which names the extra, if PyG is not installed, and ``ValueError`` for graphs without edges
+    in ``edge_index``, and for tiered features without a row for each node, since PyG would not select from them.
     """
     classes = _classes()
     if isinstance(data, Graph):
@@ -44,10 +44,11 @@ def pyg_sampler(
 
 
 def pyg_features(features: Mapping[Name, TieredFeatures | torch.Tensor]) -> Any:
-    """A ``FeatureStore`` of tables by name, ``{"x": features}``, or by type and name, ``{("paper", "x"): features}``.
+    """Return a ``FeatureStore`` of tables, ``{"x": features}``, or by node type and name, ``{("paper", "x"):
+    features}``.
 
-    ``NodeLoader((pyg_features(...), data), node_sampler=...)`` reads rows from them; ``data`` gives the edges.
-    Raises ``ImportError`` naming the extra where PyG is not installed.
+    ``NodeLoader((pyg_features(...), data), node_sampler=...)`` reads rows from them; ``data`` gives the edges. Raises
+    ``ImportError``, which names the extra, if PyG is not installed.
     """
     if not isinstance(features, Mapping):
         raise must_be("features", "a dict of tables", features, "penstock.integrations.pyg_features({'x': features})")
@@ -55,7 +56,7 @@ def pyg_features(features: Mapping[Name, TieredFeatures | torch.Tensor]) -> Any:
 
 
 def _check_rows(data: Any) -> None:
-    """Raises ``ValueError`` for features of fewer or more rows: PyG passes those on whole, in every mini-batch."""
+    """Raise ``ValueError`` for features with too few or too many rows, which PyG puts whole into every mini-batch."""
     for store in data.stores:
         for name, value in store.items():
             if isinstance(value, TieredFeatures) and not (store.is_node_attr(name) or store.is_edge_attr(name)):

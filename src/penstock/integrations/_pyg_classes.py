@@ -1,4 +1,4 @@
-"""Subclasses of PyG's; imported when first needed, since they import PyG."""
+"""Subclasses of PyG's classes. This file is imported only when needed, since it imports PyG."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ EdgeType = tuple[str, str, str]
 
 
 class _Base(BaseSampler):  # type: ignore[misc]
-    """What homogeneous and heterogeneous samplers have in common."""
+    """The common part of samplers for homogeneous and heterogeneous graphs."""
 
     is_hetero: bool
     is_sorted = False
@@ -25,12 +25,12 @@ class _Base(BaseSampler):  # type: ignore[misc]
     edge_time = None
 
     def sample_from_nodes(self, inputs: Any, **_: Any) -> Any:
-        """The neighbourhood of nodes."""
+        """Sample the neighborhood of nodes."""
         self._refuse_time(inputs)
         return node_sample(inputs, self._sample)
 
     def sample_from_edges(self, inputs: Any, neg_sampling: Any = None) -> Any:
-        """The neighbourhood of edges' ends, and of negative ones."""
+        """Sample the neighborhood of the ends of edges, and of negative edges."""
         self._refuse_time(inputs)
         return edge_sample(inputs, self._sample, self.num_nodes, self.disjoint, self.node_time, neg_sampling)
 
@@ -46,7 +46,7 @@ class _Base(BaseSampler):  # type: ignore[misc]
 
 
 class Sampler(_Base):
-    """For graphs with one type of nodes."""
+    """A sampler for graphs with one type of nodes."""
 
     is_hetero = False
 
@@ -64,7 +64,7 @@ class Sampler(_Base):
 
 
 class HeteroSampler(_Base):
-    """For graphs with several."""
+    """A sampler for graphs with several types of nodes."""
 
     is_hetero = True
 
@@ -86,7 +86,7 @@ class HeteroSampler(_Base):
 
 
 class Features(FeatureStore):  # type: ignore[misc]
-    """Tables by type and name."""
+    """A feature store with tables by node type and name."""
 
     def __init__(self, features: Mapping[Any, TieredFeatures | torch.Tensor]):
         super().__init__()
@@ -95,7 +95,7 @@ class Features(FeatureStore):  # type: ignore[misc]
             self._by_name[_key_of(name)] = _checked(name, table)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned: they sample, and the main process reads rows."""
+        """Leave the tables out of a pickle: spawned workers only sample, and the main process reads rows."""
         return {**self.__dict__, "_by_name": None}
 
     @property
@@ -128,7 +128,7 @@ class Features(FeatureStore):  # type: ignore[misc]
         return None if table is None else tuple(table.shape)
 
     def get_all_tensor_attrs(self) -> Sequence[TensorAttr]:
-        """What there is."""
+        """Return the node type and name of each table."""
         return [TensorAttr(group, name) for group, name in self._tables]
 
 

@@ -1,11 +1,12 @@
-"""A fleet over several machines: one Ray actor per node, which owns the node's devices and runs an ordinary `Fleet`.
+"""A fleet over several machines: one Ray actor per node owns the node's devices and runs an ordinary `Fleet`.
 
-Nothing that is computed travels through Ray, only jobs, as factories, and news of them. A job is on one node at a time.
-It goes elsewhere through its checkpoint in the shared folder: when a node idles while another has jobs waiting, or when
-its node is lost. Losses are those of a fleet on one machine, to the bit, where devices and their threads are alike.
+Ray carries only jobs, as factories, and reports on them, not what is computed. A job is on one node at a time. It moves
+through its checkpoint in the shared folder, either when a node is idle while another has jobs waiting, or when its node
+is lost. Losses are bit-identical to those of a fleet on one machine if devices and their threads are alike.
 
-Two writers of one folder would spoil it: a job of a lost node waits until an actor that is not dead after all has seen
-its lease go. Known gap: that takes `_GRACE_S`, and a network file system may show the lease for longer.
+Two processes that write to one folder would damage it. So a job of a lost node waits long enough for an actor that is
+still alive to see that its lease is gone. Known gap: this wait is `_GRACE_S`, and a network file system may show the
+lease for longer.
 """
 
 import inspect
@@ -32,16 +33,16 @@ def run_on_ray(
     progress: Literal["auto"] | None = "auto",
     **fleet_options: Any,  # those of Fleet
 ) -> Results:
-    """Trains all jobs on the nodes of a Ray cluster and returns what came of them, as `penstock.fleet.run` does.
+    """Train all jobs on the nodes of a Ray cluster; return the results, as `penstock.fleet.run` does.
 
-    ``run_dir``: a folder that all machines share. ``devices_per_node``: what each node gives; or per node, by its id,
-    address or host name; by default all its GPUs, or one CPU device where it has none. ``address``: of the cluster; by
-    default that of this process, of the environment, or a new one on this machine. ``stopper`` and ``trackers`` are
-    called here, in this process. ``progress``: ``"auto"`` shows a line twice a minute. Other options are those of
-    `Fleet` and hold for every node.
+    ``run_dir`` is a folder that all machines share. ``devices_per_node`` is what each node provides, or a dict of that
+    by the node's id, address or host name; by default a node provides all its GPUs, or one CPU device if it has none.
+    ``address`` is that of the cluster; by default it comes from this process or the environment, or a new cluster is
+    started on this machine. ``stopper`` and ``trackers`` are called in this process. ``progress="auto"`` shows a line
+    twice a minute. Other options are those of `Fleet` and hold for every node.
 
-    Jobs are sent pickled, so that modules that their factories use must be importable on all nodes. A node that is lost
-    is warned of (`NodeLostWarning`); its jobs go on elsewhere. Nodes that join the cluster are taken up.
+    Jobs are sent as pickles, so modules that their factories use must be importable on all nodes. If a node is lost you
+    get a warning (`NodeLostWarning`), and its jobs continue elsewhere. Nodes that join the cluster later are used.
 
     Raises `NodeLostError` when no node is left, ``ImportError`` without Ray, and what `Fleet` raises for its settings.
     """

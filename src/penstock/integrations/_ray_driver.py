@@ -1,4 +1,4 @@
-"""The driver of a fleet on Ray: which node has which job, what nodes say, and what becomes of jobs of a lost one."""
+"""The driver of a fleet on Ray: it assigns jobs to nodes, hears their reports, and recovers the jobs of lost nodes."""
 
 import json
 import math
@@ -37,11 +37,11 @@ _CLOSE_S = 60.0
 _LINES_S = 30.0
 _LEAST_GAIN_S = 1.0
 _MOST_LOSSES = 3
-"""Nodes that a job may lose, without having stepped in between, before it is the one to blame."""
+"""Number of nodes lost in a row with the same job, without progress in between, at which the job fails."""
 
 
 class Driver:
-    """The process that the user began; decides, and computes nothing."""
+    """The process that the user started. It decides, and computes nothing."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Driver:
         leases = self._run_dir / "nodes"
         leases.mkdir(parents=True, exist_ok=True)
         for stale in leases.glob("*.lease"):
-            stale.unlink(missing_ok=True)  # whoever works under it belongs to a driver that is gone
+            stale.unlink(missing_ok=True)  # its actor belongs to a driver that is gone
         self._state.create()
         return self
 
@@ -90,7 +90,7 @@ class Driver:
             self._tell(lambda tracker: tracker.close())
 
     def run(self, progress: str | None) -> Results:
-        """Until every job is over."""
+        """Run until every job is over; return the results."""
         while any(task.result is None for task in self._tasks.values()):
             self._look_for_nodes()
             self._listen()
@@ -126,7 +126,7 @@ class Driver:
         return self._run_dir / "jobs" / job.name
 
     def _spread(self) -> None:
-        """Gives jobs that wait to nodes; where none waits, moves one from a loaded node to an idle one."""
+        """Give waiting jobs to nodes; if none waits, move a job from a loaded node to an idle one."""
         now_s = time.monotonic()
         waits = [
             task
@@ -205,7 +205,7 @@ class Driver:
         ray = self._ray
         futures = {node.news: node for node in self._nodes.values()}
         if not futures:
-            time.sleep(_REPORT_S)  # a lost one may come again
+            time.sleep(_REPORT_S)  # a lost node may come back
             return
         first, _ = ray.wait(list(futures), num_returns=1, timeout=2 * _REPORT_S)
         ready, _ = ray.wait(list(futures), num_returns=len(futures), timeout=0) if first else ([], [])
@@ -215,7 +215,7 @@ class Driver:
                 said = ray.get(future)
             except ray.exceptions.RayTaskError as error:
                 if not node.is_ready:
-                    raise error.cause from None  # settings of no use
+                    raise error.cause from None  # invalid settings
                 self._lose(node, str(error.cause))
             except ray.exceptions.RayError as error:
                 self._lose(node, type(error).__name__)
@@ -282,14 +282,14 @@ class Driver:
         self._tell(lambda tracker: tracker.end(task.job, result.state))
 
     def _log(self, task: Task, step: int, metrics: Mapping[str, float]) -> None:
-        """Steps that are done again after a loss are no news."""
+        """Log metrics, except those of steps that are repeated after a loss."""
         is_validation = any(key.startswith("validation/") for key in metrics)
         if step > task.logged.get(is_validation, -1):
             task.logged[is_validation] = step
             self._tell(lambda tracker: tracker.log(task.job, step, metrics))
 
     def _tell(self, call: Callable[[Tracker], None]) -> None:
-        """A tracker that raises is told nothing more, as in a local fleet."""
+        """Call all trackers. One that raises is not called again, as in a local fleet."""
         for tracker in list(self._trackers):
             try:
                 call(tracker)
@@ -299,17 +299,17 @@ class Driver:
                 warnings.warn(f"{text} Training goes on.", TrackerWarning, stacklevel=4)
 
     def _catch_up(self, task: Task) -> None:
-        """What a lost node noted and did not report: its steps up to the checkpoint do not come again."""
+        """Log what a lost node recorded and did not report, since steps up to the checkpoint are not repeated."""
         file = self._folder(task.job) / "metrics.jsonl"
         for line in file.read_text().splitlines() if file.is_file() else ():
-            with suppress(ValueError):  # the line that it did not finish
+            with suppress(ValueError):  # a line that was not finished
                 metrics = json.loads(line)
                 step = int(metrics.pop("step"))
                 del metrics["time_s"]
                 self._log(task, step, metrics)
 
     def _verdict(self, task: Task, step: int, metrics: Mapping[str, float]) -> bool | str:
-        """The stopper sees a validation once, even where a loss makes it come again."""
+        """Return the stopper's verdict, asking once per validation even if a loss makes it come again."""
         assert self._stopper is not None
         if step not in task.verdicts:
             try:
@@ -320,7 +320,7 @@ class Driver:
 
     def _lose(self, node: Node, reason: str) -> None:
         self._end(node)
-        self._looked_s = time.monotonic() - _LOOK_S + _GRACE_S  # the actor may have died alone, and be begun anew
+        self._looked_s = time.monotonic() - _LOOK_S + _GRACE_S  # only the actor may have died, and can be started anew
         self._last_loss = f"the last one, {node.name}, was lost: {reason}"
         for task in node.tasks.values():
             task.node, task.free_from_s = None, time.monotonic() + _GRACE_S
@@ -344,7 +344,7 @@ class Driver:
         )
 
     def _end_nodes(self) -> None:
-        """After the mini-batches at hand, with checkpoints of what is not over."""
+        """End all nodes after their current mini-batches, with checkpoints of unfinished jobs."""
         ray = self._ray
         ending = {node.actor.finish.remote(): node for node in self._nodes.values() if node.is_ready}
         done, _ = ray.wait(list(ending), num_returns=len(ending), timeout=_CLOSE_S) if ending else ([], [])
@@ -372,10 +372,10 @@ class Driver:
     def _named(node: Node, devices: Iterable[DeviceStatistics]) -> tuple[DeviceStatistics, ...]:
         return tuple(replace(one, name=f"{node.name} {one.name}") for one in devices)
 
-    # The user
+    # Commands of the user
 
     def _obey(self) -> None:
-        """What other processes ask through the state."""
+        """Do what other processes ask for through the state."""
         for command in self._state.commands():
             task = self._tasks.get(command.job)
             if command.verb not in ("pause", "resume", "stop"):

@@ -1,4 +1,4 @@
-"""What the driver of a fleet on Ray knows of jobs and of nodes."""
+"""The driver's knowledge of jobs and nodes of a fleet on Ray."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -26,19 +26,19 @@ class Task:
     size_bytes: int | None = None
     result: JobResult | None = None
     logged: dict[bool, int] = field(default_factory=dict)
-    """Last step whose metrics trackers have, of training and of validation."""
+    """Last step whose metrics trackers have, of training (``False``) and of validation (``True``)."""
     verdicts: dict[int, bool | str] = field(default_factory=dict)
-    """The stopper's, by step; a text is why it failed."""
+    """The stopper's verdicts by step; a text is the error with which it failed."""
     sent_s: float = 0.0
     begin_s: float = 0.0
-    """What beginning with it took on a node."""
+    """Seconds that a node took to begin with it."""
     free_from_s: float = 0.0
-    """When another node may have it."""
+    """Time from which another node may have it."""
     num_losses: int = 0
     lost_at_step: int = -1
 
     def load(self, *, is_leaving: bool) -> JobLoad:
-        """For the planner."""
+        """Return the job as the planner sees it."""
         row = self.row
         is_known, is_paused = row.seconds_per_step > 0, row.state == JobState.PAUSED.value
         left_s = max(1, row.num_steps - row.step) * row.seconds_per_step if is_known else None
@@ -67,11 +67,11 @@ class Node:
     host_bytes: int | None = None
     tasks: dict[str, Task] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
-    """Jobs that are to go, and where."""
+    """Jobs that are to leave, and the nodes they go to."""
     devices: tuple[DeviceStatistics, ...] = ()
 
     def load(self) -> NodeLoad:
-        """For the planner."""
+        """Return the node as the planner sees it."""
         jobs = tuple(task.load(is_leaving=name in self.leaving) for name, task in self.tasks.items())
         return NodeLoad(name=self.id, num_devices=self.num_devices, host_bytes=self.host_bytes, jobs=jobs)
 
@@ -81,7 +81,7 @@ def kind(device: str | torch.device | Device) -> str:
 
 
 def num_cpus(devices: Devices, resources: Mapping[str, float]) -> float:
-    """A CPU device takes its threads, or without a number all cores of the node; a GPU takes one to be driven."""
+    """Return the cores that devices need. A CPU device takes its threads, by default all cores; a GPU takes one."""
     most = float(resources.get("CPU", 0))
     wanted = 0.0
     for one in devices:

@@ -1,7 +1,8 @@
 """A node of a fleet on Ray: an actor that owns a machine's devices and runs an ordinary `Fleet` on them.
 
-The driver lays a *lease* for each actor: a file in the shared folder. An actor that does not find it there is not on
-that folder, and does not begin. One whose lease goes, or whose Ray node dies, ends at once: its jobs are another's.
+The driver writes a *lease* for each actor, a file in the shared folder. An actor that does not find it is not on that
+folder, and does not begin. An actor whose lease disappears, or whose Ray node dies, ends at once, since its jobs now
+belong to others.
 """
 
 import os
@@ -23,49 +24,49 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """A job that this node will not train any further."""
+    """The end of a job on this node."""
 
     name: str
-    """Its own."""
+    """Name of the job."""
     state: JobState | None
-    """``None``: it was released, to go on elsewhere."""
+    """State of the job; ``None`` if it was released to continue elsewhere."""
     losses: tuple[float, ...] = ()
-    """One per optimizer step."""
+    """Losses, one per optimizer step."""
     validations: tuple[Metrics, ...] = ()
-    """One per validation."""
+    """Metrics, one dict per validation."""
     error: str | None = None
-    """Why it failed."""
+    """The error with which it failed."""
     seconds_per_step: float = 0.0
-    """Of its units."""
+    """Seconds that the units of one step took."""
     checkpoint: Path | None = None
-    """The last one."""
+    """Path of its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a node has to say."""
+    """A node's report to the driver."""
 
     rows: tuple[JobRow, ...] = ()
-    """Its jobs now."""
+    """The node's jobs as they are now."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Their bytes, of those that have begun."""
+    """Bytes of the jobs that have begun."""
     endings: tuple[Ending, ...] = ()
-    """Since the last report."""
+    """Jobs that ended since the last report."""
     metrics: tuple[tuple[str, int, Metrics], ...] = ()
-    """Since the last report: job, step, and what was logged."""
+    """Metrics logged since the last report: job, step and values."""
     questions: tuple[tuple[str, int, Metrics], ...] = ()
     """Validations that wait for the stopper."""
     devices: tuple[DeviceStatistics, ...] = ()
-    """Since the node's begin."""
+    """Statistics of the devices since the node began."""
 
 
 class NodeFleet:
-    """The actor. Its methods are called from several threads of Ray's."""
+    """The actor. Several of Ray's threads call its methods."""
 
     def begin(self, lease: Path, *, asks_stopper: bool, options: Mapping[str, Any]) -> int | None:
-        """Makes the fleet and returns its host memory in bytes. Raises what `Fleet` does for options of no use.
+        """Make the fleet; return its host memory in bytes. Raises what `Fleet` raises for invalid options.
 
-        ``ValueError`` where the run's folder is not the driver's.
+        Raises ``ValueError`` if the run's folder is not the driver's.
         """
         if not lease.is_file():
             raise ValueError(
@@ -73,7 +74,7 @@ class NodeFleet:
                 "the driver wrote there; give a run_dir on a file system that all machines share"
             )
         self._lease = lease
-        self._local = tempfile.TemporaryDirectory(prefix="penstock-node-")  # SQLite wants a local disk
+        self._local = tempfile.TemporaryDirectory(prefix="penstock-node-")  # SQLite needs a local disk
         self._changed = threading.Condition()
         self._metrics: list[tuple[str, int, Metrics]] = []
         self._questions: list[tuple[str, int, Metrics]] = []
@@ -100,11 +101,11 @@ class NodeFleet:
         return self._fleet.host_bytes
 
     def add(self, name: str, packed: bytes, *, is_paused: bool) -> None:
-        """Another job. One that cannot be unpacked here has failed."""
+        """Add a job. A job that cannot be unpickled here counts as failed."""
         from ray import cloudpickle
 
         if self._error is not None:
-            return  # the next report says so
+            return  # the next report raises the error
         try:
             self._fleet.add(cloudpickle.loads(packed))
             if is_paused:
@@ -116,7 +117,7 @@ class NodeFleet:
             self._say()
 
     def ask(self, verb: str, name: str) -> str:
-        """Pause, resume or stop, as a user wants it. Returns why not, or an empty text."""
+        """Pause, resume or stop a job, as the user asks. Returns why not, or an empty text."""
         with self._changed:
             if verb == "stop":
                 self._releasing.discard(name)
@@ -127,16 +128,16 @@ class NodeFleet:
         return ""
 
     def release(self, name: str) -> None:
-        """The job leaves after the mini-batch at hand, with a checkpoint; a report says when."""
+        """Let the job leave after its current mini-batch, with a checkpoint; a report says when."""
         with self._changed:
             self._releasing.add(name)
         with suppress(ValueError):  # it is over already
             self._fleet.stop(name)
 
     def report(self, verdicts: Mapping[tuple[str, int], bool | str], timeout_s: float) -> Report:
-        """What there is to say, once there is something, or after ``timeout_s``. Raises what ended the fleet, if so.
+        """Return a report once there is news, or after ``timeout_s``. Raises the error that ended the fleet, if any.
 
-        ``verdicts`` are the stopper's, by job and step; a text is why it failed.
+        ``verdicts`` are the stopper's, by job and step; a text is the error with which it failed.
         """
         with self._changed:
             self._verdicts.update(verdicts)
@@ -164,7 +165,7 @@ class NodeFleet:
         )
 
     def finish(self) -> tuple[DeviceStatistics, ...]:
-        """Ends after the mini-batches at hand, with checkpoints."""
+        """End after the current mini-batches, with checkpoints; return the statistics of the devices."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -177,19 +178,19 @@ class NodeFleet:
         self._local.cleanup()
         return self._devices
 
-    # The fleet's tracker and stopper, on the threads of devices
+    # The fleet's tracker and stopper; device threads call them
 
     def log(self, job: Job, step: int, metrics: Metrics) -> None:
-        """For the driver's trackers."""
+        """Keep metrics for the driver's trackers."""
         with self._changed:
             self._metrics.append((job.name, step, dict(metrics)))
 
     def end(self, job: Job, state: JobState) -> None:  # noqa: ARG002  # the protocol's
-        """There is an ending to report."""
+        """Note that there is an ending to report."""
         self._say()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
     def _stops(self, job: Job, step: int, metrics: Metrics) -> bool:
         with self._changed:
@@ -255,7 +256,7 @@ class NodeFleet:
         return True
 
     def _watch(self) -> None:
-        """A worker's parent is its Ray node."""
+        """End the process if its lease disappears or its Ray node, which is its parent process, dies."""
         parent = os.getppid()
         while not self._ended.wait(_WATCH_S):
             if os.getppid() != parent or not self._lease.exists():
@@ -263,4 +264,4 @@ class NodeFleet:
 
 
 class _Closed(Exception):
-    """The driver wants no more of this fleet."""
+    """The signal to the fleet's thread that the driver has closed it."""

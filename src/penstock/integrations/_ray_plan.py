@@ -1,9 +1,10 @@
-"""Which node of a fleet gets which job: longest remaining time first, to the node with the least left to do.
+"""The assignment of jobs to nodes of a fleet: longest remaining time first, to the node with the least work left.
 
-Longest-processing-time-first list scheduling (Graham, 1969): on equal devices it ends within 4/3 of the optimum. A node
-holds twice as many jobs as devices, so that each device has another to take up while one waits for its bytes; the rest
-wait at the driver, and so need not move. Only when none waits there, a job leaves a loaded node for an idle one, if
-that ends sooner by more than it costs. Cost: jobs times nodes. Known gap: devices are taken to be equally fast.
+This is longest-processing-time-first list scheduling (Graham, 1969), which on equal devices ends within 4/3 of the
+optimum. A node holds twice as many jobs as devices, so that each device has another one to run while a job waits for
+its bytes. The other jobs wait at the driver, and so do not have to move. Only when none waits there does a job leave a
+loaded node for an idle one, if that ends sooner by more than it costs. Cost: jobs times nodes. Known gap: devices are
+assumed to be equally fast.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,65 +15,65 @@ _JOBS_PER_DEVICE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLoad:
-    """What a job takes."""
+    """The time and memory that a job needs."""
 
     name: str
-    """Its own."""
+    """Name of the job."""
     remaining_s: float | None = None
-    """Seconds of its units that are left, on one device; ``None`` before they were measured; 0 for a paused one."""
+    """Seconds of work left on one device; ``None`` before it was measured, 0 for a paused job."""
     size_bytes: int | None = None
     """Host memory that it may take; ``None`` before it was measured."""
     begin_s: float = 0.0
     """Seconds that a node takes to begin with it."""
     is_paused: bool = False
-    """Whether it waits for a user."""
+    """Whether a user has paused it."""
     can_move: bool = True
-    """Whether it has begun and is not leaving already."""
+    """Whether it has begun and is not already leaving."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLoad:
-    """A node and the jobs that it has."""
+    """A node and its jobs."""
 
     name: str
-    """Its own."""
+    """Name of the node."""
     num_devices: int
-    """At least 1."""
+    """Number of devices, at least 1."""
     host_bytes: int | None = None
-    """Host memory for jobs; ``None``: a disk takes the rest."""
+    """Host memory for jobs; ``None`` if a disk takes the rest."""
     jobs: tuple[JobLoad, ...] = ()
-    """In no order."""
+    """Jobs of the node, in no order."""
 
     @property
     def active(self) -> list[JobLoad]:
-        """Jobs that want a device."""
+        """Jobs that are not paused."""
         return [job for job in self.jobs if not job.is_paused]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """A job that waits goes to a node."""
+    """The assignment of a waiting job to a node."""
 
     job: str
-    """Its name."""
+    """Name of the job."""
     node: str
-    """Where to."""
+    """Name of the node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A job leaves a node."""
+    """The move of a job from one node to another."""
 
     job: str
-    """Its name."""
+    """Name of the job."""
     source: str
-    """Where it is."""
+    """Node on which the job is."""
     target: str
-    """The node that will have the least to do then."""
+    """Node to which it goes."""
 
 
 def assign(nodes: Sequence[NodeLoad], waiting: Sequence[JobLoad]) -> list[Assignment]:
-    """Where jobs that wait go now; those that fit nowhere yet are left out. Unmeasured ones come first, in order."""
+    """Return where waiting jobs go now, without those that fit nowhere yet. Unmeasured ones come first, in order."""
     everything = [*waiting, *(job for node in nodes for job in node.jobs)]
     guess_s = max((job.remaining_s for job in everything if job.remaining_s is not None), default=1.0)
     guess_bytes = max((job.size_bytes for job in everything if job.size_bytes is not None), default=None)
@@ -89,7 +90,7 @@ def assign(nodes: Sequence[NodeLoad], waiting: Sequence[JobLoad]) -> list[Assign
 
 
 def move(nodes: Sequence[NodeLoad], least_gain_s: float = 1.0) -> Move | None:
-    """The one move that makes two nodes end soonest, if it gains more than it costs and than ``least_gain_s``."""
+    """Return the move with the highest gain for its two nodes, if it gains more than it costs plus ``least_gain_s``."""
     best: tuple[float, Move] | None = None
     for source in nodes:
         if len(source.active) <= source.num_devices:
@@ -114,7 +115,7 @@ def _gain_s(source: NodeLoad, target: NodeLoad, job: JobLoad) -> float:
 
 
 def _end_s(jobs: Sequence[JobLoad], node: NodeLoad) -> float:
-    """No job is on two devices at once."""
+    """Return when a node ends: no job is on two devices at once."""
     longest_s = max((_seconds(job, 0.0) for job in jobs), default=0.0)
     return max(_work_s(jobs, 0.0) / node.num_devices, longest_s)
 
@@ -128,7 +129,10 @@ def _seconds(job: JobLoad, guess_s: float) -> float:
 
 
 def _has_room(node: NodeLoad, job: JobLoad, guess_bytes: int | None) -> bool:
-    """A job unmeasured is taken to be as large as the largest known; before one is known, none waits on a node."""
+    """Return whether a node has room for a job.
+
+    An unmeasured job is assumed to be as large as the largest known one. Before one is known, no job waits on a node.
+    """
     if not node.jobs:
         return True
     if len(node.active) >= node.num_devices * (1 if guess_bytes is None else _JOBS_PER_DEVICE):

@@ -1,4 +1,4 @@
-"""Metrics of a fleet as TensorBoard's event files."""
+"""A tracker that writes a fleet's metrics as TensorBoard event files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker:
-    """A `fleet.Tracker`: one run per job, in a folder of the job's name below ``folder``; scalars are float32 there.
+    """A `fleet.Tracker` with one run per job, in a folder of the job's name in ``folder``. Scalars are stored as
+    float32.
 
-    The job's tags, and its state when it is over, are texts. A fleet that is resumed goes on in the same folders: what
-    came after the checkpoint is hidden. Raises ``ImportError`` without TensorBoard.
+    The job's tags, and its final state, are texts. A fleet that is resumed continues in the same folders; what came
+    after the checkpoint is hidden. Raises ``ImportError`` without TensorBoard.
 
     ``fleet.run(jobs, trackers=[TensorBoardTracker("runs")])``, then ``tensorboard --logdir runs``.
     """
@@ -32,19 +33,19 @@ class TensorBoardTracker:
 
     @checked("tracker.log(job, 10, {'loss': 0.5})")
     def log(self, job: Job, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes scalars at ``step``."""
+        """Write scalars at ``step``."""
         writer = self._writer_of(job, step)
         for key, value in metrics.items():
             writer.add_scalar(key, value, step)
 
     @checked("tracker.end(job, JobState.DONE)")
     def end(self, job: Job, state: JobState) -> None:
-        """Writes the job's state and closes its file."""
+        """Write the job's state and close its file."""
         self._writer_of(job, None).add_text("state", state.value)
         self._writers.pop(job.name).close()
 
     def close(self) -> None:
-        """Closes the files of jobs that are not over."""
+        """Close the files of jobs that are not over."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -60,7 +61,7 @@ class TensorBoardTracker:
 
 
 def _table(tags: Mapping[str, object]) -> str:
-    """In Markdown, which TensorBoard renders."""
+    """Return the tags as a Markdown table, which TensorBoard renders."""
     rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in tags.items()]
     return "\n".join(["| tag | value |", "|---|---|", *rows])
 

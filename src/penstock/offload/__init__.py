@@ -1,12 +1,13 @@
-"""Activations spill to host memory or SSD during forward, and are back before backward needs them (SSDTrain).
+"""Offload activations, or all state of a training, to host memory or SSD and fetch them before they are used
+(SSDTrain).
 
 - `activations(model, disk=..., host=..., budget=...)` makes an `Offloader`; `wrap(module, ...)` an `OffloadedModule`.
-- `training(model, optimizer, budget, disk=..., host=...)` makes a `Training`: parameters, gradients, optimizer state
-  and activations leave the device, in a loop of your own; `parameters`: the same without activations.
-  `TrainingStatistics`: what it did; `Held`: what was there at a time. `load(model, path)` fills a model of
-  `torch.device("meta")` from files, a tensor at a time.
-- `OffloadStatistics`: what a step did. `SavedTensor` and `Policy`: what a user's own rule sees and is.
-- `modelled_cycle`: the problem of a step on a machine that is not here.
+- `training(model, optimizer, budget, disk=..., host=...)` makes a `Training`: it offloads parameters, gradients,
+  optimizer state and activations in your own training loop. `parameters` does the same without activations.
+  `TrainingStatistics` says what it did, `Held` what was on the device at a time. `load(model, path)` fills a model on
+  `torch.device("meta")` from files, one tensor at a time.
+- `OffloadStatistics` says what a step did. `Policy` is a rule of your own, and `SavedTensor` what the rule sees.
+- `modelled_cycle` makes the problem of a step on a machine that is not available.
 - `OffloadProblem`, `SavedStorage` -> `plan` -> `OffloadPlan`, `Transfer`: the pure planner; `verify` checks its plans.
 """
 

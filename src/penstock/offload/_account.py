@@ -1,10 +1,13 @@
-"""The account of a call that takes a budget, or the tiers one by one."""
+"""The account of a call that takes either a `Budget` or its tiers one by one."""
 
 from penstock.tiers import Budget, DiskSpec, Size
 
 
 def account_of(budget: Size | Budget | None, host: Size | None, disk: DiskSpec, call: str) -> Budget:
-    """The given `Budget`, or one of these; ``call`` shows what works. Raises ``ValueError`` for both, and for none."""
+    """Return the given `Budget`, or make one of the separate arguments.
+
+    ``call`` is a call that works, for messages. Raises ``ValueError`` if both are given, or no tier.
+    """
     if isinstance(budget, Budget):
         if disk is not None or host is not None:
             raise ValueError(

@@ -1,9 +1,10 @@
-"""Under autocast the weight in half precision travels, not the weight; and so does its gradient.
+"""Half-precision casts of weights and half-precision gradients, which are moved under autocast in place of the
+originals.
 
-A weight that the device does not update keeps its cast as a page of its own, of half the size: one that is frozen, or
-that the host updates, which casts it anew. Operators are given that page where they would have cast the weight, so that
-the weight itself need not come. The other way round, the gradient in single precision that autograd makes of one in
-half precision has no bytes until somebody asks for them: it leaves as what it was made of.
+A weight that the device does not update keeps its cast as a page of its own, which has half the size. Such a weight is
+frozen, or the host updates it and casts it anew. Operators get that page where they would have cast the weight, so the
+weight itself is not fetched. In the other direction, autograd makes a single-precision gradient from a half-precision
+one. It has no bytes until somebody asks for them; what leaves the device is the half-precision gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from penstock.offload._past import do_pending
 
 CAST, ADD = torch.ops.aten._to_copy.default, torch.ops.aten.add_.Tensor
 _MOST_PARTS = 4
-"""Gradients in half precision that are summed on the host at most: two take as much room there as their sum."""
+"""The most half-precision gradients that are summed on the host. Two take as much memory there as their sum."""
 _HALF = (torch.bfloat16, torch.float16)
 Layout = tuple[torch.Size, tuple[int, ...], int]
 Key = tuple[int, torch.dtype, Layout]
@@ -27,32 +28,32 @@ Key = tuple[int, torch.dtype, Layout]
 
 @dataclass(slots=True)
 class Twin:
-    """A weight in half precision."""
+    """A weight's copy in half precision."""
 
     weight: Page
     page: Page
     tensor: torch.Tensor
-    """The one that keeps its storage alive."""
+    """The tensor that keeps the storage of ``page`` alive."""
     num_writes: int
-    """To the weight, when it was cast."""
+    """Number of writes to the weight at the time of the cast."""
     layout: "Layout"
-    """Of what was cast: the weight, or a view of it."""
+    """Layout of the tensor that was cast: the weight, or a view of it."""
 
 
 class Casts:
-    """Of one training's weights and gradients."""
+    """The half-precision weights and gradients of one training."""
 
     def __init__(self, pages: Pages, device: torch.device):
         self._pages, self._device = pages, device
         self.updates_on_host = False
         """Whether the host updates the weights that are trained."""
         self.name: Callable[[torch.Tensor], str] = str
-        """What a message calls a parameter."""
+        """A function that returns a parameter's name for messages."""
         self._twins: dict[Key, Twin] = {}
         self._alone = _uses(torch.empty(1))
 
     def given(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
-        """The result of a cast without its being done; ``None`` if it is to be done."""
+        """Return the result of a cast without computing it, or ``None`` if it has to be computed."""
         tensor, dtype = args[0], options.get("dtype")
         if len(args) != 1 or dtype is None or not self._is_plain(tensor, options):
             return None
@@ -61,7 +62,10 @@ class Casts:
         return self._twin(tensor, dtype) if dtype in _HALF and tensor.dtype is torch.float32 else None
 
     def done(self, args: Sequence[Any], result: torch.Tensor, *, was_here: bool) -> None:
-        """A cast has been done, of a weight that had to come for it: the next one need not."""
+        """Keep the result of a cast, so that the next cast of this weight does not have to fetch it.
+
+        This is done only where the weight was not on the device and the cast stays valid for a while.
+        """
         weight = self._pages.find(storage_id(args[0]))
         page = self._pages.find(storage_id(result))
         is_lasting = weight is not None and (self.updates_on_host or not args[0].requires_grad)
@@ -76,7 +80,7 @@ class Casts:
             self._twins[key] = Twin(weight, page, result.detach(), weight.num_writes, _layout(args[0]))
 
     def added(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
-        """The result of adding a gradient to another without its being done; ``None`` if it is to be done."""
+        """Return the sum of two gradients without computing it, or ``None`` if it has to be computed."""
         if len(args) != 2 or options or not all(isinstance(one, torch.Tensor) for one in args):
             return None
         sum_, one = self._pages.find(storage_id(args[0])), self._pages.find(storage_id(args[1]))
@@ -85,7 +89,7 @@ class Casts:
         if len(sum_.narrow.parts) + len(one.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
             return None
         if any(page.pending is not None or page.scaling is not None for page in (sum_, one)):
-            return None  # that is of what there was before
+            return None  # these are due on the gradient as it was before
         with self._pages.lock:
             for _, part in one.narrow.parts:
                 part.wide = sum_
@@ -95,20 +99,20 @@ class Casts:
         return args[0]  # type: ignore[no-any-return]
 
     def of(self, weight: Page, parameter: torch.Tensor) -> list[Twin]:
-        """Casts of a weight as it is, that are right, and that nobody but this has."""
+        """Return the casts of a weight in its present layout that are up to date and that nobody else uses."""
         layout = _layout(parameter)
         found = [one for one in self._twins.values() if one.weight is weight and one.layout == layout]
         return [one for one in found if self._is_right(one) and self._is_alone(one)]
 
     def forget(self, weight: Page | None = None, *, but: Sequence[Twin] = ()) -> None:
-        """Casts of a weight, or all, are none any more."""
+        """Forget the casts of one weight, or of all weights, except those in ``but``."""
         for key, one in list(self._twins.items()):
             if weight in (None, one.weight) and one not in but:
                 one.page.wide = None
                 del self._twins[key]
 
     def begin_step(self) -> None:
-        """Lets go of casts of weights that are no more."""
+        """Forget the casts of weights that no longer exist."""
         for one in list(self._twins.values()):
             if one.weight.is_dead:
                 self.forget(one.weight)
@@ -123,7 +127,7 @@ class Casts:
             if twin.weight.pending is not None or not self._is_right(twin):
                 self.forget(twin.weight)
                 return None
-            if not self._is_alone(twin):  # whoever has the last one may write to it
+            if not self._is_alone(twin):  # somebody who holds another tensor of it may write to it
                 return None
             self._pages.need([twin.page], [])
             return twin.tensor.detach()
@@ -135,7 +139,7 @@ class Casts:
         return _uses(twin.tensor) <= self._alone
 
     def _gradient(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """What autograd adds to, or takes for, the gradient of a parameter."""
+        """Return a single-precision gradient without bytes, if autograd casts this one to add it to a parameter's."""
         node = torch._C._current_autograd_node()
         if node is None or len(node.next_functions) != 1:
             return None
@@ -144,7 +148,7 @@ class Casts:
         if parameter is None or page is None or not tensor.is_contiguous() or not self._may_add(parameter):
             return None
         if page.wide is not None and not page.wide.is_dead:
-            return None  # it is another parameter's gradient, too
+            return None  # it is also the gradient of another parameter
         with self._pages.lock:
             wide = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=tensor.device)
             name = f"gradient of {self.name(parameter)}"
@@ -158,14 +162,14 @@ class Casts:
         return wide
 
     def _may_add(self, parameter: torch.Tensor) -> bool:
-        """Whether one more gradient becomes its gradient, or one of those that are summed later."""
+        """Whether one more gradient can become the parameter's gradient, or join those that are summed later."""
         if parameter.grad is None:
             return True
         page = self._pages.find(storage_id(parameter.grad))
         return page is not None and page.narrow is not None and len(page.narrow.parts) < _MOST_PARTS
 
     def _is_plain(self, tensor: torch.Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether the cast does nothing else, and is of the whole of a page."""
+        """Whether the operator does nothing but cast, and casts a whole page."""
         page = self._pages.find(storage_id(tensor))
         return (
             page is not None
@@ -193,6 +197,6 @@ def _key(tensor: torch.Tensor, dtype: torch.dtype) -> Key:
 
 
 def _uses(tensor: torch.Tensor) -> int:
-    """Tensors that have its storage, counted as PyTorch counts them."""
-    storage = tensor.untyped_storage()  # which has an object in Python from now on
+    """Return how many tensors use its storage, by PyTorch's own count."""
+    storage = tensor.untyped_storage()  # from here on the storage has a Python object, which counts
     return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]

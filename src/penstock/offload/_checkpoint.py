@@ -1,8 +1,8 @@
-"""A training's parameters, buffers and optimizer state in files, written and read a part at a time.
+"""Checkpoints of a training: parameters, buffers and optimizer state in files, written and read a part at a time.
 
-`model.safetensors` (in parts with an index where it is large) has the names of ``state_dict``, so that others read it;
-`optimizer-*.safetensors` holds ``place//field``, by a parameter's place in the optimizer, as PyTorch numbers them;
-`training.json` holds what is no tensor worth a file.
+`model.safetensors` (several files with an index if it is large) uses the names of ``state_dict``, so that other tools
+can read it. `optimizer-*.safetensors` holds ``place//field``, where the place is the number that PyTorch gives a
+parameter in the optimizer. `training.json` holds everything else.
 """
 
 import base64
@@ -34,16 +34,19 @@ _EXTRA = "extra"
 _OWN_FILES = (".safetensors", "-*-of-*.safetensors", ".safetensors.index.json")
 _HINT = "Go on from another checkpoint"
 _SMALL_ELEMENTS = 64
-"""Tensors of ``extra`` with so many elements are in JSON."""
+"""Tensors of ``extra`` with at most this many elements are stored in JSON."""
 _OWN = "parameter"
-"""The field that stands for a parameter of the optimizer's which is not of the model."""
+"""The field under which a parameter that the optimizer has but the model has not is stored."""
 
 
 def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, extra: Any, part_bytes: int
 ) -> None:
-    """Writes a folder, in files of about ``part_bytes``. Raises ``CheckpointError``; an older one is whole then."""
-    path = Path(os.path.realpath(path))  # a link to the newest stays one
+    """Write a checkpoint folder in files of about ``part_bytes``.
+
+    Raises ``CheckpointError`` if it cannot be written; an older checkpoint at ``path`` is then untouched.
+    """
+    path = Path(os.path.realpath(path))  # a symbolic link to the newest checkpoint stays a link
     if path.exists() and not (path / _STATE).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(f"{path} is there already and no checkpoint of a training; give another place")
     try:
@@ -79,13 +82,13 @@ def save(
 def load(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Callable[[], Any]:  # any: see `save`
-    """Looks at a folder, and returns what puts its contents in the place of what is there, and returns ``extra``.
+    """Check a checkpoint folder; return a function that loads its contents and returns ``extra``.
 
-    Raises ``CheckpointError`` for files that are damaged or another model's.
+    Raises ``CheckpointError`` for files that are damaged or belong to another model.
     """
     path = Path(os.path.realpath(path))
     if not path.exists() and (old := path.parent / f".{path.name}.old").exists():
-        path = old  # its successor was about to take its place when the process was killed
+        path = old  # the process was killed before the new checkpoint took its place
     if not (path / _STATE).is_file():
         raise CheckpointError(f"there is no checkpoint of a training in {path}: training.save(path) writes one")
     try:
@@ -121,12 +124,12 @@ def load(
 
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
-    """Of each group's parameters."""
+    """Return the shapes of the parameters of each group."""
     return [[list(one.shape) for one in group["params"]] for group in optimizer.param_groups]
 
 
 def _devices(states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
-    """Where states are that are not where most are: tensors on ``device``, all else in main memory."""
+    """Return the devices of states that are not at the usual place: tensors on ``device``, all else in main memory."""
     found = {key: str(one.device) for key, one in states.items() if one.device != device}
     for key, value in numbers.items():
         found |= {key: str(one.device) for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)}  # noqa: B035
@@ -134,7 +137,7 @@ def _devices(states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], dev
 
 
 def _keep(kept: dict[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
-    """Puts a tensor of ``extra`` into a file of its own, unless it is small."""
+    """Put a tensor of ``extra`` aside for a file of its own, unless it is small; return its name there."""
     if tensor.numel() <= _SMALL_ELEMENTS and not tensor.is_complex():
         return None
     name = str(len(kept))
@@ -143,12 +146,15 @@ def _keep(kept: dict[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
 
 
 def _stored(path: Path, stem: str) -> TensorFiles:
-    """The files of one kind, and no others that begin alike."""
+    """Open the files of one kind, and no others whose names begin alike."""
     return TensorFiles(sorted(file for rest in _OWN_FILES[:2] for file in path.glob(f"{stem}{rest}")))
 
 
 def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, part_bytes: int) -> None:
-    """Writes parameters and buffers alone. Raises ``CheckpointError``."""
+    """Write parameters and buffers alone, in files of about ``part_bytes``.
+
+    Raises ``ValueError`` for names that the model has not, and ``CheckpointError`` if the files cannot be written.
+    """
     tensors = _tensors_of(model)
     if names is not None:
         every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
@@ -172,7 +178,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by their names in ``state_dict``; what has several is there once."""
+    """Return parameters and persistent buffers by their names in ``state_dict``; a shared tensor appears once."""
     extra = nn.Module.get_extra_state
     found: dict[str, torch.Tensor] = {}
     known: set[int] = set()
@@ -197,7 +203,9 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], part_bytes: int) -> None:
-    """Safetensors files of about ``part_bytes`` each, with an index where it is not one: the names others look for."""
+    """Write safetensors files of about ``part_bytes`` each, named as other tools expect, with an index if there are
+    several.
+    """
     parts: list[list[str]] = []
     size_bytes = part_bytes
     for name, tensor in tensors.items():
@@ -220,7 +228,7 @@ def _write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], p
 
 
 def _check(tensors: TensorFiles, own: Mapping[str, torch.Tensor]) -> None:
-    """Raises ``ValueError`` unless names, shapes and dtypes are those of ``own``."""
+    """Raise ``ValueError`` unless names, shapes and dtypes are those of ``own``."""
     for label, names in (("the model has no", tensors.keys() - own.keys()), ("it lacks", own.keys() - tensors.keys())):
         if names:
             raise ValueError(f"{label} {shown(names)}")
@@ -233,12 +241,12 @@ def _check(tensors: TensorFiles, own: Mapping[str, torch.Tensor]) -> None:
 
 
 def shown(names: Collection[str]) -> str:
-    """Some of them, for a message."""
+    """Return up to five of the names, for a message."""
     return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} others" if len(names) > 5 else "")
 
 
 def _copied(names: list[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In host memory, each with memory of its own: a page may be emptied while others are fetched."""
+    """Copy the tensors to host memory one by one, since a page may be emptied while others are fetched."""
     with torch.no_grad():
         return {
             name: torch.empty(one.shape, dtype=one.dtype, device="cpu").copy_(one.detach())
@@ -247,14 +255,14 @@ def _copied(names: list[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
-    """Its parameters by the numbers that its ``state_dict`` gives them."""
+    """Return its parameters by the numbers that its ``state_dict`` gives them."""
     return dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
 
 
 def _split(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:  # any: numbers
-    """Its parameters that are not the model's, its tensors of state, and what else its states have."""
+    """Return its parameters that are not the model's, its tensors of state, and the other entries of its states."""
     of_model = {id(one) for one in model.parameters()}
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}

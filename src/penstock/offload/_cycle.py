@@ -1,4 +1,4 @@
-"""One cycle as it runs: what was saved, what backward has asked for, and which fetch to begin next."""
+"""The cycle under way: what was saved, what backward has asked for, and which fetch to begin next."""
 
 import time
 import weakref
@@ -14,14 +14,15 @@ from penstock.tiers import Handle, HandleState, TierStatistics
 
 
 class Cycle:
-    """From the first tensor saved to the last one used.
+    """A cycle under way, from the first tensor saved to the last one used.
 
-    With a plan, fetches begin at the events it names, as long as what is saved matches what was planned for. Without
-    one, or after the first difference, the storage saved before the one just needed is fetched next, and more up to
-    ``window_bytes``. With a budget the computation waits for late copies out, where the plan needs their memory.
+    With a plan, fetches begin at the events it names, as long as the saved storages are those of the plan. Without a
+    plan, or after the first difference, the storage saved before the one just needed is fetched next, and further ones
+    up to ``window_bytes``. With a budget the computation waits for late copies out where the plan needs their memory.
 
-    With a budget and without a plan nothing is known of what the rest of the step takes, so nothing is on the device
-    beyond its time (`is_strict`): forward waits for every copy out, and backward fetches what it needs and no more.
+    With a budget and without a plan nobody knows how much memory the rest of the step takes. So nothing stays on the
+    device longer than needed (`is_strict`): forward waits for every copy out, and backward fetches only what it needs
+    at once.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Cycle:
         self.recording = Recording(mark)
         self.entries: list[weakref.ref[SavedEntry]] = []
         self.num_open = 0
-        """Entries that backward has not asked for and that are alive."""
+        """Number of entries that are alive and that backward has not asked for."""
         self.num_needs = 0
         self.follows_plan = plan is not None
         self.kept_bytes: dict[str, int] = {}
@@ -61,12 +62,12 @@ class Cycle:
 
     @property
     def is_drained(self) -> bool:
-        """Whether everything that was saved was asked for, or died."""
+        """Whether everything that was saved has been asked for, or is gone."""
         return self.num_open == 0
 
     @property
     def is_strict(self) -> bool:
-        """Whether nothing may be on its way out, or back before it is needed."""
+        """Whether every copy out is waited for and nothing is fetched before it is needed."""
         return self._has_budget and not self.follows_plan
 
     @property
@@ -77,7 +78,7 @@ class Cycle:
     def add(
         self, size_bytes: int, label: str, must_keep: str, origin: StorageWeakRef, version: int
     ) -> tuple[SavedEntry, str]:
-        """Enters a storage; returns its entry and why to keep it, empty if it is to be parked."""
+        """Add a storage; return its entry and the reason to keep it, which is empty if it is to be parked."""
         self._reap()
         index = self.recording.pack(size_bytes, label, must_keep)
         if self.follows_plan and self._differs(index):
@@ -98,7 +99,7 @@ class Cycle:
         return entry, reason
 
     def needed(self, entry: SavedEntry) -> None:
-        """Backward asks for the entry now."""
+        """Note that backward asks for the entry, and begin the fetches that are due."""
         self._reap()
         if not self.num_needs:
             self._note_what_others_hold()
@@ -114,7 +115,7 @@ class Cycle:
         self.end_s = time.time()
 
     def matched_plan(self) -> bool:
-        """Whether the whole cycle was what the plan expected."""
+        """Return whether the whole cycle was what the plan expected."""
         return self.follows_plan and len(self.recording.uses) == len(self._signature)
 
     def _differs(self, index: int) -> bool:
@@ -129,7 +130,7 @@ class Cycle:
             self._prefetch(index)
 
     def _free_what_is_late(self, event: int) -> None:
-        """Waits for copies out that the plan has ended by now, as far as the budget needs their memory."""
+        """Wait for copies out that should have ended by now, as far as the budget needs their memory."""
         assert self._plan is not None
         while self._gone and self._gone[0][0] <= event:
             self._late.append(self._gone.popleft()[1])
@@ -137,7 +138,7 @@ class Cycle:
         for index in self._late:
             entry = self.entries[index]()
             if entry is None or entry.handle is None or self._plan.fetch_events[index] <= event:
-                continue  # what is to be back by now may as well have stayed
+                continue  # it has to be back by now, so waiting for its copy out gains nothing
             if entry.handle.state is HandleState.LEAVING:
                 late[index] = entry.handle
         self._late = list(late)
@@ -149,7 +150,7 @@ class Cycle:
             late_bytes -= handle.size_bytes
 
     def _finish_leaving(self) -> None:
-        """Waits for all copies out."""
+        """Wait for all copies out."""
         for weak in self.entries:
             entry = weak()
             if entry is not None and entry.handle is not None and entry.handle.state is HandleState.LEAVING:
@@ -174,7 +175,10 @@ class Cycle:
         return entry.handle.prefetch()
 
     def _note_what_others_hold(self) -> None:
-        """When backward begins, forward's own references are gone: who still holds a parked storage will go on."""
+        """Note which parked storages somebody else holds, when backward begins.
+
+        Forward's own references are gone by then, so whoever still holds a storage will go on holding it.
+        """
         for index, weak in enumerate(self.entries):
             entry = weak()
             if entry is None or entry.handle is None:

@@ -1,4 +1,4 @@
-"""An update of one parameter that is due, and is done when somebody wants what it is of."""
+"""An update of one parameter that is put off until somebody uses the parameter, its gradient or its state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,9 @@ from penstock.stepping import State
 
 
 class Deferred:
-    """An update that is due, and is done when somebody wants what it is of. It does not refer to itself: no cycle keeps
-    its gradient.
+    """An update that is due, and is done when somebody uses one of its tensors.
+
+    It does not refer to itself, so that no reference cycle keeps its gradient alive.
     """
 
     def __init__(
@@ -29,7 +30,7 @@ class Deferred:
         self.parameter, self.gradient, self.pages = parameter, gradient, pages
         self._data, self.settings = parameter.data, settings
         self.live, self.state = state, dict(state)
-        """The optimizer's entry, and what is in it now, whatever becomes of that meanwhile."""
+        """The optimizer's entry, and a copy of it as it is now, in case the entry changes before the update is done."""
 
     def __call__(self) -> None:
         parameter = self.parameter
@@ -39,14 +40,14 @@ class Deferred:
         with calm[0], calm[1], calm[2]:
             before = parameter.grad, parameter.data
             is_other = storage_id(parameter) != self.pages[0].identity
-            if is_other:  # somebody put other numbers in its place meanwhile
+            if is_other:  # somebody has replaced its data since
                 parameter.grad, parameter.data = None, self._data
             parameter.grad = self.gradient
             num_writes, numbers = self._num_writes(), _numbers(self.state)
             try:
                 self._update(parameter, self.live, self.state, self.settings)
             except BaseException:
-                if self._num_writes() == num_writes:  # it did not come to weight and states
+                if self._num_writes() == num_writes:  # the failure came before weight and states were changed
                     _put_back(self.state, numbers)
                     for page in self.pages:
                         page.pending = self
@@ -64,7 +65,7 @@ class Deferred:
 
 
 def _numbers(state: State) -> State:
-    """Entries of a state that are no page, such as ``step``."""
+    """Return copies of the state's entries that are not pages, such as ``step``."""
     return {
         field: value.clone() if isinstance(value, torch.Tensor) else value
         for field, value in state.items()

@@ -1,10 +1,10 @@
-"""From one cycle to the next: record, plan, follow, and correct the plan by what was measured.
+"""Learning from one cycle for the next: record, plan, follow, and correct the plan by measurements.
 
-The first cycle parks everything eligible and is recorded. Its problem is planned; later cycles that begin with the same
-storage follow the plan, so that every shape of batch has its own. A cycle that then saves something else is recorded
-anew. A plan that stalls more than it promised is made again with the
-bandwidths seen since; with a budget, the peak is measured until one planned cycle keeps it (a cycle during which
-somebody else profiles cannot be measured, so it teaches nothing).
+The first cycle parks everything eligible and is recorded. The planner gets its problem, and later cycles that begin
+with the same storage follow that plan. So each batch shape has its own plan. A cycle that then saves something else is
+recorded anew. A plan that stalls more than predicted is made again with the bandwidths seen since. With a budget, the
+peak is measured until one planned cycle keeps it. A cycle in which somebody else profiles cannot be measured and
+teaches nothing.
 """
 
 import contextlib
@@ -29,57 +29,59 @@ from penstock.probe import MemoryRecording, can_record, record_memory
 from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
 
 _MAX_CHANGES = 5
-"""Cycles that differ from the plan before planning is given up and fetches just run ahead."""
+"""Cycles that may differ from their plan. After that, planning is given up and fetches just run ahead."""
 _MAX_LESSONS = 64
-"""Kinds of cycles that are planned for; cycles of further kinds park everything, and fetches just run ahead."""
+"""Kinds of cycles that get a plan. Cycles of further kinds park everything, and fetches just run ahead."""
 _MAX_ENTERED = 64
-"""Calls of the model that are measured from their beginning. A shape that never comes again stays to be fitted."""
+"""Calls of the model that are measured from their beginning. The limit is for shapes that occur once and are never
+fitted.
+"""
 _MAX_REPLANS = 3
 _STALL_TOLERANCE_SHARE = 0.02
 _MAX_COLD = 3
-"""Cycles of one kind in which memory is mapped before one is recorded all the same."""
+"""Cycles of one kind that are skipped because memory was mapped in them; the next one is recorded in any case."""
 _DERATING = 0.7
-"""Share of a measured bandwidth to count on after a plan has stalled."""
+"""Share of a measured bandwidth that is counted on after a plan has stalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The offloader's settings that concern whole steps."""
+    """Settings of the offloader that concern whole steps."""
 
     max_in_flight_bytes: int | None
-    """Bound on the bytes on their way out; ``None`` for what suits the link and the storages."""
+    """Most bytes on their way out at once; ``None`` for what suits the link and the storages."""
     min_saving_share: float
     """See ``OffloadProblem``."""
     max_stall_share: float
     """See ``OffloadProblem``."""
     account: Budget
-    """Its device bytes bound the step's peak, with whatever others hold there."""
+    """The account whose device bytes limit the step's peak, together with what others hold there."""
     footprint: Footprint
-    """Of the model in that account."""
+    """The model's footprint in that account."""
     verify: bool
-    """Check every plan."""
+    """Whether every plan is checked."""
 
 
 Beginning = tuple[int, str, Shapes]
-"""How a cycle begins: bytes and module of the first storage saved, and shapes of what the model was given."""
+"""The beginning of a cycle: bytes and module of the first storage saved, and shapes of the model's arguments."""
 
 
 @dataclass(slots=True)
 class _Lesson:
-    """What is known of the cycles that begin alike: batches of one shape, as a rule."""
+    """Knowledge about cycles that begin alike, usually batches of one shape."""
 
     is_fitting: bool
-    """Whether a measured cycle within the budget is still to come."""
+    """Whether no cycle has yet been measured to stay within the budget."""
     problem: OffloadProblem | None = None
     plan: OffloadPlan | None = None
     signature: tuple[tuple[int, str], ...] = ()
     num_changes: int = 0
     num_replans: int = 0
     num_cold: int = 0
-    """Cycles that were not recorded because something happened in them that happens once."""
+    """Number of cycles that were not recorded because memory was mapped in them, which later cycles do not repeat."""
     margin_bytes: int = 0
     room_bytes: int = 0
-    """What others left of the account when the plan was made."""
+    """Bytes that others left of the account when the plan was made."""
     declined: str = ""
 
     @property
@@ -94,7 +96,7 @@ class _Lesson:
 
 
 class Learner:
-    """What is known of the steps so far, and the plans that follow from it."""
+    """The offloader's knowledge of the steps so far, and the plans made from it."""
 
     def __init__(self, settings: Settings):
         self.declined = ""
@@ -107,22 +109,22 @@ class Learner:
         self._meter: contextlib.ExitStack | None = None
         self._memory: MemoryRecording | None = None
         self._watch: PeakWatch | None = None
-        """Accelerator: what the allocator counts since the model was called, or since something was saved."""
+        """The allocator's counts since the model was called, or since something was saved (accelerators only)."""
         self._is_warm = False
         """Whether a cycle has run before."""
         self._slab_bytes = 0
-        """Mapped below the device when the cycle began."""
+        """Bytes of host memory that tiers had mapped when the cycle began."""
         self._before_bytes = 0
-        """Accelerator: the most that was on the device in this step before anything was saved."""
+        """The most device bytes in this step before anything was saved (accelerators only)."""
         self._num_entered = 0
         self._has_stopped = False
         """Whether a recording ended with the last cycle."""
 
     def enter(self, device: torch.device) -> None:
-        """The model is called. While plans are fitted, what it takes before it saves anything is measured too."""
+        """Note a call of the model. While plans are fitted, also measure what it takes before it saves anything."""
         self.abort()
         is_fitted = self._lessons and not any(one.is_taught for one in self._lessons.values())
-        is_elsewhere = not has_backend(device)  # what is saved there stays
+        is_elsewhere = not has_backend(device)  # tensors saved there are not moved
         if self._settings.account.device_bytes is None or is_fitted or is_elsewhere or self._num_entered > _MAX_ENTERED:
             return
         self._num_entered += 1
@@ -148,11 +150,11 @@ class Learner:
         has_gradients: bool,
         is_after_another: bool = False,
     ) -> Cycle:
-        """A cycle that follows a plan, or is recorded if there is none yet for cycles with this beginning.
+        """Begin a cycle that follows the plan for cycles with this beginning, or is recorded if there is none.
 
-        An operator is under way. Of a profiler that ended within it and another that began, the second is given the
-        operator's end, and writes it where the first one's memory was. So the cycle ``is_after_another`` that was
-        recorded is not.
+        This is called while an operator runs. If one profiler ends within that operator and another begins, the second
+        one gets the operator's end and writes it where the first one's memory was. So a cycle that comes directly after
+        a recorded one (``is_after_another``) is not recorded.
         """
         device, waterfall = next(iter(waterfalls.items()))
         backend = backend_of(device)
@@ -164,8 +166,8 @@ class Learner:
         is_fitting = lesson.is_taught
         if is_fitting and backend.allocator is not None and self._watch is None:
             self._watch_peaks(backend.allocator)
-        # somebody profiles this cycle, or runs Python while its memory is looked through: the next one teaches
-        is_recording = self._meter is not None  # since the step began
+        # if somebody profiles this cycle, or runs Python code that the profiler would see, the next one is recorded
+        is_recording = self._meter is not None  # a recording that began with the step
         is_blind = (
             is_fitting
             and not is_recording
@@ -202,13 +204,13 @@ class Learner:
         )
 
     def finish(self, cycle: Cycle, waterfalls: dict[torch.device, Waterfall], num_steps: int) -> OffloadStatistics:
-        """Learns from a finished cycle; returns its statistics. Raises ``BudgetError`` for a hopeless budget."""
+        """Learn from a finished cycle; return its statistics. Raises ``BudgetError`` for an impossible budget."""
         waterfall = next(iter(waterfalls.values()))
         lesson = self._lesson
         has_plan = lesson.plan is not None
         self._has_stopped = self._meter is not None
         if isinstance(self._clock, _DeviceClock):
-            self._clock.finish()  # so that all waits of this cycle are known, and none is the next one's
+            self._clock.finish()  # all waits of this cycle are then known, and none counts for the next one
         timeline, peak_bytes = self._measured()
         if peak_bytes is not None:
             peak_bytes = max(peak_bytes, self._before_bytes)
@@ -216,28 +218,29 @@ class Learner:
         clock, self._clock = self._clock, None
         self._is_warm = True
         if len(waterfalls) > 1:
-            return statistics  # several devices: fetches run ahead of each, unplanned
+            return statistics  # several devices: no plan, fetches run ahead on each
         if has_plan:
             self._follow_up(lesson, cycle, statistics, waterfall)
         elif isinstance(clock, _DeviceClock) and lesson.num_cold < _MAX_COLD and self._has_mapped(waterfall):
-            lesson.num_cold += 1  # that took time which no later cycle takes
+            lesson.num_cold += 1  # mapping memory took time that no later cycle takes
         elif clock is not None and cycle.num_needs:
             self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
         return replace(statistics, declined=lesson.declined)
 
     def decline(self, reason: str) -> None:
-        """Stops offloading for good and says why."""
+        """Stop offloading for good, and warn why."""
         self.declined = reason
         self.warn(reason)
 
     def abort(self) -> None:
-        """Ends measuring a cycle that will not finish."""
+        """End measuring a cycle that will not finish."""
         if self._meter is not None:
             self._meter.close()
         self._meter = self._memory = self._watch = self._clock = None
 
     def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
-        """The lesson of cycles that begin so; one without a plan, ever, once there are too many.
+        """Return what is known about cycles with this beginning; once there are too many kinds, one that never gets a
+        plan.
 
         With a budget it matters whether gradients exist already, as in all micro-batches of a step but its first.
         """
@@ -249,7 +252,7 @@ class Learner:
         return self._lessons[key]
 
     def warn(self, reason: str) -> None:
-        """Says once why nothing is offloaded."""
+        """Warn once why nothing is offloaded."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=5)
@@ -288,21 +291,21 @@ class Learner:
         self._make_plan(lesson, lesson.problem)
 
     def _in_flight_bytes(self, waterfall: Waterfall, cycle: Cycle) -> int:
-        """What may be on its way out at once, of which a plan uses what it needs."""
+        """Return how many bytes may be on their way out at once; a plan uses as many of them as it needs."""
         asked = self._settings.max_in_flight_bytes
         if asked is not None:
             return asked
         sizes = [use.size_bytes for use in cycle.recording.uses if use.is_parked]
         if not self._is_on_cpu and not waterfall.has_staging:
-            return max(waterfall.max_in_flight_bytes, sum(sizes))  # a plan knows what it does to the peak
+            return max(waterfall.max_in_flight_bytes, sum(sizes))  # the plan counts them in the peak
         return max(waterfall.max_in_flight_bytes, in_flight_bytes(_rates(waterfall)[0], max(sizes, default=0)))
 
     def _has_mapped(self, waterfall: Waterfall) -> bool:
-        """Whether memory was mapped below the device in this cycle."""
+        """Return whether memory was mapped below the device in this cycle."""
         return _mapped_bytes(waterfall) > self._slab_bytes
 
     def _budget_bytes(self) -> int | None:
-        """Of the measured peak, which has in it all that is on the device; on a CPU, host memory too."""
+        """Return the limit of the measured peak, which includes everything on the device, on a CPU also host memory."""
         account = self._settings.account
         if account.device_bytes is None:
             return None
@@ -310,7 +313,7 @@ class Learner:
         return max(1, account.device_bytes - account.beside_bytes() + in_host)
 
     def _make_room_for_others(self, lesson: _Lesson) -> None:
-        """Plans for less once others hold more of the account, and measures again."""
+        """Plan for less memory if others hold more of the account than before, and measure again."""
         room_bytes = self._settings.account.step_room_bytes(self._settings.footprint)
         if lesson.plan is None or lesson.problem is None or room_bytes is None:
             return
@@ -337,7 +340,7 @@ class Learner:
         if not cycle.matched_plan():
             lesson.num_changes += 1
             lesson.plan, lesson.declined = None, ""
-            lesson.is_fitting = self._settings.account.device_bytes is not None  # what else takes is to be measured
+            lesson.is_fitting = self._settings.account.device_bytes is not None  # all else is measured again
             if not lesson.is_open:
                 self._give_up()
             return
@@ -357,7 +360,7 @@ class Learner:
                 self._make_plan(lesson, slower)
 
     def _give_up(self) -> None:
-        """Says once that steps of some kind are not planned any more."""
+        """Warn once that steps of some kind are no longer planned."""
         if not self._has_given_up:
             self._has_given_up = True
             warnings.warn(
@@ -369,7 +372,7 @@ class Learner:
             )
 
     def _fit(self, lesson: _Lesson, problem: OffloadProblem, peak_bytes: int, budget_bytes: int) -> None:
-        """Plans again for less until a measured peak is within the budget."""
+        """Plan for less memory, again and again, until a measured peak is within the budget."""
         if peak_bytes <= budget_bytes:
             lesson.is_fitting = False
             return
@@ -384,14 +387,14 @@ class Learner:
         except BudgetError as error:
             smallest_bytes = smallest_peak_bytes(problem)
             if smallest_bytes < lesson.plan.peak_bytes and smallest_bytes + problem.spread_bytes <= budget_bytes:
-                self._make_plan(lesson, replace(problem, budget_bytes=smallest_bytes))  # all that may leaves
+                self._make_plan(lesson, replace(problem, budget_bytes=smallest_bytes))  # everything that may leave does
                 return
             needed_bytes = max(peak_bytes, smallest_bytes + lesson.margin_bytes)
             text = refusal(problem, budget_bytes, needed_bytes)
             raise BudgetError(f"{text} (A step planned for it took {peak_bytes} bytes.)") from error
 
     def _measured(self) -> tuple[list[tuple[float, int]], int | None]:
-        """The memory timeline of the cycle and its peak, where they were measured."""
+        """Return the memory timeline of the cycle and its peak, where they were measured."""
         if self._meter is None:
             return [], None
         if self._watch is not None:
@@ -432,7 +435,7 @@ class Learner:
 
 
 class _HostClock:
-    """Marks on the host, which is the device: seconds, with the waits so far taken out."""
+    """A clock on a host that is itself the device. Its marks leave out the time waited so far."""
 
     def __init__(self, waterfall: Waterfall):
         self.memory: list[tuple[float, int]] = []
@@ -452,11 +455,11 @@ class _HostClock:
 
 
 class _DeviceClock:
-    """Marks on the stream that computes, which the host runs ahead of; waits are taken out in proportion."""
+    """A clock on the stream that computes, which may lag behind the host. Waits are taken out in proportion."""
 
     def __init__(self, streams: Streams, watch: PeakWatch | None):
         self.memory: list[tuple[float, int]] = []
-        """The peak between two marks, by when the first of them was made; empty without ``watch``."""
+        """The peak between each two marks, with the time of the first of them; empty without ``watch``."""
         self._streams = streams
         self._watch = watch
         self._events: list[StreamEvent] = []
@@ -471,7 +474,7 @@ class _DeviceClock:
         self._clock_s.append(time.time())
 
     def finish(self) -> None:
-        """Blocks until the device has passed every mark; they may be on several streams."""
+        """Wait until the device has passed every mark; they may be on several streams."""
         for event in self._events:
             self._streams.synchronize(event)
 
@@ -485,21 +488,21 @@ class _DeviceClock:
 
 
 def _rates(waterfall: Waterfall) -> tuple[float, float]:
-    """Measured bandwidths; a direction that nothing has taken is assumed to be as fast as the other."""
+    """Return the measured bandwidths out and in. A direction without copies is assumed to be as fast as the other."""
     out, back = waterfall.rates_bytes_per_s()
     return out or back or 1e9, back or out or 1e9
 
 
 def _mapped_bytes(waterfall: Waterfall) -> int:
-    """Host memory that tiers have mapped so far."""
+    """Return how much host memory tiers have mapped so far."""
     return sum(tier.reserved_bytes for tier in waterfall.tiers if tier.is_memory)
 
 
 def _spread_bytes(waterfall: Waterfall, cycle: Cycle, num_parked: int) -> int:
-    """By how much the edges of parked storages, which stay in memory, may take more in another cycle.
+    """Return how much more memory the edges of parked storages, which stay in memory, may take in another cycle.
 
-    Where a storage's address lies decides whether they take a block of the disk more. Storages of one size often lie
-    alike, so all of them may.
+    It depends on a storage's address whether its edges take one more disk block. Storages of one size often have the
+    same alignment, so all of them may.
     """
     if waterfall.statistics().bounced_bytes == cycle.statistics_before.bounced_bytes:
         return 0
@@ -508,7 +511,7 @@ def _spread_bytes(waterfall: Waterfall, cycle: Cycle, num_parked: int) -> int:
 
 
 def _total(waterfalls: dict[torch.device, Waterfall]) -> TierStatistics:
-    """The sums of all waterfalls."""
+    """Return the sums over all waterfalls."""
     all_of_them = [waterfall.statistics() for waterfall in waterfalls.values()]
     if len(all_of_them) == 1:
         return all_of_them[0]

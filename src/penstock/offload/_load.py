@@ -1,4 +1,4 @@
-"""Weights from files into a model that has none yet, a tensor at a time."""
+"""Loading weights from files into a model that is still on the ``meta`` device, one tensor at a time."""
 
 import math
 import os
@@ -28,10 +28,10 @@ def load(
     device: str | torch.device | None = None,
     strict: bool = True,
 ) -> _Model:
-    """Give a model that was made on the ``meta`` device its values, a tensor at a time; return it.
+    """Give a model that was made on the ``meta`` device its values, one tensor at a time; return it.
 
-    Inside of the function that `training` is given, what is loaded leaves the device as more comes, so that neither
-    device nor main memory ever hold the whole model:
+    Inside the function that `training` is given, loaded tensors leave the device as more come, so that neither the
+    device nor main memory ever holds the whole model:
 
     >>> def model():  # doctest: +SKIP
     ...     with torch.device("meta"):
@@ -44,14 +44,14 @@ def load(
 
     Args:
         model: any module; parameters and buffers that are not on ``meta`` keep their places and are filled.
-        path: a .safetensors file, or a folder with several, with or without an index, as Hugging Face's hub has them.
-            ``None``: each module initialises itself (``reset_parameters``, or the ``_init_weights`` of transformers).
+        path: a .safetensors file, or a folder with several, with or without an index, as on the Hugging Face Hub.
+            ``None``: each module initializes itself (``reset_parameters``, or the ``_init_weights`` of transformers).
         device: where the values go; by default the accelerator that this process uses, else the CPU.
-        strict: refuse files that lack a tensor of the model, or have one that it has not. Otherwise modules whose
-            tensors are missing initialise themselves, and what is too much is ignored.
+        strict: raise an error if the files lack a tensor of the model, or have one that the model lacks. Otherwise
+            modules whose tensors are missing initialize themselves, and superfluous tensors are ignored.
 
-    Raises ``FileNotFoundError`` where there is no such file, ``CheckpointError`` for damaged files and for names or
-    shapes that differ, and ``ValueError`` for a module that has no values and does not know how to initialise itself.
+    Raises ``FileNotFoundError`` if there is no such file, ``CheckpointError`` for damaged files and for names or shapes
+    that differ, and ``ValueError`` for a module that has no values and cannot initialize itself.
     """
     if not isinstance(model, nn.Module):
         raise must_be("model", "a torch.nn.Module, made inside of torch.device('meta')", model, _CALL)
@@ -83,7 +83,9 @@ def _opened(path: Path) -> TensorFiles:
 
 _Owners = list[tuple[nn.Module, str]]
 _Tensor = tuple[list[str], torch.Tensor, _Owners]
-"""All names of a parameter or buffer, itself, and the modules that have it; buffers not in ``state_dict`` no name."""
+"""All names of a parameter or buffer, the tensor, and the modules that have it. Buffers not in ``state_dict`` have no
+name.
+"""
 
 
 def _tensors(model: nn.Module) -> Iterator[_Tensor]:
@@ -144,7 +146,7 @@ def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, 
 def _place(
     tensor: torch.Tensor, owners: _Owners, device: torch.device, placed: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """The tensor where it is to be; one on ``meta`` has memory in all of its places from now on."""
+    """Return the tensor to fill; give one on ``meta`` memory, and replace it in all modules that have it."""
     if not tensor.is_meta:
         return tensor
     if id(tensor) not in placed:
@@ -167,7 +169,10 @@ def _initialise(
     device: torch.device,
     placed: dict[int, torch.Tensor],
 ) -> None:
-    """Modules initialise themselves, one after the other; what the files have comes over it."""
+    """Let modules initialize the tensors that the files lack, one module after the other.
+
+    The files' values are written afterwards.
+    """
     owners_of = {id(tensor): owners for _, tensor, owners in tensors}
     lacking = [one for one, name in zip(tensors, known, strict=True) if name is None and one[1].is_meta]
     for module in dict.fromkeys(owner for _, _, owners in lacking for owner, _ in owners):
@@ -181,7 +186,7 @@ def _initialise(
         for initialise in _initialisers(model, module):
             initialise()
             for one, before in kept:
-                one.copy_(before)  # it had its values
+                one.copy_(before)  # values from before the call are kept
             fields = {field: one for field, one in fields.items() if _is_marked(placed[id(one)])}
             if not fields:
                 break
@@ -207,7 +212,7 @@ def _initialisers(model: nn.Module, module: nn.Module) -> Iterator[Callable[[], 
 
 
 def _mark(dtype: torch.dtype) -> float:
-    """What stands where nothing was written."""
+    """Return the value that marks elements which nothing has been written to."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return False if dtype is torch.bool else torch.iinfo(dtype).min

@@ -1,4 +1,4 @@
-"""Where a training is to be: its tiers and its device, of the arguments that it was given."""
+"""The tiers and the device of a training, from the arguments of `training`."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -24,7 +24,7 @@ def places(
     device: str | torch.device | None,
     update: Update,
 ) -> tuple[Budget, torch.device]:
-    """The tiers and the device. Raises what `training` raises for arguments that cannot be used."""
+    """Return the tiers and the device. Raises what `training` raises for arguments that cannot be used."""
     account = account_of(budget, host, disk, CALL)
     if account.device_bytes is None:
         raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {CALL}")
@@ -46,7 +46,7 @@ def places(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where all its parameters are. Raises ``ValueError`` where there is no such place, or they are sharded."""
+    """Return the one device of all its parameters. Raises ``ValueError`` if there is none, or they are sharded."""
     devices = {one.device for one in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(

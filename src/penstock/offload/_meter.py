@@ -1,4 +1,4 @@
-"""What all but pages takes of a device, from operator to operator of one step."""
+"""Measurement of the device memory that is not in pages, for each operator of one step."""
 
 import contextlib
 import threading
@@ -13,16 +13,16 @@ from penstock.probe import MemoryRecording, record_memory
 
 
 class Meter:
-    """What all but pages takes of a device, from operator to operator of one step."""
+    """A measurement of the device memory that is not in pages, for each operator of one step."""
 
     def __init__(self, pages: Pages, device: torch.device):
         self._pages, self._taken = pages, contextlib.ExitStack()
         self._ready: list[tuple[float, int]] = []
-        """When pages were there for an operator, and what they took."""
+        """For each operator, the time at which its pages were there, and the bytes of all pages then."""
         self._is_noted: list[bool] = []
-        """Whether that operator has a place in the order; else it belongs to the one before."""
+        """For each operator, whether it has a place in the order; if not, it counts as part of the one before."""
         self._until: list[float] = []
-        """When the next one asked."""
+        """For each operator, the time at which it asked for its pages, which ends the span of the one before."""
         self._peaks: list[int] = []
         self.peak_bytes = 0
         self._thread, self._is_disturbed = threading.get_ident(), False
@@ -37,7 +37,7 @@ class Meter:
 
     def _before(self) -> None:
         if self._recording is not None and threading.get_ident() != self._thread:
-            self._is_disturbed = True  # the profiler does not see what another thread frees, which saves, say
+            self._is_disturbed = True  # the profiler does not see what another thread frees, as in saving
         self._until.append(time.time())
         if self._watch is not None:
             self._peaks.append(self._watch.peaks().allocated_bytes)
@@ -49,11 +49,14 @@ class Meter:
             self._watch.restart()
 
     def close(self, *, is_whole: bool) -> list[int]:
-        """The bytes of all else at each operator and up to the next; none of a step that failed or was disturbed."""
+        """End the measurement; return, for each operator, the most bytes outside of pages until the next one.
+
+        The list is empty for a step that failed or was disturbed.
+        """
         self._before()
         self._pages.before_need = self._pages.after_need = None
         self._taken.close()
-        is_complete = len(self._until) == len(self._ready) + 1  # not after an error, or one that was caught
+        is_complete = len(self._until) == len(self._ready) + 1  # false after an error, also one that was caught
         if not is_whole or self._is_disturbed or not is_complete:
             return []
         if self._watch is not None:
@@ -80,7 +83,7 @@ class Meter:
 def _between(
     timeline: Sequence[tuple[float, int]], start_bytes: int, ready: Sequence[tuple[float, int]], until: Sequence[float]
 ) -> list[int]:
-    """The most that a timeline had in each span, less what pages took."""
+    """Return the most that a timeline had in each span, minus the bytes of pages."""
     found, place, total = [], 0, start_bytes
     for (from_s, held), to_s in zip(ready, until, strict=True):
         while place < len(timeline) and timeline[place][0] <= from_s:

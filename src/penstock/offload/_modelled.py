@@ -1,7 +1,7 @@
-"""A cycle on a machine that is not here: the step runs on tensors without bytes, against a clock of operators.
+"""A cycle on a machine that is not available: the step runs on tensors without bytes, against a clock of operators.
 
-Every operator advances the clock by what a `Machine` needs for its floating-point operations or its bytes. The hooks
-see what autograd saves, as the offloader's do, so that the same planner plans it.
+Every operator advances the clock by the time that a `Machine` needs for its floating-point operations or its bytes.
+Hooks see what autograd saves, as the offloader's do, so that the same planner can plan the cycle.
 """
 
 import inspect
@@ -24,12 +24,12 @@ def _attention(
     query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
     scale: Any = None, enable_gqa: bool = False,
 ) -> None:  # fmt: skip
-    """What `torch.nn.functional.scaled_dot_product_attention` takes."""
+    """Declare the parameters of `torch.nn.functional.scaled_dot_product_attention`."""
 
 
 _SIGNATURE = inspect.signature(_attention)
 _FREE = {torch.ops.aten.detach, torch.ops.aten.alias, torch.ops.aten.empty, torch.ops.aten.empty_like}
-"""Operators that do nothing on a device, beside views."""
+"""Operators that, like views, take no time on a device."""
 
 
 @checked("penstock.offload.modelled_cycle(model, lambda: model(batch).backward(), penstock.machines.MACHINES['h200'])")
@@ -43,13 +43,14 @@ def modelled_cycle(
     min_size_bytes: int = 2**20,
     max_in_flight_bytes: int | None = None,
 ) -> OffloadProblem:
-    """What the offloader would plan with if ``step``, a forward and a backward of ``model``, ran on ``machine``.
+    """Return the problem that the offloader would plan if ``step``, a forward and backward of ``model``, ran on
+    ``machine``.
 
-    ``model`` and what ``step`` gives it are on the ``"meta"`` device: `with torch.device("meta"): model = Model()`. The
-    problem has the saved storages alone, without what else is on the device. Storages go to host memory, or
-    ``to_disk``: straight, or through memory of the host's (``is_staged``), which bounds the bytes on their way.
+    ``model`` and its inputs in ``step`` are on the ``"meta"`` device: `with torch.device("meta"): model = Model()`. The
+    problem has only the saved storages, not what else is on the device. Storages go to host memory, or ``to_disk``:
+    either directly, or through host memory (``is_staged``), which limits the bytes on their way.
 
-    Raises ``ValueError`` for a model that is not on ``"meta"``, and whatever PyTorch raises where the step looks at
+    Raises ``ValueError`` for a model that is not on ``"meta"``, and whatever PyTorch raises if the step looks at
     numbers.
     """
     if any(one.device.type != "meta" for one in model.parameters()):
@@ -95,7 +96,10 @@ def modelled_cycle(
 
 
 class _Attention(TorchFunctionMode):
-    """Attention as a device's fused kernels have it: they save no matrix of all pairs. "meta" tensors would get one."""
+    """A mode that computes attention as fused kernels do, which save no matrix of all pairs.
+
+    PyTorch would save one for tensors on ``"meta"``.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -109,7 +113,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Clock(TorchDispatchMode):
-    """Advances with every operator."""
+    """A clock that every operator advances."""
 
     def __init__(self, machine: Machine):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,7 +128,7 @@ class _Clock(TorchDispatchMode):
 
 
 def operator_s(machine: Machine, function: Any, args: Any, kwargs: Any, made: Any) -> float:
-    """Seconds of one operator of PyTorch's on ``machine``, from the sizes of what it is given and makes."""
+    """Return the seconds that a PyTorch operator takes on ``machine``, by the sizes of its arguments and results."""
     tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
     flops = counted_flops(function, args, kwargs, made)
     floating = next((one.dtype for one in tensors if one.is_floating_point()), torch.float32)

@@ -1,8 +1,8 @@
-"""Norms of gradients, taken when a gradient is complete and on the device anyway.
+"""Norms of gradients, computed when a gradient is complete and still on the device.
 
-Clipping asks for the norm of every gradient once backward has ended; those that have left by then would come back only
-for it. So a step whose last one asked takes them in advance, by the same call, and hands them out where a gradient has
-not been written to since.
+Clipping asks for the norm of every gradient after backward. Gradients that have left the device by then would be
+fetched just for that. So if the last step asked for norms, this step computes them in advance, by the same call, and
+returns them for gradients that have not been written to since.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,30 +15,30 @@ from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 
 _OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
-Call = tuple[Any, ...]  # any: an operator, and what it was given beside tensors
+Call = tuple[Any, ...]  # any: an operator, and its arguments that are not tensors
 
 
 class Norms:
-    """Of one training's gradients."""
+    """The norms of one training's gradients."""
 
     def __init__(self, pages: Pages):
         self._pages = pages
         self._expected: Call | None = None
-        """How the last step asked for them."""
+        """The call by which the last step asked for norms."""
         self._asked: Call | None = None
         self._is_taking = False
         self._times: dict[str, int] = {}
-        """Times that each gradient was added to in this step, by its label."""
+        """How often each gradient was added to in this step, by its label."""
         self._last_times: dict[str, int] = {}
-        """In the last one."""
+        """The same for the last step."""
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._expected, self._asked = self._asked, None
         self._times, self._last_times = {}, self._times
 
     def take(self, gradient: torch.Tensor) -> None:
-        """It is complete, for all that is known."""
+        """Compute the norm of a gradient that seems to be complete."""
         page = self._page_of(gradient)
         if page is None:
             return
@@ -61,9 +61,9 @@ class Norms:
         options: Mapping[str, Any],
         compute: Callable[[Sequence[Any]], Any],
     ) -> Any | None:
-        """What the operator returns, of norms taken before where there are any; ``None`` if it asks for none.
+        """Return the operator's result, with norms that are known already; ``None`` if none of them is.
 
-        ``compute``: the operator itself, with the rest of the tensors.
+        ``compute`` runs the operator on the rest of the tensors.
         """
         if func not in (_OF_LISTS, _OF_ONE) or self._is_taking:
             return None
@@ -82,7 +82,7 @@ class Norms:
         return [next(computed) if norm is None else norm for norm in known]
 
     def _known(self, page: Page) -> torch.Tensor | None:
-        """Handed out once: who has it may write to it."""
+        """Return the norm of a page, once only, since the caller may write to it."""
         found, page.norm = page.norm, None
         if found is None:
             return None

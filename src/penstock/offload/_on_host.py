@@ -1,4 +1,4 @@
-"""Updates that the host computes in its own memory: the gradient goes there, the weight comes back, states stay."""
+"""Optimizer updates on the host, in host memory: the gradient goes there, the weight comes back, the states stay."""
 
 import functools
 import math
@@ -19,17 +19,17 @@ from penstock.stepping import State, step_part
 
 _POLL_S = 1e-4
 _FEWEST_TRIED = 2**16
-"""Elements of a parameter whose update is tried: of fewer, Python takes most of the time."""
+"""Elements of the parameter on which an update is tried. With fewer, Python overhead dominates."""
 _TRIES = 3
 _WITH_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose update is one kernel on a CPU."""
+"""Optimizers whose update is a single kernel on a CPU."""
 
 
 class HostUpdates:
-    """Runs the updates of one optimizer, one after the other, in a thread of its own.
+    """A thread that runs the updates of one optimizer, one after the other.
 
-    The next forward wants weights in the order of the model. Backward completes gradients the other way round, so that
-    of its updates the last that came is the first.
+    The next forward needs weights in the order of the model. Backward completes gradients in the opposite order, so of
+    the updates that come during backward the last one is done first.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, casts: Casts, *, last_first: bool):
@@ -37,22 +37,23 @@ class HostUpdates:
         self._last_first = last_first
         self._queue: deque[Update] = deque()
         self._condition = threading.Condition()
-        """Of the queue, and of whether the thread is to end."""
+        """Guards the queue and the request to end the thread."""
         self._is_ending = False
         self._thread: threading.Thread | None = None
         self._waiting: list[Update] = []
-        """Those whose copies out are under way."""
+        """Updates whose copies out are under way."""
         self.failed = False
-        """Whether an update was begun and not ended."""
+        """Whether an update began and did not finish."""
         self.num_updates = 0
         self.busy_s = 0.0
-        """Seconds that the thread computed."""
+        """Seconds that the thread has computed."""
 
     def begin(self, due: Deferred, *, is_stateless: bool) -> bool:
-        """Lets all pages of an update leave (weight, gradient, then states), and does it when they have left.
+        """Let all pages of an update leave (weight, gradient, then states), and do the update when they have left.
 
-        Returns whether it does: all have to fit into host memory. ``due`` itself is called where a copy fails later.
-        ``is_stateless``: an update has left no state before, so that an empty one is not that of a first update.
+        Returns whether it will be done here, for which all pages have to fit into host memory. If a copy fails later,
+        ``due`` itself is called. ``is_stateless`` says that an earlier update has left no state; else an empty state
+        means that this would be the first update.
         """
         if not (due.state or is_stateless) or not _is_plain(due.state, due.pages, due.settings):
             return False
@@ -65,11 +66,11 @@ class HostUpdates:
         if not all(map(self._pages.may_leave, pages)):
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
-            return False  # some are on a disk, and nothing is to leave for nothing
+            return False  # part of it is on a disk, so letting the rest leave would gain nothing
         for page in (*pages, gradient):
             self._pages.let_leave(page)
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
-            self.casts.forget(due.pages[0])  # of which there may have been no room for
+            self.casts.forget(due.pages[0])  # there may have been no room for some of them
             return False
         if self._thread is None:
             self._is_ending = False
@@ -81,7 +82,7 @@ class HostUpdates:
         return True
 
     def is_faster(self) -> bool | None:
-        """Whether the link would be the bottleneck with updates on the device, and they are faster here.
+        """Return whether updates here take less time than the link would need for updates on the device.
 
         ``None`` until the link has carried something and the optimizer has states.
         """
@@ -99,14 +100,14 @@ class HostUpdates:
         on_device_s = max((3 * own + states) / back, (2 * own + states) / out)
         try:
             seconds = self._seconds_per_element(parameter, state)
-        except Exception:  # whatever an optimizer says that does not work here
+        except Exception:  # an optimizer may raise anything if it does not work here
             return False
         on_host_s = max(2 * own / back, own / out, seconds)
         return bool(on_host_s < on_device_s)
 
     def _seconds_per_element(self, parameter: torch.Tensor, state: State) -> float:
-        """Of an update here, tried on numbers of no meaning."""
-        zeros = functools.partial(torch.zeros, device="cpu")  # whatever the default device is
+        """Return the seconds per element of an update here, tried on zeros."""
+        zeros = functools.partial(torch.zeros, device="cpu")  # regardless of the default device
         twin = nn.Parameter(zeros(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
         twin.__dict__.update(parameter.__dict__)
         twin.grad = torch.zeros_like(twin)
@@ -124,14 +125,14 @@ class HostUpdates:
         return best_s / parameter.numel()
 
     def poll(self) -> None:
-        """Hands over what has left meanwhile, in order."""
+        """Put updates whose pages have left into the queue, in order."""
         while self._waiting and self._waiting[0].is_ready:
             self._put(self._waiting.pop(0), is_first=self._last_first)
         if not self._waiting:
             self._pages.on_poll = None
 
     def hand_over(self, update: "Update") -> bool:
-        """Waits until it has left; ``False`` where something of it stays on the device."""
+        """Wait until all pages of an update have left; return ``False`` if one of them stays on the device."""
         while update in self._waiting:
             self._pages.settle(update.pages)
             self._pages.waterfall.reap()
@@ -155,14 +156,14 @@ class HostUpdates:
             self._condition.notify_all()
 
     def _hurry(self, update: "Update") -> None:
-        """Somebody waits for it."""
+        """Move an update that somebody waits for to the front of the queue."""
         with self._condition:
             if update in self._queue:
                 self._queue.remove(update)
                 self._queue.appendleft(update)
 
     def close(self) -> None:
-        """Waits for what was handed over; the rest is not done any more. Another `begin` begins anew."""
+        """Wait for the updates in the queue, drop the others, and end the thread. A later `begin` starts it again."""
         self._waiting.clear()
         self._pages.on_poll = None
         self.failed = False
@@ -184,16 +185,16 @@ class HostUpdates:
             update.run(self._optimizer)
             self.busy_s += time.perf_counter() - start_s
             self.num_updates += 1
-            del update  # and its gradient with it
+            del update  # frees its gradient
 
 
 class Update:
-    """Of one parameter."""
+    """The update of one parameter in host memory."""
 
     def __init__(
         self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[Twin]
     ):
-        """``pages``: weight, gradient or what it is made of, states, casts of the weight."""
+        """Take over the pages of an update: weight, gradient or its parts, states, casts of the weight."""
         self._owner, self._due, self.pages, self._narrow = owner, due, pages, narrow
         self._wide = due.pages[1]
         self._scaling = self._wide.scaling
@@ -212,7 +213,7 @@ class Update:
             for page, tensor in zip(pages, tensors, strict=True)
         ]
         self._numbers: State = {}
-        """Entries that are others afterwards."""
+        """Entries of the state that are not pages and that the update changes."""
         self._done = threading.Event()
         self._error: BaseException | None = None
         for page in self._involved():
@@ -223,21 +224,21 @@ class Update:
 
     @property
     def is_done(self) -> bool:
-        """Whether the bytes in host memory are the new ones."""
+        """Whether the update has ended, so that host memory holds the new bytes."""
         return self._done.is_set()
 
     @property
     def is_ready(self) -> bool:
-        """Whether no copy touches any of the bytes in host memory."""
+        """Whether no copy reads or writes any of its bytes in host memory."""
         return all(not page.held_bytes() and page.handle is not None and page.handle.is_settled for page in self.pages)
 
     @property
     def can_leave(self) -> bool:
-        """Whether each of them is in host memory, or on its way."""
+        """Whether each of its pages is in host memory or on its way there."""
         return all(page.handle is not None and page.handle.is_in_memory for page in self.pages)
 
     def finish(self) -> None:
-        """Somebody wants one of them now."""
+        """Complete the update now, because somebody needs one of its pages."""
         is_there = self._owner.hand_over(self)
         start_s = time.perf_counter()
         if is_there:
@@ -248,7 +249,7 @@ class Update:
         if self._error is not None:
             self._owner.failed = True
             raise self._error
-        if self._narrow is not None or not is_there:  # else it was scaled on the host
+        if self._narrow is not None or not is_there:  # otherwise the host has scaled it
             self._wide.scaling = self._scaling
         if is_there:
             merge(self._due.live, self._due.state, self._numbers)
@@ -256,11 +257,11 @@ class Update:
             self._due()
 
     def run(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called by the thread: works on host memory alone."""
+        """Run the update; the thread calls this, and it touches host memory only."""
         try:
             with torch.no_grad():
                 self._update(optimizer)
-        except BaseException as error:  # told to whoever wants the weight
+        except BaseException as error:  # raised for whoever needs the weight
             self._error = error
         finally:
             self._done.set()
@@ -276,7 +277,7 @@ class Update:
         if self._factor is not None:
             gradient.mul_(self._factor)
         twin = nn.Parameter(weight, requires_grad=self._due.parameter.requires_grad)
-        twin.__dict__.update(self._due.parameter.__dict__)  # what an optimizer may look at
+        twin.__dict__.update(self._due.parameter.__dict__)  # attributes that an optimizer may look at
         twin.grad = gradient
         large = iter(values)
         state = {field: next(large) if _is_large(value) else value for field, value in self._due.state.items()}
@@ -301,16 +302,17 @@ class Update:
 
 
 def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups of an optimizer with ``twin`` alone, where ``parameter`` is."""
+    """Return the optimizer's groups with ``twin`` in place of ``parameter`` and without all other parameters."""
     return [{**one, "params": [twin] if any(own is parameter for own in one["params"]) else []} for one in groups]
 
 
 def _in_one_pass(
     optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]
 ) -> Sequence[dict[str, Any]]:
-    """The groups, set so that one kernel reads and writes all memory of an update once, where PyTorch has one.
+    """Return the groups with one fused kernel chosen, where PyTorch has one, so that memory is read and written once.
 
-    Operator by operator it would be a dozen times. The last bits differ, as they do from the device's anyway.
+    Single operators would read and write it a dozen times. The last bits differ, as they differ from the device's
+    anyway.
     """
     first = tensors[0]
     is_possible = type(optimizer) in _WITH_KERNEL and all(
@@ -322,7 +324,7 @@ def _in_one_pass(
 
 
 def _view(page: Page, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: Any) -> torch.Tensor:
-    """The bytes of a page in host memory, as the tensor that they are of."""
+    """Return the bytes of a page in host memory as the tensor that it holds."""
     assert page.handle is not None
     memory = page.handle.host_tensor().view(dtype)
     return memory.as_strided(size, stride, memory.storage_offset() + offset)
@@ -333,7 +335,7 @@ def _is_large(value: object) -> bool:
 
 
 def _is_plain(state: State, pages: Sequence[Page | None], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether each tensor of state is a page, and all else numbers in main memory."""
+    """Whether each tensor of the state is a page, and everything else is a number in main memory."""
     large = [one for one in state.values() if _is_large(one)]
     others = [one for one in state.values() if not _is_large(one)]
     settings = [one for group in groups for key, one in group.items() if key != "params"]
@@ -342,7 +344,7 @@ def _is_plain(state: State, pages: Sequence[Page | None], groups: Sequence[dict[
 
 
 def _is_number(one: object) -> bool:
-    """In main memory."""
+    """Whether it is a number, a text or a small tensor in main memory, or ``None``."""
     return _is_here(one) and (one is None or isinstance(one, torch.Tensor | int | float | str))
 
 
@@ -351,7 +353,7 @@ def _is_here(one: object) -> bool:
 
 
 def merge(live: State, before: State, after: State) -> None:
-    """Entries of a state that an update has made, unless somebody else has replaced them since."""
+    """Put the entries that an update has changed into a state, unless somebody has replaced them since."""
     for field, value in after.items():
         if field not in before or live.get(field) is before[field]:
             live[field] = value

@@ -1,4 +1,4 @@
-"""What an operator does to storages, by its schema."""
+"""The effect of an operator on storages, derived from its schema."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torch import nn
 from penstock.offload._page import Page
 
 _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
-"""Operators that read nothing of what they write to."""
+"""Operators that overwrite a tensor without reading it."""
 
 SMALL_BYTES = 16 * 1024
-"""Tensors below it stay on the device: norms and biases, whose copies would cost more than their room."""
+"""Smaller tensors stay on the device. They are norms and biases, and copying them costs more than keeping them."""
 _VIEWS = ("_unsafe_view", "_reshape_alias")
-"""Views of which schemas do not tell."""
+"""Views that schemas do not declare as views."""
 _PLAIN = (torch.Tensor, nn.Parameter)
 _RUNNING = ("running_mean", "running_var")
 Find = Callable[[int], Page | None]
@@ -23,41 +23,41 @@ Find = Callable[[int], Page | None]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """By its schema."""
+    """The effect of an operator, by its schema."""
 
     is_alias: bool
     """Whether its result is the same tensor."""
     is_view: bool
-    """Whether it reads no bytes. It wants the storage to have its size all the same, so that it is filled."""
+    """Whether it reads no bytes. Its page is fetched all the same, since it needs a storage of the right size."""
     writes: frozenset[int | str]
-    """Arguments that it writes to, by place and by name."""
+    """Arguments that it writes to, by position and by name."""
     overwrites: bool
     is_of_lists: bool
     makes_new: bool
-    """Whether it may make storages."""
+    """Whether it may make new storages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """What an operator works on."""
+    """The pages that one call of an operator works on."""
 
     pages: list[Page]
-    """Each once."""
+    """Its pages, each once."""
     written: list[Page]
-    """Those of them whose bytes it changes."""
+    """Those of ``pages`` whose bytes it changes."""
     is_overwritten: bool
-    """Whether what is written to is not read."""
+    """Whether it overwrites ``written`` without reading it."""
     is_of_lists: bool
     """Whether it does the same to each tensor of a list."""
     is_view: bool
-    """Whether it reads no bytes, and makes none."""
+    """Whether it reads no bytes and makes none."""
 
 
 _NOTHING = Touched([], [], False, False, False)
 
 
 _kinds: dict[int, tuple[Any, _Kind]] = {}
-"""By identity, since operators hash slowly, with the operator, which so stays."""
+"""Kinds by the identity of operators, which hash slowly. The operator is kept too, so its identity stays valid."""
 
 
 def _kind(func: Any) -> _Kind:
@@ -69,13 +69,13 @@ def _kind(func: Any) -> _Kind:
 
 def _kind_of(func: Any) -> _Kind:
     schema = getattr(func, "_schema", None)
-    if schema is None:  # an operator of operators: all that it is given is needed
+    if schema is None:  # a higher-order operator needs all its arguments
         return _Kind(False, False, frozenset(), False, False, True)
     name = schema.name.split("::")[-1]
     writes: set[int | str] = set()
     for place, argument in enumerate(schema.arguments):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # of the latter schemas do not tell
+        if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # its schema does not say so
             writes |= {place, argument.name}
     return _Kind(
         is_alias=name in ("detach", "alias", "lift_fresh"),
@@ -91,12 +91,12 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def is_alias(func: Any) -> bool:
-    """Whether it works on no page, whatever it is given."""
+    """Whether its result is the same tensor, so that it needs no page, whatever its arguments are."""
     return _kind(func).is_alias
 
 
 def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Iterator[torch.Tensor]:
-    """Tensors of 16 KiB and more among what an operator returned that are in storages which it made."""
+    """Yield the tensors of 16 KiB and more in an operator's result whose storages it has made."""
     if not _kind(func).makes_new:
         return
     found = [one for one in _tensors(result) if one.nbytes >= SMALL_BYTES and type(one) in _PLAIN]
@@ -109,7 +109,7 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 
 def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Find) -> Touched:
-    """The pages that an operator's arguments are in, each once, in their order."""
+    """Return the pages of an operator's arguments, each once, in their order."""
     kind = _kind(func)
     if kind.is_alias:
         return _NOTHING
@@ -138,7 +138,7 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
 def in_parts(
     args: Sequence[Any], kwargs: Mapping[str, Any], find: Find, part_bytes: int
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """The arguments of an operator on lists, for some of their entries at a time: those of about ``part_bytes``."""
+    """Yield the arguments of an operator on lists for some entries at a time, with about ``part_bytes`` of pages."""
     values = [*args, *kwargs.values()]
     length = max((len(one) for one in values if isinstance(one, list | tuple)), default=0)
 
@@ -164,7 +164,7 @@ def in_parts(
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
-    """Of an argument or a result, in their order."""
+    """Return the tensors in an argument or a result, in their order."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, list | tuple):
@@ -179,7 +179,7 @@ def _page(value: Any, find: Find) -> Page | None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """The identity of its storage; 0 where it has none, such as a sparse one."""
+    """Return the identity of a tensor's storage; 0 if it has none, as a sparse tensor."""
     try:
         return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
     except (RuntimeError, NotImplementedError):

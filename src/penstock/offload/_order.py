@@ -1,4 +1,4 @@
-"""What a step asks for, operator by operator; the next one of its kind asks for the same."""
+"""The order in which a step uses pages, operator by operator. The next step of its kind uses them in the same order."""
 
 import bisect
 import itertools
@@ -10,35 +10,35 @@ from penstock.errors import BudgetError
 from penstock.units import format_bytes
 
 MAX_ORDERS = 8
-"""Kinds of step that are remembered: with and without an update, first and later micro-batches, evaluation."""
+"""The most kinds of step remembered: with and without an update, first and later micro-batches, evaluation."""
 
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """One kind of step."""
+    """The order of one kind of step."""
 
     needs: list[tuple[int, ...]] = field(default_factory=list)
-    """Keys of the pages of each operator that works on any."""
+    """For each operator that works on pages, the keys of those pages."""
     uses: dict[int, list[int]] = field(default_factory=dict)
-    """By key, the places in ``needs``."""
+    """Positions in ``needs`` by key."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """By key, the bytes of its page."""
+    """Bytes of the page by key."""
     begun_bytes: list[int] = field(default_factory=list)
-    """Of the pages that began at each operator or after it, up to the next."""
+    """For each operator, the bytes of the pages that began with it or after it, before the next one."""
     begun: dict[int, int] = field(default_factory=dict)
-    """Keys of pages that began in this step, and where: what had the key before is dead by then."""
+    """Keys of pages that began in this step, and where. A page that had the key before is dead by then."""
     others_bytes: list[int] = field(default_factory=list)
-    """The most that all else took while the operator and those up to the next one ran; empty where unmeasured."""
+    """For each operator, the most bytes outside of pages until the next one; empty if not measured."""
     num_measured: int = 0
-    """Times that this was done; the second time small states are there that the first time has made."""
+    """Number of times this was measured. The second time includes small states that the first step made."""
     was_recorded: bool = False
-    """Whether it is known what its pages took in the course of a step that followed it."""
+    """Whether a timeline was recorded of a step that followed this order."""
     _begun_until: list[int] = field(default_factory=list)
     then: "Order | None" = None
-    """The kind of step that came after it the last time."""
+    """The kind of step that came after it last time."""
 
     def add(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        """One more operator, and the bytes of its pages."""
+        """Add an operator, with the keys and bytes of its pages."""
         for key, size_bytes in zip(keys, sizes, strict=True):
             self.uses.setdefault(key, []).append(len(self.needs))
             self.sizes[key] = size_bytes
@@ -46,13 +46,13 @@ class Order:
         self.begun_bytes.append(0)
 
     def begin(self, key: int, size_bytes: int) -> None:
-        """A page has begun."""
+        """Add a page that begins here."""
         self.begun[key] = len(self.needs)
         if self.needs:
             self.begun_bytes[-1] += size_bytes
 
     def measured(self, others_bytes: list[int], as_seen: "Order") -> None:
-        """All else was measured in a step like this."""
+        """Add a measurement of the bytes outside of pages, from a step of this kind."""
         before = self.others_bytes or others_bytes
         self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
         self.num_measured += 1
@@ -60,7 +60,9 @@ class Order:
         self._begun_until = [0, *itertools.accumulate(self.begun_bytes)]
 
     def refuse_small(self, budget_bytes: int, label: Callable[[int], str]) -> None:
-        """Raises ``BudgetError`` where an operator cannot have its pages beside all else; ``label``: by key."""
+        """Raise ``BudgetError`` if an operator's pages and everything else exceed the budget; ``label`` names a key's
+        page.
+        """
         most, place = 0, 0
         for at, (keys, others) in enumerate(zip(self.needs, self.others_bytes, strict=False)):
             needed = others + sum(self.sizes.get(key, 0) for key in keys)
@@ -75,13 +77,15 @@ class Order:
             )
 
     def begun_between(self, start: int, end: int) -> int:
-        """Bytes of the pages that began from one place on, up to another."""
+        """Return the bytes of the pages that began between two positions."""
         return self._begun_until[end] - self._begun_until[start]
 
     def next_use(self, key: int, at: int, *, is_new: bool = False) -> float:
-        """The first place from ``at`` on where the page of now is asked for; after the end the next step's is counted.
+        """Return the first position from ``at`` on where the key's present page is used; past the end, the next step
+        counts.
 
-        Where another page begins with its key before, it is never. ``is_new``: the page is the one that begins there.
+        Returns infinity if another page begins with its key before that. ``is_new``: the present page is the one that
+        begins at ``at``.
         """
         found = self._use_from(key, at, at + is_new)
         if found is None:
@@ -90,7 +94,7 @@ class Order:
         return found
 
     def _use_from(self, key: int, at: int, births_from: int) -> float | None:
-        """``None`` where the page is not asked for and lives on."""
+        """Return the first use from ``at`` on; infinity if the page dies before; ``None`` if it lives on unused."""
         places, birth = self.uses.get(key, ()), self.begun.get(key, -1)
         index = bisect.bisect_left(places, at)
         place = places[index] if index < len(places) else None
@@ -100,17 +104,17 @@ class Order:
 
 
 class Follower:
-    """Notes the order of the step under way, and which of those known it seems to follow."""
+    """A record of the step under way, and of the known order that it seems to follow."""
 
     def __init__(self) -> None:
         self.orders: list[Order] = []
         self.now = Order()
         self.known: Order | None = None
-        """The order that it follows so far; ``None`` where there is none."""
+        """The order that the step has followed so far; ``None`` if there is none."""
         self._last: Order | None = None
 
     def begin(self) -> None:
-        """A step begins: the one that came after the last step the last time."""
+        """Begin a step, and expect the kind that most recently followed the last step's kind."""
         self.now = Order()
         self.known = self.expected
 
@@ -120,7 +124,7 @@ class Follower:
         return self._last and (self._last.then or self._last)
 
     def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-        """One more operator; returns its place in the order."""
+        """Add an operator; return its position in the order."""
         at = len(self.now.needs)
         self.now.add(keys, sizes)
         if self.known is not None and (at >= len(self.known.needs) or self.known.needs[at] != keys):
@@ -128,7 +132,7 @@ class Follower:
         return at
 
     def end(self, others_bytes: list[int]) -> Order | None:
-        """The step has ended; returns its order, with what was measured, or ``None`` where it asked for nothing."""
+        """End the step; return its order, with the measurement, or ``None`` if it used no pages."""
         if not self.now.needs:
             return None
         same = next((one for one in self.orders if one.needs == self.now.needs), None)

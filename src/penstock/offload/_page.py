@@ -1,4 +1,4 @@
-"""A storage that is emptied and filled in place, and what is known of it."""
+"""A page: a storage that is emptied and filled in place, with its state."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from penstock.tiers import Handle, HandleState
 
 
 class Kind(Enum):
-    """What a page is."""
+    """The kind of bytes in a page."""
 
     PARAMETER = "parameters"
     GRADIENT = "gradients"
@@ -21,23 +21,23 @@ class Kind(Enum):
 
 
 class Scaling(Protocol):
-    """Scales a gradient when it is wanted."""
+    """A function that scales a gradient when the gradient is needed."""
 
     def __call__(self) -> None: ...
 
     def factor_on_host(self) -> Any:  # any: a number, or a tensor with one
-        """What it is multiplied by, for whoever does it on the host instead."""
+        """Return the factor, for use on the host instead."""
 
 
 class OnHost(Protocol):
-    """Changes bytes in host memory."""
+    """An update on the host that changes a page's bytes in host memory."""
 
     @property
     def is_done(self) -> bool: ...
 
 
 class Narrow:
-    """Tensors in half precision of which a page is the sum, in their order: gradients that autocast made."""
+    """Half-precision tensors whose sum, in their order, is a page: gradients that autocast made."""
 
     __slots__ = ("_dtype", "parts")
 
@@ -46,11 +46,11 @@ class Narrow:
         self._dtype = dtype
 
     def is_here(self) -> bool:
-        """Whether all of them are on the device."""
+        """Return whether all of them are on the device."""
         return all(page.is_here for _, page in self.parts)
 
     def put(self, number: int, storage: torch.UntypedStorage) -> None:
-        """Fills it with the first of them, or adds one, as an operator on the device."""
+        """Fill the page with the first of them, or add a further one, as an operator on the device would."""
         tensor = self.parts[number][0]
         wide = torch.empty(0, dtype=self._dtype, device=storage.device)
         wide.set_(storage, 0, tensor.size(), tensor.stride())  # type: ignore[call-overload]
@@ -88,92 +88,92 @@ class Page:
         self._name = name
         self.identity = storage._cdata
         self.key = key
-        """Of the same parameter, gradient or state in every step, though its storage may be another."""
+        """The key of the same parameter, gradient or state in every step, even if its storage changes."""
         self.kind = kind
         self.size_bytes = storage.nbytes()
         self.handle: Handle | None = None
-        """Of a copy below, or one on its way; ``None`` where the bytes on the device are the only ones."""
+        """The handle of a copy in a lower tier, finished or under way; ``None`` if the bytes are only on the device."""
         self.pending: Callable[[], None] | None = None
-        """The update that is to be done before anybody works on it."""
+        """The update that is due before anybody works on this page."""
         self.scaling: Scaling | None = None
-        """The same of clipping."""
+        """The scaling, for clipping, that is due before anybody works on this page."""
         self.on_host: OnHost | None = None
-        """Who changes its bytes in host memory, which nobody is to copy meanwhile."""
+        """The update that changes its bytes in host memory; meanwhile they must not be copied."""
         self.narrow: Narrow | None = None
-        """What its bytes are made of, if they are: it is emptied without a copy, then."""
+        """The tensors that it is the sum of, if any. Such a page is emptied without a copy."""
         self.wide: Page | None = None
-        """The page that it is a cast of, or that is made of it."""
+        """The page that this one is a cast of, or that is made from this one."""
         self.norm: tuple[Any, int, torch.Tensor] | None = None  # any: a call
-        """Of a gradient: how it was asked for, how often the page had been written to, and the norm."""
+        """For a gradient: the call that asked for its norm, the page's number of writes at the time, and the norm."""
         self.stale: list[Handle] = []
-        """Of copies out that were under way when the bytes changed: they still read the storage."""
+        """Handles of copies out that were under way when the bytes changed. They still read the storage."""
         self.is_here = True
         self.is_coming = False
-        """Whether its copy in was begun, and not yet asked for."""
+        """Whether its copy in has begun, and nobody has asked for it yet."""
         self.last_use = self.stays_until = self.num_writes = 0
         self.rank = 0.0
-        """Among those here the lowest leaves first."""
+        """Among the pages on the device, the one with the lowest rank leaves first."""
 
     @property
     def label(self) -> str:
-        """What a message calls it."""
+        """The page's name in messages."""
         return self._name if isinstance(self._name, str) else f"a result of {self._name}"
 
     def call(self, name: str, kind: Kind) -> None:
-        """It turned out to be this."""
+        """Give the page another name and kind, once it turns out what it is."""
         self._name, self.kind = name, kind
 
     @property
     def is_dead(self) -> bool:
-        """Whether no tensor has the storage any more."""
+        """Whether no tensor uses the storage any more."""
         return bool(self._weak.expired())
 
     @property
     def is_ready(self) -> bool:
-        """Whether its bytes are on the device, and nothing is to be done before somebody works on them."""
+        """Whether its bytes are on the device, and no update or scaling is due."""
         return self.is_here and self.pending is None and self.scaling is None
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether its bytes are on the device, or what they are made of."""
+        """Whether its bytes, or the tensors it is the sum of, are on the device."""
         return self.is_here or (self.narrow is not None and self.narrow.is_here())
 
     @property
     def is_clean(self) -> bool:
-        """Whether emptying it now loses nothing."""
+        """Whether emptying it now loses nothing, since a copy is in a lower tier."""
         return self.handle is not None and self.handle.state is HandleState.PARKED
 
     def storage(self) -> torch.UntypedStorage | None:
-        """The storage itself; ``None`` once it is dead."""
+        """Return the storage; ``None`` once it is dead."""
         return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
 
     def forget_copy(self) -> None:
-        """The copy below is old, or of no use."""
+        """Release the copy in a lower tier, which is outdated or useless."""
         if self.handle is not None:
             self.handle.release()
             self.handle = None
 
     def forget_stale(self) -> None:
-        """Waits for copies out that read what is about to be freed."""
+        """Wait for outdated copies out that still read the storage, which is about to be freed."""
         while self.stale:
             handle = self.stale.pop()
             handle.finish_out()
             handle.release()
 
     def held_bytes(self) -> int:
-        """Of the device."""
+        """Return the bytes that it takes on the device."""
         return self.size_bytes if self.is_here or self.is_coming else 0
 
 
 class Keys:
-    """Numbers for pages by label or by place in the step: more than one where pages of earlier steps live on."""
+    """Keys for pages by label or by position in the step. A place has several where pages of earlier steps live on."""
 
     def __init__(self) -> None:
         self._by_place: dict[Any, list[int]] = {}  # any: a text, a number
         self._new = itertools.count()
 
     def free(self, place: Any, taken: Mapping[int, Page]) -> int:
-        """The first number of the place that no living page has."""
+        """Return the first key of the place that no living page has."""
         keys = self._by_place.setdefault(place, [])
         for key in keys:
             page = taken.get(key)

@@ -1,13 +1,13 @@
-"""Storages that stay where tensors expect them, but have bytes on the device only while something works on them.
+"""Storages that stay where tensors expect them, but hold bytes on the device only while something works on them.
 
-A page is one storage: of a parameter, a gradient, an optimizer's state, an activation. Tensors, views and autograd's
-graph all refer to the storage itself, so a page leaves by emptying it (``resize_(0)``) once its bytes are in a tier,
-and comes back by filling the same storage: nobody notices, and no version counter moves.
+A page is one storage: of a parameter, a gradient, an optimizer's state or an activation. Tensors, views and autograd's
+graph refer to the storage. So a page leaves by being emptied (``resize_(0)``) once a tier has its bytes, and comes back
+by filling the same storage. Nothing else notices, and no version counter changes.
 
-Whoever runs an operator says first which pages it works on (`Pages.need`), and afterwards which storages are new
-(`Pages.begin`). That is recorded, since the next step does the same: then what is used last goes first, what comes
-next is copied in ahead, and pages never take the room that operators want for what they make. A step that asks
-otherwise is right all the same, and slower.
+Before an operator runs, its pages are announced (`Pages.need`), and afterwards its new storages (`Pages.begin`). This
+is recorded, since the next step does the same. From then on, pages that are used last leave first, pages that are used
+next are fetched ahead, and pages leave the memory free that operators need for their results. A step that deviates is
+still correct, only slower.
 """
 
 import contextlib
@@ -29,68 +29,66 @@ from penstock.tiers import HandleState, Waterfall
 
 _TRIES = 4
 _RAW_NEEDS = 64
-"""For so many operators a page stays after somebody asked for its address, which nobody says when he no longer has."""
+"""Operators for which a page stays after somebody took its address, since nobody says when that ends."""
 _NUM_MEASURED = 2
 _STUCK_NEEDS = 256
-"""For so many operators a page that could not leave stays."""
+"""Number of operators for which a page that could not leave stays."""
 _AHEAD_BYTES = 256 * 2**20
-"""What is copied in at most before it has to be; of small budgets an eighth."""
+"""The most bytes that are fetched ahead. With small budgets it is an eighth of the budget."""
 
 
 class Pages:
-    """The pages of one device, within a budget. Used by one thread at a time: the one that computes."""
+    """The pages of one device, within a budget. Only one thread at a time uses it: the one that computes."""
 
     def __init__(self, waterfall: Waterfall, budget_bytes: int, device: torch.device):
         self.waterfall = waterfall
         self.others_bytes = 0
-        """What all else took before the first step. Half of the rest is left to operators until they are measured."""
+        """Other bytes on the device before the first step. Operators get half of the rest until they are measured."""
         self.budget_bytes = budget_bytes
         self.lock = threading.RLock()
         self.is_in_step = False
         self._mover: int | None = None
-        """The thread whose operators are those of copies."""
+        """The thread whose operators are copies of pages."""
         self.fetched_bytes, self.parked_bytes = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
-        """By what the pages are."""
+        """Bytes copied so far by kind of page."""
         self.stall_s = 0.0
         self.before_need: Callable[[], None] | None = None
         self.after_need: Callable[[bool], None] | None = None
-        """Where a step is measured: called before and after pages come and go for an operator; the latter with whether
-        that one is noted.
-        """
+        """Callbacks of a measurement before and after pages move for an operator (the latter: whether it is noted)."""
         self.on_poll: Callable[[], None] | None = None
-        """Called with every operator where somebody waits for copies out."""
+        """Called with every operator while somebody waits for copies out."""
         self.timeline = Timeline()
         self.pinned: set[Page] = set()
-        """Pages that stay, whatever the budget says."""
+        """Pages that stay on the device, whatever the budget is."""
         self._pages: dict[int, Page] = {}
-        """By the identity of the storage."""
+        """Pages by the identity of the storage."""
         self._by_key: dict[int, Page] = {}
         self._last: dict[int, Page] = {}
-        """By key, with those that are dead."""
+        """The last page of each key, also if it is dead."""
         self._leaving: dict[Page, None] = {}
-        """Those here that are emptied as soon as their copies below are whole, the first that was told first."""
+        """Pages on the device that are emptied once their copies below are complete, in order of request."""
         self._held_bytes = self._leaving_bytes = 0
         self._left_alone: dict[int, StorageWeakRef] = {}
         self._streams = backend_of(device).streams
         self._stream: Stream | None = None
-        """On which pages were worked on last."""
+        """The stream that worked on pages last."""
         self._keys = Keys()
         self._follower = Follower()
         self._ranks = Ranks()
         self._unmeasured_bytes = 0
         self._ahead_bytes = min(_AHEAD_BYTES, budget_bytes // 8)
         self._growth = 1.0
-        """How much larger pages are than when the order that the step follows was measured."""
+        """The most that a page has grown since the order that the step follows was measured, as a factor."""
         self._ahead = 0
         self._num_begun = 0
         self._count = self._stuck_until = 0
         self.num_changes = 0
-        """Goes up whenever a storage becomes a page or is none any more."""
+        """Counts every time that a storage becomes a page or stops being one."""
 
     # What is a page
 
     def begin(self, storage: torch.UntypedStorage, kind: Kind, name: Any) -> None:  # any: a text, an operator
-        """Takes care of a storage, which has its bytes, from now on. Does nothing for one that it has."""
+        """Make a storage, which has its bytes, a page. Does nothing if it is one already."""
         with self.lock:
             if self.is_left_alone(storage):
                 return
@@ -114,12 +112,12 @@ class Pages:
                 self._follower.now.begin(key, page.size_bytes if is_made_here else 0)
 
     def find(self, storage_id: int) -> Page | None:
-        """The page of a storage, by its identity."""
+        """Return the page of a storage, by the storage's identity."""
         page = self._pages.get(storage_id)
         return None if page is None or page.is_dead else page
 
     def let_go(self, page: Page) -> None:
-        """Takes no more care of it; it is on the device, and stays there."""
+        """Stop managing a page. It is on the device and stays there."""
         with self._moving():
             self.need([page], [page])
             storage = page.storage()
@@ -128,7 +126,7 @@ class Pages:
             self._drop(page)
 
     def is_left_alone(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it was let go: somebody has it past PyTorch."""
+        """Whether `let_go` was called for it, since somebody uses it past the dispatcher."""
         weak = self._left_alone.get(storage._cdata)
         return weak is not None and not weak.expired()
 
@@ -136,13 +134,13 @@ class Pages:
         return iter([page for page in self._pages.values() if not page.is_dead])
 
     def held_bytes(self) -> int:
-        """What pages take of the device, those on their way included."""
+        """Return the device bytes of all pages, those on their way included."""
         return self._held_bytes
 
     # What a step asks for
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         with self.lock:
             self.is_in_step = True
             self._follower.begin()
@@ -152,7 +150,7 @@ class Pages:
             self._rank_all()
 
     def end_step(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
-        """A step has ended; with what all else took from operator to operator, where that was measured."""
+        """End a step; ``others_bytes`` are the bytes outside of pages at each operator, if measured."""
         self.is_in_step = False
         self.timeline.end(is_whole=is_whole)
         self.sweep()
@@ -164,13 +162,13 @@ class Pages:
 
     @property
     def wants_measure(self) -> bool:
-        """Whether nobody knows what all else takes in the next step."""
+        """Whether the bytes outside of pages in the next step are still unknown."""
         expected = self._follower.expected
         return expected is None or expected.num_measured < _NUM_MEASURED
 
     @property
     def is_moving(self) -> bool:
-        """Whether operators of this thread are those of copies, which nobody is to look at."""
+        """Whether this thread is copying pages, so that its operators must be ignored."""
         return self._mover == threading.get_ident()
 
     def need(
@@ -182,11 +180,11 @@ class Pages:
         is_noted: bool = True,
         made_bytes: int = 0,
     ) -> None:
-        """Brings ``pages`` to the device and keeps them there for the operator that comes now.
+        """Fetch ``pages`` to the device and keep them there for the operator that comes next.
 
-        ``written``: those whose bytes it changes; ``is_overwritten``: all of them without reading any; ``is_noted``:
-        whether the next step is to know of it, which views need not; ``made_bytes``: what it makes beside them, as long
-        as nobody has measured that. Raises ``TierReadError`` where bytes cannot be read back.
+        ``written``: those whose bytes it changes. ``is_overwritten``: it does not read any of these. ``is_noted``:
+        whether to record it for the next step; views are not. ``made_bytes``: estimate of what it makes, until that is
+        measured. Raises ``TierReadError`` if bytes cannot be read back.
         """
         with self._moving():
             for page in written:
@@ -218,7 +216,7 @@ class Pages:
                     self._make(page, stays, self._limit(at))
                     continue
                 self._fill(page, is_read=is_read)
-                if not is_read:  # at once: what it has now is nothing
+                if not is_read:  # at once, since the page now holds nothing valid
                     self._written(page)
             for page in written:
                 self._written(page)
@@ -233,27 +231,27 @@ class Pages:
 
     @contextlib.contextmanager
     def quietly(self, pages: Sequence[Page], written: Collection[Page]) -> Iterator[None]:
-        """Inside, this thread's operators work on ``pages`` alone, and are not looked at one by one.
+        """Run this thread's operators on ``pages`` without looking at each of them, while the block runs.
 
-        What they make besides is measured, as what any operator makes; until then it is taken for as much.
+        What else they make is measured as with any operator. Until then it is assumed to be as large as the pages.
         """
         with self._moving():
             self.need(pages, written, made_bytes=sum(page.size_bytes for page in pages))
             yield
 
     def ask_for_address(self, page: Page) -> None:
-        """Somebody is about to read and write it past the dispatcher, for a while."""
+        """Fetch a page that somebody is about to read and write by address, and keep it for a while."""
         self.need([page], [page])
         page.stays_until = self._count + _RAW_NEEDS
 
     def trim(self) -> None:
-        """Pages take no more than they may, after some came that nobody made room for."""
+        """Let pages leave until the limit is kept, after some began without room being made for them."""
         with self._moving():
             self._make_room(0, (), self._limit(-1))
 
     @contextlib.contextmanager
     def room(self, size_bytes: int) -> Iterator[None]:
-        """Between two steps: pages leave so much to what else is made inside."""
+        """Make pages leave ``size_bytes`` free while the block runs, between two steps."""
         before, half = self._unmeasured_bytes, (self.budget_bytes + self.others_bytes) // 2
         self._unmeasured_bytes = max(before or half, self.others_bytes + size_bytes)
         try:
@@ -263,22 +261,22 @@ class Pages:
             self._unmeasured_bytes = before
 
     def may_leave(self, page: Page) -> bool:
-        """Whether nobody relies on its being here."""
+        """Return whether nobody relies on the page being on the device."""
         return page not in self.pinned and page.stays_until <= self._count
 
     def let_leave(self, page: Page) -> None:
-        """Begins to copy it out, and empties it as soon as that is done."""
+        """Begin to copy a page out, and empty it as soon as the copy is complete."""
         with self._moving():
             self._leave(page)
 
     def settle(self, pages: Sequence[Page]) -> None:
-        """Waits until they have left, or cannot."""
+        """Wait until the pages have left or turn out to be unable to."""
         with self._moving():
             for page in pages:
                 self._settle(page)
 
     def flush(self) -> None:
-        """Everything leaves the device."""
+        """Move all pages off the device, except pinned ones."""
         with self._moving():
             self._follow_stream()
             for page in [page for page in self if page not in self.pinned]:
@@ -287,7 +285,7 @@ class Pages:
                 self._settle(page)
 
     def bring_back(self) -> None:
-        """Everything comes to the device, whatever the budget says, and nothing is a page any more."""
+        """Fetch everything to the device, whatever the budget is, and stop managing it."""
         with self._moving():
             for page in list(self):
                 self._stay(page)
@@ -298,18 +296,18 @@ class Pages:
             self.drop_all()
 
     def drop_all(self) -> None:
-        """Nothing is a page any more, wherever its bytes are."""
+        """Stop managing all pages, wherever their bytes are."""
         with self._moving():
             for page in list(self._pages.values()):
                 self._drop(page)
 
     def sweep(self) -> None:
-        """Lets go of what no tensor has any more."""
+        """Drop the pages of storages that no tensor uses any more."""
         for page in [page for page in self._pages.values() if page.is_dead]:
             self._drop(page)
 
     def _follow_stream(self) -> None:
-        """Where another stream works on pages than before, it waits for that one."""
+        """Make the current stream wait for the one that worked on pages before, if they differ."""
         if self._streams is None:
             return
         current = self._streams.current()
@@ -318,7 +316,7 @@ class Pages:
         self._stream = current
 
     def _follow(self, pages: Sequence[Page]) -> int:
-        """Notes what is asked for; the place in the order that the step follows."""
+        """Record an operator's pages; return its position in the order that the step follows."""
         if not self.is_in_step:
             return -1
         follower = self._follower
@@ -333,7 +331,7 @@ class Pages:
         return at
 
     def _limit(self, at: int) -> int:
-        """What pages may take while the operator at that place runs, and until the next one."""
+        """Return the bytes that pages may take while the operator at that position runs, and until the next one."""
         order = self._follower.known
         if order is not None and 0 <= at < len(order.others_bytes):
             return self.budget_bytes - int(order.others_bytes[at] * self._growth)
@@ -351,7 +349,7 @@ class Pages:
     # Which pages go first
 
     def _rank(self, page: Page, at: int | None = None) -> None:
-        """Gives it its place among those here: who is asked for last leaves first."""
+        """Rank a page among those on the device: the one that is used last leaves first."""
         self._ranks.rank(page, self._follower.known, len(self._follower.now.needs) if at is None else at)
 
     def _rank_all(self, at: int = 0) -> None:
@@ -360,7 +358,7 @@ class Pages:
     def _victim(
         self, stays: Collection[Page], *, later_than: int | None = None, is_urgent: bool = False
     ) -> Page | None:
-        """The page that leaves next, if it is asked for after that place."""
+        """Return the page that leaves next, if its next use comes after position ``later_than``."""
         return self._ranks.first(
             lambda page: page in stays or not self.may_leave(page),
             self._leaving,
@@ -373,7 +371,7 @@ class Pages:
     # How pages come and go
 
     def _make_room(self, size_bytes: int, stays: Collection[Page], limit: int) -> None:
-        """Waits until pages may take so much more. What the operator itself works on is there in any case."""
+        """Wait until pages may take ``size_bytes`` more. Pages of the operator itself (``stays``) never leave."""
         if self._held_bytes + size_bytes <= limit:
             return
         start_s = time.perf_counter()
@@ -389,9 +387,10 @@ class Pages:
         self.stall_s += time.perf_counter() - start_s
 
     def _look_ahead(self, stays: Collection[Page], at: int) -> None:
-        """Begins to let go of what is used last and to copy in what is asked for next, operator by operator.
+        """Begin to move out what is used last and to fetch what is used next, operator by operator.
 
-        Never lets go of what is asked for before the room would be, nor takes room that pages will begin in.
+        Neither moves out pages that are used before the position under consideration, nor takes memory that new pages
+        need.
         """
         order = self._follower.known
         assert order is not None
@@ -405,7 +404,7 @@ class Pages:
             missing = []
             for key in order.needs[self._ahead]:
                 page = self._by_key.get(key)
-                if page is None or page.is_dead or order.begun.get(key, -1) > at:  # its next one is not there yet
+                if page is None or page.is_dead or order.begun.get(key, -1) > at:  # its next page does not exist yet
                     continue
                 parts = [page] if page.narrow is None or page.is_here else [one for _, one in page.narrow.parts[:1]]
                 for page in [one for one in parts if not one.held_bytes()]:
@@ -421,7 +420,7 @@ class Pages:
             for page in missing:
                 storage = page.storage()
                 if self._held_bytes + page.size_bytes > now or storage is None or page.handle is None:
-                    return  # until what leaves is gone
+                    return  # not before the leaving pages are gone
                 if not page.handle.prefetch(into=storage):
                     return
                 page.is_coming = True
@@ -432,7 +431,7 @@ class Pages:
             self._ahead += 1
 
     def _leave(self, page: Page) -> None:
-        """Empties it now if a copy is below, else as soon as one is."""
+        """Empty a page now if a copy is below, else as soon as there is one."""
         storage = page.storage()
         if storage is None:
             self._drop(page)
@@ -441,7 +440,7 @@ class Pages:
             self._refuse(page, storage)
         if not page.is_here:
             return
-        if not storage.resizable():  # somebody shares it past PyTorch
+        if not storage.resizable():  # memory shared with something outside of PyTorch
             if page.pending is None and page.scaling is None:
                 self._drop(page)
             return
@@ -449,7 +448,7 @@ class Pages:
             self._empty(page)
             return
         if page.handle is not None and page.handle.state is HandleState.KEPT:
-            page.forget_copy()  # one that failed, or was taken back
+            page.forget_copy()  # a copy that failed or was taken back
         if page.handle is None:
             page.handle = self.waterfall.park(storage, page.label)
             self.parked_bytes[page.kind] += page.size_bytes
@@ -460,15 +459,15 @@ class Pages:
             self._empty(page)
 
     def _stay(self, page: Page) -> None:
-        """It is wanted, and not emptied after all."""
+        """Keep a page that was about to leave."""
         if page in self._leaving:
             del self._leaving[page]
             self._leaving_bytes -= page.size_bytes
 
     def _settle(self, page: Page) -> None:
-        """Waits until it has left; a copy that failed is tried a few times, as others may give room back meanwhile.
+        """Wait until a page has left. A failed copy is tried a few times, since others may free memory meanwhile.
 
-        One that cannot leave stays for a while, whatever the budget says: a step that has begun is to end.
+        A page that cannot leave stays for a while, whatever the budget is, so that the step can finish.
         """
         for attempt in range(_TRIES if self._count >= self._stuck_until else 1):
             if page not in self._leaving:
@@ -482,13 +481,13 @@ class Pages:
             time.sleep(0.1 * attempt)
             self.waterfall.reap()
             self._leave(page)
-        page.forget_copy()  # the tiers below are full or failed, which the waterfall has said
+        page.forget_copy()  # the tiers below are full or failed; the waterfall has warned
         self._stay(page)
         page.stays_until = self._stuck_until = self._count + _STUCK_NEEDS
         self._rank(page)
 
     def _settle_all(self) -> None:
-        """Empties what has left meanwhile."""
+        """Empty the pages whose copies out are complete."""
         self.waterfall.reap()
         for page in [page for page in self._leaving if page.is_clean]:
             self._empty(page)
@@ -508,7 +507,7 @@ class Pages:
         page.is_here = page.is_coming = False
 
     def _drop(self, page: Page) -> None:
-        """It is no page any more."""
+        """Stop managing a page."""
         self.num_changes += 1
         self._gone(page)
         page.narrow = None
@@ -521,7 +520,7 @@ class Pages:
     def _fill(self, page: Page, *, is_read: bool) -> None:
         start_s = time.perf_counter()
         storage = page.storage()
-        if storage is None:  # the last tensor went while others were filled
+        if storage is None:  # its last tensor was freed while other pages were filled
             self._drop(page)
             return
         assert page.handle is not None or page.narrow is not None
@@ -532,7 +531,7 @@ class Pages:
                 if page.handle.state is not HandleState.ARRIVING:
                     storage.resize_(0)
                     self._gone(page)
-                elif not page.is_coming:  # interrupted: the copy is still under way
+                elif not page.is_coming:  # interrupted while the copy is under way
                     page.is_coming = True
                     self._held_bytes += page.size_bytes
                 raise
@@ -545,7 +544,7 @@ class Pages:
         self.stall_s += time.perf_counter() - start_s
 
     def _make(self, page: Page, stays: Collection[Page], limit: int | None) -> None:
-        """Fills it from what it is made of, one after the other; ``limit``: of what pages may take, if any."""
+        """Fill a page with the sum of its parts, one after the other; ``limit`` of the bytes in pages, if any."""
         storage = page.storage()
         assert page.narrow is not None
         if storage is None:
@@ -564,13 +563,13 @@ class Pages:
                     self._fill(part, is_read=True)
                 page.narrow.put(number, storage)
                 self._rank(part)
-        except BaseException:  # to be made anew
+        except BaseException:  # it will be made again
             storage.resize_(0)
             self._gone(page)
             raise
 
     def _keep_what_is_made_of(self, part: Page) -> None:
-        """It is about to be written to: what is made of it has its own bytes from now on."""
+        """Give the page that is made from ``part`` bytes of its own, since ``part`` is about to change."""
         page = part.wide
         if page is None or page.narrow is None or page.is_dead:
             return
@@ -579,9 +578,9 @@ class Pages:
             page.narrow = None
 
     def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
-        """Its copy in was begun for nothing."""
+        """Undo a copy in that was begun in vain."""
         assert page.handle is not None
-        with contextlib.suppress(TierReadError):  # whoever asks for it next will be told
+        with contextlib.suppress(TierReadError):  # the next one who needs it gets the error
             page.handle.get(into=storage)
         storage.resize_(0)
         self.waterfall.reap()

@@ -1,6 +1,6 @@
-"""Who reads pages past the dispatcher: methods of tensors, compiled graphs, ``torch.save``.
+"""Access to pages that bypasses the dispatcher: tensor methods, compiled graphs, ``torch.save``.
 
-While a training is open, they are replaced by what fetches a page before its memory is read, or refuses to.
+While a training is open, these functions are replaced by ones that fetch a page before its memory is read, or raise.
 """
 
 import contextlib
@@ -19,39 +19,39 @@ from penstock.offload._page import Page
 from penstock.offload._pages import Pages
 
 _SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
-"""Methods whose result is the storage itself, for nobody knows how long."""
+"""Methods whose result shares the storage, for an unknown time."""
 _READING = ("tolist", "data_ptr", "__deepcopy__")
-"""Methods that read its memory, or give its address away, past the dispatcher."""
+"""Methods that read the memory, or return its address, past the dispatcher."""
 _PICKLING = "__reduce_ex__"
 _TAKES_ALL = "safetensors.torch"
-"""Has the memory of all tensors of a file at once."""
+"""A module that needs the memory of all tensors of a file at once."""
 
 
 class Watching(Protocol):
-    """Who knows the pages of a training."""
+    """An object that knows the pages of a training."""
 
     @property
     def pages(self) -> Pages | None:
-        """``None`` where there are none any more, or they are another process's."""
+        """Its pages; ``None`` once they are gone, or if they belong to another process."""
 
     def find(self, identity: int) -> tuple[Pages, Page] | None:
-        """The page of a storage."""
+        """Return the pages and the page of a storage, by the storage's identity."""
 
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
-        """Calls a compiled graph."""
+        """Run a compiled graph."""
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, it sees what this thread does, whichever that is."""
+        """See this thread's operators while the block runs, whichever thread it is."""
 
 
 _watching: "list[weakref.ref[Watching]]" = []
-"""One at most."""
+"""The one that watches; at most one."""
 _replaced: list[tuple[Any, str, Any]] = []  # any: classes and modules, and what they had
 _saving = threading.local()
 
 
 def begin_watching(one: Watching) -> None:
-    """From now on ``one`` hears of them. Raises ``ValueError`` while another does."""
+    """Report all access to ``one`` from now on. Raises ``ValueError`` if another one watches."""
     if _watcher() is not None:
         raise ValueError(
             "another training is open in this process; close() it first. Models that train together are one: "
@@ -62,7 +62,7 @@ def begin_watching(one: Watching) -> None:
 
 
 def end_watching(one: Watching) -> None:
-    """All is as before."""
+    """Restore all functions, if ``one`` is the one that watches."""
     if _watcher() is one:
         _watching.clear()
         while _replaced:
@@ -74,14 +74,14 @@ def _watcher() -> Watching | None:
 
 
 def do_pending(pages: Iterable[Page]) -> None:
-    """Does what is to be done before anybody works on them."""
+    """Do the updates and scalings that are due on these pages, before anybody works on them."""
     waiting = [page for page in pages if page.pending is not None or page.scaling is not None]
     watching = _watcher() if waiting else None
     if watching is None:
         return
     own = watching.pages
     with watching.entered(), contextlib.nullcontext() if own is None else own.lock:
-        for page in waiting:  # another thread may have done it meanwhile
+        for page in waiting:  # another thread may have done it in the meantime
             if page.pending is not None:
                 page.pending()
             if page.scaling is not None:
@@ -89,12 +89,12 @@ def do_pending(pages: Iterable[Page]) -> None:
 
 
 def do_all_pending(pages: Pages) -> None:
-    """Does all that waits, within the budget, for whoever looks at everything."""
+    """Do all due updates within the budget, for a caller that looks at everything."""
     with pages.lock:
         if pages.is_in_step:
             do_pending(list(pages))
             return
-        pages.begin_step()  # so that what updates make for a moment are pages
+        pages.begin_step()  # so that temporary results of updates are pages
         try:
             do_pending(list(pages))
         finally:
@@ -102,7 +102,7 @@ def do_all_pending(pages: Pages) -> None:
 
 
 def _replace_all() -> None:
-    from torch._inductor.output_code import CompiledFxGraph  # seconds, and Triton
+    from torch._inductor.output_code import CompiledFxGraph  # takes seconds, and imports Triton
 
     for name in _SHARING:
         _replace_method(torch.Tensor, name, _let_go)
@@ -151,7 +151,7 @@ def _put(owner: Any, name: str, new: Any) -> None:
 
 
 def _give_back(owner: Any, name: str, old: Any) -> None:
-    if old is None:  # it was inherited
+    if old is None:  # the class had inherited it
         delattr(owner, name)
     else:
         setattr(owner, name, old)
@@ -176,7 +176,7 @@ def _refuse_pickling(pages: Pages, page: Page) -> None:
         )
 
 
-# torch.save: all is pickled first, with references to storages, and then each storage is written after the other
+# torch.save first pickles everything, with references to storages, and then writes the storages one by one
 
 
 def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options: Any) -> None:
@@ -195,7 +195,7 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
 
 
 class _Writer:
-    """PyTorch's writer of an archive, which knows when pickling is over, and which page is being written."""
+    """A wrapper of PyTorch's archive writer that knows when pickling has ended and which page is being written."""
 
     def __init__(self, file: Any, pages: Pages):
         self._file, self._pages = file, pages
@@ -203,13 +203,18 @@ class _Writer:
         self._pinned: Page | None = None
 
     def begin(self) -> None:
-        """There is a page among what is saved. All updates are done first: numbers that are no page go with them."""
+        """Note that a page is among what is saved, and do all due updates first, since they change numbers outside of
+        pages.
+        """
         if not self._has_pages:
             self._has_pages = True
             do_all_pending(self._pages)
 
     def size_bytes(self, identity: int) -> int | None:
-        """Of a storage that is a page. It is asked for before it is written, so it is there then, and stays."""
+        """Return the bytes of a page's storage, ``None`` for other storages.
+
+        PyTorch asks for the size before it writes a storage. So the page is fetched here and stays until it is written.
+        """
         page = self._pages.find(identity)
         if page is None or self._pages.is_moving:
             return None
@@ -223,7 +228,7 @@ class _Writer:
         return page.size_bytes
 
     def let_go(self) -> None:
-        """The page that was written last may leave."""
+        """Let the page that was written last leave again."""
         with self._pages.lock:
             if self._pinned is not None:
                 self._pages.pinned.discard(self._pinned)

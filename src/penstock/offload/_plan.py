@@ -1,19 +1,19 @@
-"""Which saved storages to park, and when to fetch each.
+"""The planner: which saved storages to park, and when to fetch each.
 
 The problem: storages live from the event that packs them to the last that needs them; two serial lanes carry them out
-and back. Parking shrinks the peak, and costs time where the computation must wait: for room on the way out, or for a
-fetch. Park so that nothing waits, or, with a budget, so that the peak fits.
+and back. Parking lowers the peak, and costs time where the computation must wait: for room on the way out, or for a
+fetch. The plan parks so that nothing waits, or, with a budget, so that the peak fits.
 
-The method, after SSDTrain's adaptive offloading (arXiv 2408.10013), which keeps from the first module
-whose bytes cannot be written in time. Here the storages with the shortest lives are kept first: they are the last of
-forward and the first of backward, save the fewest byte-seconds, and leave the least time for their copies. The number
-kept is found by bisection on a simulation of both lanes. What would be asked for before it has left is kept too: its
-copy out would wear the disk and free nothing. Fetches are laid backwards from their times of need, each as late as its
-lane allows with a margin for noise, and begin at the last event before that.
+The method follows SSDTrain's adaptive offloading (arXiv 2408.10013), which keeps everything from the first module whose
+bytes cannot be written in time. Here the storages with the shortest lives are kept first. They are the last of forward
+and the first of backward, save the fewest byte-seconds, and leave the least time for their copies. The number of kept
+storages is found by bisection on a simulation of both lanes. A storage that would be needed before it has left is kept
+too, since its copy out would wear the disk and free nothing. Fetches are laid backwards from the times of need. Each is
+as late as its lane allows with a margin for noise, and begins at the last event before that.
 
 Cost: O(n log n) for n events. Guarantee: the plan's predicted peak and stall are those of the simulation, which
-`_verify.py` checks independently; with a budget the prediction fits, or `BudgetError` names the smallest that would,
-where the computation waits for every copy: it does not hang on the speed of the disk.
+`_verify.py` checks independently. With a budget the prediction fits, or `BudgetError` names the smallest budget that
+would. That is the peak with the computation waiting for every copy, so it does not depend on the speed of the disk.
 Known gap: the kept set is a prefix in order of lifetime, not the best subset.
 """
 
@@ -30,40 +30,40 @@ from penstock.units import format_bytes
 _FETCH_MARGIN = 1.5
 """Fetches are given this many times their transfer time, since lanes and steps are noisy."""
 BESIDE = "not saved for backward: parameters, gradients, optimizer state, and what one operator works on"
-"""A part of the peak."""
+"""The part of the peak that is not saved activations."""
 MOVING = "parked: on its way out, or back for backward"
-"""A part of the peak."""
+"""The part of the peak that is parked storages which are not yet gone, or back already."""
 _IN_FLIGHT_PARTS = (4, 16, 64, 2**62)
-"""Parts of all that may be in flight that are tried, until the budget has room; the last is nothing."""
+"""Divisors of the bytes in flight, tried in order until the budget has room; with the last, nothing is in flight."""
 _SMALLER = 0.7
-"""Of a bound, that is tried next."""
+"""The factor from one bound that is tried to the next."""
 _LEAST_IN_FLIGHT_BYTES = 64 * 2**20
-"""Smaller bounds are not tried."""
+"""The smallest bound that is tried."""
 _NO_STALL_SHARE = 0.005
 """A predicted stall below this share of the step counts as none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The copies of one parked storage as the simulation laid them, in seconds including stalls."""
+    """The copies of one parked storage in the simulation, in seconds including stalls."""
 
     index: int
     """Position of the storage in the problem."""
     pack_s: float
-    """When forward goes on after saving it, having waited for room on the lane."""
+    """Time at which forward goes on after saving the storage, having waited for room on the lane."""
     out_start_s: float
-    """When its copy out begins."""
+    """Time at which its copy out begins."""
     out_end_s: float
-    """When that copy ends and the device copy can go, unless it is asked for before."""
+    """Time at which its copy out ends and the device copy can be freed, unless it is needed before."""
     in_start_s: float
-    """When its copy in begins; infinite if it was forwarded."""
+    """Time at which its copy in begins; infinite if the storage was still on the device."""
     in_end_s: float
-    """When it is back; infinite if it was forwarded."""
+    """Time at which its copy in ends; infinite if the storage was still on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """What to do in every cycle like the recorded one."""
+    """The decisions for every cycle like the recorded one."""
 
     parked: frozenset[int]
     """Positions of the storages to park."""
@@ -74,47 +74,47 @@ class OffloadPlan:
     peak_bytes: int
     """Predicted device peak; of the saved storages alone if the problem has no ``base_bytes``."""
     keep_all_peak_bytes: int
-    """The same if nothing were parked."""
+    """Predicted device peak if nothing were parked."""
     stall_s: float
-    """Predicted wait of the computation, in seconds a cycle."""
+    """Predicted seconds per cycle that the computation waits."""
     parked_bytes: int
-    """Bytes to be parked in a cycle."""
+    """Bytes parked per cycle."""
     transfers: tuple[Transfer, ...]
-    """How the simulation laid the copies."""
+    """The copies in the simulation."""
     gone_events: Mapping[int, int]
-    """Per parked storage, the event at which its device copy has gone; with a budget the computation waits for it."""
+    """Per parked storage, the event by which its device copy is gone; with a budget the computation waits for it."""
     max_in_flight_bytes: int
-    """What may be on its way out at once: as much as the problem says, or less where the budget has no room for it.
+    """Most bytes on their way out at once: as in the problem, or fewer if the budget has no room for them.
 
-    0: every copy out is waited for at the next event, so that no speed of a disk changes the peak.
+    With 0 every copy out is waited for at the next event, so that the speed of the disk does not change the peak.
     """
     peak_parts: Mapping[str, int]
-    """Bytes of the predicted peak by what they are: of saved storages by why they are there, and all else."""
+    """Bytes of the predicted peak by what they are: saved storages by the reason they are there, and all else."""
     held_bytes: tuple[int, ...]
     """Predicted device bytes from each event to the next; the highest is ``peak_bytes``."""
     declined: str = ""
-    """Why offloading is not worth it; empty if it is."""
+    """The reason why offloading is not worth it; empty if it is."""
 
 
 @dataclass(slots=True)
 class Simulation:
-    """What happens if ``parked`` is parked: peak, stall and the copies."""
+    """The outcome of parking a set of storages: peak, stall and copies."""
 
     peak_bytes: int = 0
     stall_s: float = 0.0
     transfers: dict[int, Transfer] = field(default_factory=dict)
     resident_bytes: list[int] = field(default_factory=list)
-    """Of saved storages, after each event."""
+    """Bytes of saved storages on the device after each event."""
     gone_events: dict[int, int] = field(default_factory=dict)
-    """Per storage that left, the event by which it had."""
+    """Per storage that left, the event by which it was gone."""
 
 
 @checked("penstock.offload.plan(problem)")
 def plan(problem: OffloadProblem) -> OffloadPlan:
-    """The plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak.
+    """Return the plan for ``problem``. Raises ``BudgetError`` if its budget is below the smallest predicted peak.
 
-    Without a budget, of the plans with the bound on bytes in flight, with 0.7 of it and so on, the one with the lowest
-    peak.
+    Without a budget, plans are made with the problem's bound on bytes in flight, with 0.7 of it, and so on. The one
+    with the lowest peak is returned.
     """
     made = _plan(problem)
     if problem.budget_bytes is None:
@@ -164,7 +164,7 @@ def _plan(problem: OffloadProblem) -> OffloadPlan:
         fetch_events_without = lay(problem, without)
         simulation_without = simulate(problem, without, fetch_events_without)
         if simulation_without.peak_bytes > simulation.peak_bytes or simulation_without.stall_s > simulation.stall_s:
-            break  # their places on the lanes moved the others
+            break  # the other copies moved on the lanes
         parked, fetch_events, simulation = without, fetch_events_without, simulation_without
     declined = _declined(problem, keep_all_peak_bytes, simulation, len(parked))
     return OffloadPlan(
@@ -185,10 +185,10 @@ def _plan(problem: OffloadProblem) -> OffloadPlan:
 
 
 def _within_budget(problem: OffloadProblem, parked: Set[int]) -> tuple[OffloadProblem, "_Layer"]:
-    """The problem with as much in flight as the budget has room for, and how fetches are laid.
+    """Return the problem with as many bytes in flight as the budget has room for, and the way to lay fetches.
 
-    Where little is left the computation waits for copies out, and at last for every fetch; else the smallest budget
-    would depend on the speed of the disk.
+    Where room is short the computation waits for copies out, and finally also for every fetch. Otherwise the smallest
+    budget would depend on the speed of the disk.
     """
     if problem.budget_bytes is None:
         return problem, lay_fetches
@@ -203,13 +203,15 @@ def _within_budget(problem: OffloadProblem, parked: Set[int]) -> tuple[OffloadPr
 
 
 def smallest_peak_bytes(problem: OffloadProblem) -> int:
-    """The predicted peak with all parked that may be, each waited for, and nothing fetched before it is needed."""
+    """Return the predicted peak if everything movable is parked, every copy is waited for, and nothing is fetched
+    early.
+    """
     parked, problem = _movable(problem), replace(problem, max_in_flight_bytes=0)
     return simulate(problem, frozenset(parked), _fetch_at_need(problem, frozenset(parked))).peak_bytes
 
 
 def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> str:
-    """What to tell whoever asked for ``budget_bytes``, when ``needed_bytes`` would have done in this cycle."""
+    """Return the message for a budget of ``budget_bytes`` where this cycle needed ``needed_bytes``."""
     needed_bytes += problem.spread_bytes
     return (
         f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {needed_bytes} bytes "
@@ -221,7 +223,7 @@ def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> st
 
 
 def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
-    """The plan that parks nothing, for ``reason``."""
+    """Return the plan that parks nothing, with ``reason`` for each storage that could be."""
     simulation = simulate(problem, frozenset(), {})
     reasons = tuple(storage.must_keep or reason for storage in problem.storages)
     return OffloadPlan(
@@ -241,7 +243,7 @@ def keep_all(problem: OffloadProblem, reason: str) -> OffloadPlan:
 
 
 def lay_fetches(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
-    """Per parked storage the event at which to begin its fetch: as late as the lane allows, with the margin."""
+    """Return, per parked storage, the event at which its fetch begins: as late as the lane allows, with the margin."""
     fetch_events: dict[int, int] = {}
     lane_free_s = math.inf
     event = problem.num_events - 1
@@ -253,7 +255,7 @@ def lay_fetches(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
         while event > 0 and problem.event_times_s[event] > start_s:
             event -= 1
         fetch_events[index] = min(max(event, storage.pack_event + 1), storage.need_event)
-        lane_free_s = start_s  # begun earlier, at an event, it is out of the way earlier
+        lane_free_s = start_s  # it begins at an event before that, and so ends earlier, too
     return fetch_events
 
 
@@ -265,7 +267,7 @@ def _fetch_at_need(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
 
 
 def simulate(problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]) -> Simulation:
-    """Plays the recorded cycle with ``parked`` parked and fetches begun at ``fetch_events``."""
+    """Simulate the recorded cycle with ``parked`` parked and fetches begun at ``fetch_events``."""
     return _Player(problem, parked, fetch_events).play()
 
 
@@ -323,7 +325,7 @@ class _Player:
         return self.result
 
     def _land(self) -> None:
-        """Drops what has left by now."""
+        """Free the storages whose copies out have ended by now."""
         while self.leaving and self.out[self.leaving[0]][1] <= self.now_s:
             index = self.leaving.popleft()
             size_bytes = self.problem.storages[index].size_bytes
@@ -347,7 +349,7 @@ class _Player:
         self.leaving_bytes += size_bytes
 
     def _fetch(self, index: int) -> None:
-        if index in self.leaving:  # forwarded: it stays, and frees the lane's bound
+        if index in self.leaving:  # it is still on the device, stays there, and no longer counts as in flight
             self.leaving.remove(index)
             self.leaving_bytes -= self.problem.storages[index].size_bytes
         if index not in self.result.gone_events or index in self.back:
@@ -378,7 +380,7 @@ def _held(problem: OffloadProblem, simulation: Simulation) -> tuple[int, ...]:
 
 
 def _peak_parts(problem: OffloadProblem, simulation: Simulation, reasons: Sequence[str]) -> dict[str, int]:
-    """What the peak is made of, the largest part first."""
+    """Return the parts of the peak, the largest first."""
     held, base = _held(problem, simulation), _base(problem)
     event = max(range(len(held)), key=held.__getitem__, default=0)
     parts = {BESIDE: base[event]} if problem.base_bytes else {}
@@ -412,12 +414,12 @@ def _movable(problem: OffloadProblem) -> list[int]:
 
 
 def _never_gone(simulation: Simulation) -> set[int]:
-    """What is parked for nothing: it is asked for before it has left."""
+    """Return the storages that are needed before they have left, so that parking them gains nothing."""
     return {index for index, transfer in simulation.transfers.items() if transfer.in_start_s == math.inf}
 
 
 def _bisect(most: int, holds: Callable[[int], bool]) -> int:
-    """The smallest count in ``0..most`` at which ``holds``, which is false below it and true from it on."""
+    """Return the smallest count in ``0..most`` for which ``holds``, which is false below it and true from there on."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -426,7 +428,7 @@ def _bisect(most: int, holds: Callable[[int], bool]) -> int:
 
 
 def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Callable[[int], int]) -> int:
-    """How many storages may be kept within the budget: what need not move does not."""
+    """Return how many storages may be kept within the budget, so that no more than necessary move."""
     assert problem.budget_bytes is not None
     budget_bytes = problem.budget_bytes
     if peak_if_kept(0) > budget_bytes:
@@ -436,7 +438,10 @@ def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Ca
 
 
 def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulation, num_parked: int) -> str:
-    """The stated inequality: saving >= floor x peak, and stall + overhead <= share x step. A budget overrides both."""
+    """Return why offloading is not worth it, or an empty text.
+
+    It is worth it if saving >= floor x peak, and stall + overhead <= share x step. A budget overrides both.
+    """
     if problem.budget_bytes is not None:
         return ""
     saving_bytes = keep_all_bytes - simulation.peak_bytes
@@ -455,7 +460,7 @@ def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulati
 
 
 def _what_stays(problem: OffloadProblem) -> str:
-    """The commonest reason for which storages may not be parked, with its bytes; nothing if all may."""
+    """Return the reason that keeps the most bytes from being parked, for a message; empty if all may be parked."""
     kept: dict[str, int] = {}
     for storage in problem.storages:
         if storage.must_keep:

@@ -1,4 +1,4 @@
-"""Which saved tensors may be parked at all: what the user says, by module, size or predicate."""
+"""The user's rules on which saved tensors may be parked, by module, size or a function."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -9,41 +9,41 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """What a policy sees of a tensor that autograd saves."""
+    """A tensor that autograd saves, as a policy sees it."""
 
     module: str
     """Qualified name of the module whose forward runs, ``""`` for the model itself."""
     shape: tuple[int, ...]
     """Shape of the saved view."""
     dtype: torch.dtype
-    """Its dtype."""
+    """Dtype of the saved view."""
     size_bytes: int
-    """Bytes of the whole storage under it: what would be parked."""
+    """Bytes of the whole storage under the tensor, which is what would be parked."""
     is_checkpoint_input: bool
-    """Whether it is saved as the input of a ``torch.utils.checkpoint`` region."""
+    """Whether the tensor is an input of a ``torch.utils.checkpoint`` region."""
 
 
 Policy = Callable[[SavedTensor], bool]
-"""Says whether a saved tensor may be parked."""
+"""A function that says whether a saved tensor may be parked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The offloader's settings that decide on single tensors. All must agree for a tensor to be parked."""
+    """The offloader's rules for single tensors. A tensor is parked only if all of them agree."""
 
     min_bytes: int = 2**20
-    """Smaller storages are left alone; 0 parks everything."""
+    """Size below which storages are left alone; 0 parks everything."""
     modules: Sequence[str] | None = None
-    """Patterns (``fnmatch``) of module names to park from; a pattern covers what is inside. ``None`` is all."""
+    """Patterns (``fnmatch``) of modules to park from, with the modules inside them. ``None`` means all."""
     keep_last: Sequence[str] = ()
-    """Names of modules whose tensors stay, since backward begins with them."""
+    """Names of modules whose tensors stay on the device, since backward begins with them."""
     checkpoint_inputs_only: bool = False
-    """Park nothing but the inputs of checkpointed regions."""
+    """Whether to park only the inputs of checkpointed regions."""
     policy: Policy | None = None
-    """Asked last; ``False`` keeps the tensor."""
+    """The policy, asked last; ``False`` keeps the tensor."""
 
     def keep_reason(self, tensor: SavedTensor) -> str:
-        """Why ``tensor`` must be kept; empty if it may be parked."""
+        """Return why ``tensor`` must be kept; empty if it may be parked."""
         if tensor.size_bytes < self.min_bytes:
             return "kept: small"
         if self.checkpoint_inputs_only and not tensor.is_checkpoint_input:
@@ -58,6 +58,6 @@ class Rules:
 
 
 def covers(pattern: str, module: str) -> bool:
-    """Whether ``pattern`` names ``module`` or something that it is inside of."""
+    """Return whether ``pattern`` matches ``module`` or a module that contains it."""
     parts = module.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))

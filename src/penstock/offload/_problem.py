@@ -1,4 +1,4 @@
-"""What the planner is told: the storages one cycle saved, when backward needed them, and what the lanes carry."""
+"""The planner's input: which storages a cycle saved, when backward needed them, and how fast the lanes are."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from penstock.arguments import check_fields
 from penstock.tiers import IN_FLIGHT_S, MAX_IN_FLIGHT_BYTES
 
 TINY_BYTES = 64 * 1024
-"""Storages below this, unless the user wants them parked, are not even counted."""
+"""Size below which storages are not even counted, unless the user wants them parked."""
 _STORAGES_IN_FLIGHT = 4
-"""Of the largest, that may be on their way out at once."""
+"""Number of the largest storages that may be on their way out at once."""
 
 
 def in_flight_bytes(out_bandwidth_bytes_per_s: float, largest_bytes: int) -> int:
-    """What suits a link and the storages, where staging memory has to be there for it."""
+    """Return a bound on bytes in flight that suits the link and the storages, for copies that need staging memory."""
     return max(MAX_IN_FLIGHT_BYTES, int(IN_FLIGHT_S * out_bandwidth_bytes_per_s), _STORAGES_IN_FLIGHT * largest_bytes)
 
 
@@ -30,9 +30,11 @@ class SavedStorage:
     need_event: int
     """The event at which backward first asked for it."""
     free_event: int
-    """The first event at which nobody needs it any more; after ``need_event``, at most the number of events."""
+    """The first event at which nobody needs it any more. It comes after ``need_event`` and is at most the number of
+    events.
+    """
     must_keep: str = ""
-    """Why it may not be parked; empty if it may."""
+    """The reason why it may not be parked; empty if it may."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -47,32 +49,34 @@ class SavedStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadProblem:
-    """A recorded cycle and the machine it ran on."""
+    """A recorded cycle, and the machine it ran on."""
 
     storages: tuple[SavedStorage, ...]
-    """In the order in which they were saved."""
+    """Storages in the order in which they were saved."""
     event_times_s: tuple[float, ...]
-    """Seconds from the first event to each, waits for copies taken out. Ascending."""
+    """Seconds from the first event to each event, without waits for copies. Ascending."""
     step_s: float
-    """Seconds of the cycle without waits; at least the last event's time."""
+    """Seconds of the cycle without waits; not less than the last event's time."""
     out_bandwidth_bytes_per_s: float
-    """What the lane out of the device carries, measured while the step ran."""
+    """Bandwidth of the lane out of the device, measured while the step ran."""
     in_bandwidth_bytes_per_s: float
-    """What the lane into the device carries."""
+    """Bandwidth of the lane into the device."""
     overhead_s: float = 0.0
-    """Measured time of packing and unpacking one parked storage, beside its copies."""
+    """Measured seconds of packing and unpacking one parked storage, without its copies."""
     max_in_flight_bytes: int = 2**62
-    """Bound on the bytes on their way out; the computation waits above it. 0 waits for each at the next event."""
+    """Bound on the bytes on their way out, above which the computation waits. With 0 it waits for each at the next
+    event.
+    """
     base_bytes: tuple[int, ...] = ()
-    """Device bytes beside the saved storages, the most between each event and the next; empty if not measured."""
+    """Device bytes outside of saved storages, the most between each event and the next; empty if not measured."""
     spread_bytes: int = 0
-    """By how much ``base_bytes`` may differ in another cycle; a refusal names a budget that has room for it."""
+    """Bytes by which ``base_bytes`` may differ in another cycle. The budget that an error names has room for them."""
     budget_bytes: int | None = None
-    """What the whole may take on the device; ``None`` for as little as comes without stalls."""
+    """Most device bytes in total; ``None`` for the lowest peak that causes no stalls."""
     max_stall_share: float = 0.10
-    """Offloading is declined above this share of the step; 1 never declines for time."""
+    """Share of the step above which offloading is declined because it stalls; 1 never declines for time."""
     min_saving_share: float = 0.05
-    """Offloading is declined below this share of the peak; 0 never declines for bytes."""
+    """Share of the peak below which offloading is declined because it saves too little; 0 never declines for bytes."""
 
     def __post_init__(self) -> None:
         check_fields(
@@ -94,5 +98,5 @@ class OffloadProblem:
 
     @property
     def num_events(self) -> int:
-        """How many hook events the cycle had."""
+        """The number of hook events in the cycle."""
         return len(self.event_times_s)

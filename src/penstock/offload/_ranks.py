@@ -1,4 +1,4 @@
-"""Which pages leave the device first: those that are asked for last."""
+"""The order in which pages leave the device: the one that is needed last leaves first."""
 
 import heapq
 import itertools
@@ -9,30 +9,30 @@ from penstock.offload._order import Order
 from penstock.offload._page import Page
 
 _DYING_NEEDS = 16
-"""For so many operators one stays that no operator asks for again: most are gone by then, with nothing to copy."""
+"""Operators for which a page that nobody needs again stays. Most such pages are freed by then, without a copy."""
 _MAX_OLD_ENTRIES = 4096
 
 
 class Ranks:
-    """Pages on the device by rank, with entries of old ranks among them."""
+    """Pages on the device by rank, in a heap that also has entries with outdated ranks."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
-        """By which all were ranked."""
+        """The order that all pages were ranked by."""
         self._heap: list[tuple[float, int, Page]] = []
         self._entry = itertools.count()
 
     def is_full_of_old(self, num_pages: int) -> bool:
-        """Whether it is time to rank all anew."""
+        """Return whether there are so many outdated entries that all pages should be ranked anew."""
         return len(self._heap) > 4 * num_pages + _MAX_OLD_ENTRIES
 
     def rank(self, page: Page, order: Order | None, at: int, *, is_new: bool = False) -> None:
-        """Gives it its place, at an operator of the order of the step; by its last use where that is none."""
+        """Rank a page at position ``at`` of the step's order; without an order, rank it by its last use."""
         page.rank = page.last_use if order is None else -order.next_use(page.key, at, is_new=is_new)
         heapq.heappush(self._heap, (page.rank, next(self._entry), page))
 
     def rank_all(self, pages: Iterable[Page], order: Order | None, at: int) -> None:
-        """The same of all that are on the device, of which there are no others."""
+        """Rank all pages that are on the device anew, and drop outdated entries."""
         self.order = order
         self._heap.clear()
         for page in pages:
@@ -49,9 +49,11 @@ class Ranks:
         later_than: int | None = None,
         is_urgent: bool = False,
     ) -> Page | None:
-        """The page that leaves next, if it is asked for after that place. Dead ones are given to ``drop`` on the way.
+        """Return the page that leaves next, if its next use comes after ``later_than``. Dead pages are passed to
+        ``drop``.
 
-        Unless it is urgent, one that is not asked for again has some time to die; ``now``: operators so far.
+        A page that is not needed again gets some time to be freed, unless ``is_urgent``. ``now`` is the number of
+        operators so far.
         """
         put_back, found = [], None
         while self._heap and found is None:
@@ -60,7 +62,7 @@ class Ranks:
             if rank != page.rank or not page.held_bytes() or page in leaving:
                 continue
             if page.wide is not None and page.wide.is_dead:
-                drop(page.wide)  # who alone may have kept it
+                drop(page.wide)  # only this page may have kept that one
             if page.is_dead:
                 drop(page)
             elif later_than is not None and -rank <= later_than:

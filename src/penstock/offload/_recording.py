@@ -1,7 +1,7 @@
-"""What the hooks saw in one cycle: from the first tensor saved to the last one used.
+"""A recording of what the hooks saw in one cycle, from the first tensor saved to the last one used.
 
-A cycle is a training step, a micro-batch, or a whole pipeline schedule: whatever lies between two moments at which
-nothing that was saved waits for its backward.
+A cycle is a training step, a micro-batch, or a whole pipeline schedule: it lies between two moments at which no saved
+tensor waits for backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,28 +24,28 @@ class _Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleTimes:
-    """When the events of a cycle happened."""
+    """The times of a cycle's events."""
 
     computed_s: Sequence[float]
-    """Seconds from the first event to each, waits taken out."""
+    """Seconds from the first event to each event, without waits."""
     clock_s: Sequence[float]
-    """The same moments in seconds of ``time.time()``, waits included, to be matched with a memory timeline."""
+    """The same moments in seconds of ``time.time()`` with waits, to be matched with a memory timeline."""
     step_s: float
-    """Seconds of the cycle, waits taken out."""
+    """Seconds of the cycle, without waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredMemory:
-    """Device memory of a cycle, in seconds of ``time.time()``."""
+    """Device memory during a cycle, with times in seconds of ``time.time()``."""
 
     timeline: Sequence[tuple[float, int]]
-    """Bytes held after each change."""
+    """Time of each change, and the bytes held after it."""
     parked_changes: Sequence[tuple[float, int]]
     """Changes in what handles held of it: parked storages until they left, and their fetched copies."""
 
 
 class Recording:
-    """Events of a cycle, numbered as they come. ``mark`` is called at each if times are wanted."""
+    """The events of a cycle, numbered as they come. ``mark`` is called at each event if times are needed."""
 
     def __init__(self, mark: Callable[[], None] | None):
         self.num_events = 0
@@ -53,12 +53,12 @@ class Recording:
         self._mark = mark
 
     def pack(self, size_bytes: int, label: str, must_keep: str) -> int:
-        """A storage was saved; returns its index."""
+        """Record that a storage was saved; return its index."""
         self.uses.append(_Use(size_bytes, label, must_keep, self._event()))
         return len(self.uses) - 1
 
     def need(self, index: int) -> None:
-        """Backward asked for a storage, for the first time or again."""
+        """Record that backward asked for a storage, for the first time or again."""
         use, event = self.uses[index], self._event()
         if use.need_event < 0:
             use.need_event = event
@@ -66,7 +66,7 @@ class Recording:
 
     @property
     def signature(self) -> tuple[tuple[int, str], ...]:
-        """Sizes and labels in order: equal for cycles that a plan made for one fits the other."""
+        """Sizes and labels in order. A plan that was made for one cycle fits others with an equal signature."""
         return tuple((use.size_bytes, use.label) for use in self.uses)
 
     def problem(
@@ -76,9 +76,9 @@ class Recording:
         memory: MeasuredMemory | None,
         settings: dict[str, Any],  # any: fields of several types
     ) -> OffloadProblem:
-        """The planning problem. With ``memory`` it carries the device bytes beside saved storages.
+        """Return the planning problem, with ``memory`` also the device bytes outside of saved storages.
 
-        ``settings`` are further fields of ``OffloadProblem``, as they are.
+        ``settings`` are further fields of ``OffloadProblem``, which are passed on.
         """
         return OffloadProblem(
             storages=tuple(self._storage(use) for use in self.uses),
@@ -108,7 +108,7 @@ class Recording:
         )
 
     def _base(self, clock_s: Sequence[float], memory: MeasuredMemory) -> tuple[int, ...]:
-        """Device bytes beside saved storages: after each event, the most of what was held less what was saved."""
+        """Return, for each event, the most device bytes outside of saved storages until the next event."""
         saved = list(memory.parked_changes)
         for use in self.uses:
             if not use.is_parked:
@@ -125,7 +125,7 @@ class Recording:
 
 
 def _peaks_between(clock_s: Sequence[float], changes: Sequence[tuple[float, int]]) -> list[int]:
-    """The highest running sum of ``changes`` between each event and the next (the last one: to the end)."""
+    """Return the highest running sum of ``changes`` between each event and the next (for the last one: to the end)."""
     peaks, position, held = [], 0, 0
     while position < len(changes) and changes[position][0] < clock_s[0]:
         held += changes[position][1]

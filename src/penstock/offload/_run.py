@@ -1,4 +1,4 @@
-"""The offloader: saved-tensor hooks around forward and backward, and what it learns from one cycle for the next."""
+"""The offloader: saved-tensor hooks around forward and backward, and what one cycle teaches for the next."""
 
 import contextlib
 import sys
@@ -61,10 +61,10 @@ def activations(
     max_stall: float = 0.10,
     verify: bool = False,
 ) -> "Offloader":
-    """A context manager that spills what autograd saves to host memory or disk, and brings it back in time.
+    """Return a context manager that offloads what autograd saves to host memory or disk, and fetches it in time.
 
-    Make it once, enter it around forward and backward of every step. Nothing in the model changes; gradients are equal
-    to the bit.
+    Make it once, and enter it around forward and backward of every step. The model does not change; gradients are
+    bit-identical.
 
     >>> import torch
     >>> import penstock
@@ -79,25 +79,26 @@ def activations(
         model: the module whose forward runs inside; its parameters and buffers never move.
         disk: directory on an SSD, several, or a dict of directories and sizes.
         host: bytes of pinned host memory (CUDA only; on a CPU host memory is the device, and this warns).
-        budget: bytes of the device that the step may take at its true peak, static bytes included; then only as much
-            moves as the budget asks. Or a ``Budget``, which carries ``host`` and ``disk`` too. ``None``: the lowest
-            peak that costs no stall.
+        budget: device bytes that the step may take at its true peak, static bytes included; then no more is moved than
+            the budget requires. Or a ``Budget``, which carries ``host`` and ``disk`` too. ``None``: the lowest peak
+            that costs no stall.
         min_size: smaller storages are left alone.
         modules: park only from modules whose names match one of these patterns, such as ``"blocks.*"``.
         keep_last: modules whose tensors stay on the device.
         checkpoint_inputs_only: park only the inputs of ``torch.utils.checkpoint`` regions.
-        policy: asked for every tensor that the rules above let go; ``False`` keeps it.
-        max_in_flight: bytes that may be on their way out at once; forward waits above it. ``None``: whatever gives the
-            lowest peak, of what the link carries in a tenth of a second or four of the largest storages, at least 128
-            MiB. With a budget, nothing is on its way in steps that are not planned yet, and a plan counts what is.
+        policy: called for every tensor that the rules above would park; ``False`` keeps it.
+        max_in_flight: most bytes on their way out at once; forward waits above it. ``None``: the value with the lowest
+            peak, up to the larger of what the link carries in a tenth of a second and four of the largest storages, at
+            least 128 MiB. With a budget, nothing is on its way in steps that are not planned yet, and a plan counts
+            what is.
         min_saving: decline below this predicted share of the peak.
         max_stall: decline above this predicted share of the step.
         verify: compare a checksum on every fetch, and check every plan.
 
-    The first step is recorded; from the second on the amount and the order of fetches are planned. On an accelerator,
-    whose first step is slow for many reasons, it is the second that is recorded. Without gradients
-    (``torch.no_grad``) nothing is saved and nothing happens. Raises ``TypeError`` for what is no module, ``ValueError``
-    where no tier is given, a directory is main memory (on a CPU), or settings contradict each other,
+    The first step is recorded. From the second on, a plan says how much is moved and when each fetch begins. On an
+    accelerator the second step is recorded instead, since the first one is slow for many reasons. Without gradients
+    (``torch.no_grad``) nothing is saved and nothing happens. Raises ``TypeError`` if ``model`` is no module,
+    ``ValueError`` if no tier is given, a directory is main memory (on a CPU), or settings contradict each other,
     ``FileNotFoundError`` or ``PermissionError`` for a directory that cannot be used, and, after the first step,
     ``BudgetError`` for a budget below what the step needs. Method: SSDTrain (Wu et al., arXiv 2408.10013).
     """
@@ -123,11 +124,11 @@ def activations(
 
 
 class Offloader:
-    """Made by ``activations``. Enter it around forward and backward of every step; ``close`` it at the end."""
+    """A context manager, made by ``activations``, for forward and backward of every step; ``close`` it at the end."""
 
     def __init__(self, model: nn.Module, account: Budget, rules: Rules, settings: Settings):
         self.events = EventLog()
-        """What moved when: see ``penstock.tiers.write_trace``."""
+        """A log of all copies and stalls, for ``penstock.tiers.write_trace``."""
         self._model = model
         self._account = account
         self._rules = rules
@@ -138,7 +139,7 @@ class Offloader:
         self._cycle: Cycle | None = None
         self._num_steps = 0
         self._num_tiny = 0
-        """Tensors that were saved and are too small to be counted."""
+        """Number of tensors that were saved and are too small to be counted."""
         self._last: OffloadStatistics | None = None
         self._hooks: contextlib.ExitStack | None = None
         self._is_closed = False
@@ -153,8 +154,8 @@ class Offloader:
         self._give_back = weakref.finalize(self, charges.give_back)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if has_backend(device):
-            self._waterfall(device)  # so that unusable directories are found now
-        self._scope = ModuleScope(model, weakref.WeakMethod(self._when_called))  # the last: it has hooks
+            self._waterfall(device)  # so that unusable directories raise an error now
+        self._scope = ModuleScope(model, weakref.WeakMethod(self._when_called))  # last, since it adds hooks
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -172,7 +173,7 @@ class Offloader:
         self._scope.refresh()
         self._finish_cycle_if_drained()
         hooks = contextlib.ExitStack()
-        hooks.enter_context(gate.computing())  # an interrupt while it waits leaves nothing behind
+        hooks.enter_context(gate.computing())  # an interrupt during this wait leaves nothing behind
         _active.offloader, self._hooks = self, hooks
         if not self._learner.declined:
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
@@ -199,7 +200,7 @@ class Offloader:
             self._cycle = None
 
     def _when_called(self) -> None:
-        """The model is called, and no operator is under way: recordings may begin and end."""
+        """Let recordings begin and end, since the model is called and no operator runs."""
         if self._hooks is None or getattr(_active, "offloader", None) is not self or not torch.is_grad_enabled():
             return
         self._finish_cycle_if_drained(must_be_used=True)
@@ -213,7 +214,7 @@ class Offloader:
         )
 
     def statistics(self) -> OffloadStatistics:
-        """What the last finished step did; zeros before the first."""
+        """Return what the last finished step did; zeros before the first."""
         self._finish_cycle_if_drained()
         if self._last is None or self._learner.declined:
             return OffloadStatistics(
@@ -227,7 +228,7 @@ class Offloader:
         return self._last
 
     def _finds_nothing(self) -> bool:
-        """Whether all that was ever saved is tiny."""
+        """Whether all tensors that were ever saved are tiny."""
         return self._cycle is None and not self._num_steps and bool(self._num_tiny)
 
     def _nothing(self) -> str:
@@ -238,19 +239,19 @@ class Offloader:
 
     @property
     def budget(self) -> Budget:
-        """The account that it charges: limits of the device, of host memory and of disks."""
+        """The account that it charges, with the limits of the device, host memory and disks."""
         return self._account
 
     def tier_statistics(self) -> TierStatistics:
-        """Sums over the tiers since the offloader was made, for its first device."""
+        """Return sums over the tiers since the offloader was made, for its first device."""
         return next(iter(self._waterfalls.values())).statistics()
 
     def trace(self) -> tuple[Event, ...]:
-        """The events of all copies and stalls, as far as they are kept."""
+        """Return the events of all copies and stalls, as far as the log still has them."""
         return self.events.since()
 
     def close(self) -> None:
-        """Ends the lanes, frees the disk space and removes the module hooks. Graphs that wait for backward are lost."""
+        """End the lanes, free the disk space and remove the module hooks. Graphs that wait for backward are lost."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -270,12 +271,12 @@ class Offloader:
 
     def _packed(self, tensor: torch.Tensor) -> Packed:
         if hasattr(tensor, "trigger_wait"):
-            tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose bytes may still be on their way
+            tensor = tensor.trigger_wait()  # an AsyncCollectiveTensor, whose bytes may not have arrived yet
         if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
             names, context = tensor.__tensor_flatten__()
             return WrappedTensor(tensor, {name: self._packed_part(getattr(tensor, name)) for name in names}, context)
         if not _has_plain_bytes(tensor) or torch._C._current_graph_task_id() != -1:
-            return KeptTensor(tensor)  # what is saved during recomputation is used at once
+            return KeptTensor(tensor)  # tensors saved during recomputation are used at once
         storage = tensor.untyped_storage()
         if self._scope.owns(storage):
             return KeptTensor(tensor)
@@ -283,7 +284,7 @@ class Offloader:
             self._num_tiny += 1
             return KeptTensor(tensor)
         if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():
-            return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: its siblings' versions count separately
+            return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: siblings have other version counters
         entry = self._entries.get(storage._cdata)
         if entry is None or entry.version != tensor._version:
             entry = self._enter_storage(tensor, storage)
@@ -293,11 +294,11 @@ class Offloader:
         return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
 
     def _packed_part(self, part: Any) -> Packed | Opaque:  # any: whatever a wrapper class is made of
-        """A DTensor names its mesh, which is no tensor, among its parts."""
+        """Pack a part of a wrapper tensor. A DTensor lists its mesh, which is no tensor, among its parts."""
         return self._packed(part) if isinstance(part, torch.Tensor) else Opaque(part)
 
     def _enter_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> SavedEntry | None:
-        """The entry of a storage seen for the first time; ``None`` for weights in another dtype."""
+        """Return the entry of a storage seen for the first time; ``None`` for weights in another dtype."""
         if self._scope.is_weight_cast(tensor):
             return None
         is_after_another = self._finish_cycle_if_drained(must_be_used=True)
@@ -353,7 +354,7 @@ class Offloader:
         return self._waterfalls[device]
 
     def _finish_cycle_if_drained(self, *, must_be_used: bool = False) -> bool:
-        """Ends the cycle once nothing of it waits for backward. One that never had a backward teaches nothing."""
+        """End the cycle once nothing in it waits for backward. A cycle without a backward teaches nothing."""
         cycle = self._cycle
         if cycle is None or not cycle.is_drained or (must_be_used and not cycle.num_needs):
             return False
@@ -367,7 +368,7 @@ class Offloader:
 
 
 class OffloadedModule(nn.Module):
-    """A module whose forward runs inside an offloader. Made by ``wrap``; ``module`` is the wrapped one."""
+    """A module whose forward runs inside an offloader, made by ``wrap``. ``module`` is the wrapped module."""
 
     def __init__(self, module: nn.Module, offloader: Offloader):
         super().__init__()
@@ -381,14 +382,15 @@ class OffloadedModule(nn.Module):
         )
 
     def forward(self, *arguments: object, **keywords: object) -> object:
-        """Calls the module with its activations offloaded; backward may come at any time, anywhere."""
+        """Call the module with its activations offloaded. Backward may run later, in or outside of a context."""
         with self.offloader:
             return self.module(*arguments, **keywords)
 
 
 @checked("penstock.offload.wrap(module, disk='/nvme')")
 def wrap(module: nn.Module, **options: object) -> OffloadedModule:
-    """``module`` with its forward inside ``activations(module, **options)``, for training loops that others own.
+    """Return ``module`` with its forward inside ``activations(module, **options)``, for training loops you cannot
+    change.
 
     Parameters gain the prefix ``module.`` in ``state_dict``, as with DistributedDataParallel.
     """
@@ -413,7 +415,7 @@ def _has_plain_bytes(tensor: torch.Tensor) -> bool:
 
 
 def _is_checkpoint_input() -> bool:
-    """Whether the tensor being saved is an input of a checkpointed region: a frame of checkpoint.py saves it."""
+    """Whether the tensor being saved is an input of a checkpointed region: then a frame of checkpoint.py saves it."""
     frame = sys._getframe(1)
     for _ in range(8):
         if frame.f_code.co_filename == checkpoint.__file__:
@@ -442,7 +444,10 @@ def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
 
 
 def _check_patterns(model: nn.Module, modules: Sequence[str] | None) -> None:
-    """Where nothing is chosen, nothing would be offloaded, without a word. What to keep may be missing."""
+    """Raise ``ValueError`` if no module matches ``modules``, since then nothing would be offloaded, without a word.
+
+    Modules to keep may be missing.
+    """
     names = [name for name, _ in model.named_modules()]
     if modules is not None and not any(covers(pattern, name) for pattern in modules for name in names):
         shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
@@ -453,7 +458,7 @@ def _check_patterns(model: nn.Module, modules: Sequence[str] | None) -> None:
 
 
 def _parameter_bytes(model: nn.Module) -> dict[int, int]:
-    """Of each parameter with its gradient."""
+    """Return the bytes of each parameter with its gradient, by ``id``."""
     return {id(one): one.nbytes * (2 if one.requires_grad else 1) for one in model.parameters()}
 
 

@@ -1,4 +1,4 @@
-"""What stands in the autograd graph in place of a saved tensor."""
+"""Objects that stand for saved tensors in the autograd graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SavedEntry:
-    """One storage, saved in one version, and the packed tensors that refer to it. Dies with the last of them.
+    """One saved storage in one version, shared by the packed tensors that refer to it. It dies with the last of them.
 
-    A parked storage that was fetched is held until every packed tensor has been used once, then let go: autograd
-    itself holds what it is working on. A second backward (``retain_graph``) fetches it again.
+    A fetched storage is held until every packed tensor has been used once. Then autograd itself holds what it works on.
+    A second backward (``retain_graph``) fetches it again.
     """
 
     __slots__ = ("__weakref__", "_held", "_unused", "cycle", "handle", "index", "is_needed", "origin", "version")
@@ -25,10 +25,10 @@ class SavedEntry:
     def __init__(self, cycle: Cycle, index: int, origin: StorageWeakRef, version: int):
         self.cycle = cycle
         self.index = index
-        self.origin = origin  # as long as it lives, no other storage gets this one's identity
+        self.origin = origin  # while it lives, no other storage can get this one's identity
         self.version = version
         self.handle: Handle | None = None
-        """Receipt of the parked bytes; ``None`` if the storage is kept, by the packed tensors themselves."""
+        """The handle of the parked bytes; ``None`` if the packed tensors themselves keep the storage."""
         self.is_needed = False
         self._held: torch.UntypedStorage | None = None
         self._unused = 0
@@ -38,11 +38,11 @@ class SavedEntry:
             self.cycle.num_open -= 1
 
     def add(self) -> None:
-        """One more packed tensor refers to this storage."""
+        """Add a packed tensor that refers to this storage."""
         self._unused += 1
 
     def fetch(self, is_first_use: bool) -> torch.UntypedStorage:
-        """The storage on the device, for one packed tensor; ``is_first_use`` in this backward."""
+        """Return the storage on the device for one packed tensor; ``is_first_use`` in this backward."""
         assert self.handle is not None
         if self._held is None:
             self._held = self.handle.get()
@@ -54,17 +54,17 @@ class SavedEntry:
 
 
 class KeptTensor:
-    """A saved tensor left as it is; only the check for in-place changes, which hooks switch off, is ours."""
+    """A saved tensor that stays as it is. It checks for in-place changes, which PyTorch does not do under hooks."""
 
     __slots__ = ("entry", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, entry: SavedEntry | None = None):
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # a node's own result would keep the node alive
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # the result of a node would keep that node alive
         self.version = version_of(tensor)
         self.entry = entry
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, if nobody changed it since."""
+        """Return the tensor, or raise an error if it was changed since."""
         if self.entry is not None:
             self.entry.cycle.needed(self.entry)
         check_version(self.tensor, self.version)
@@ -72,7 +72,7 @@ class KeptTensor:
 
 
 class ParkedTensor:
-    """A view of a saved storage: its layout, and a hollow alias that shares the version counter."""
+    """A view of a parked storage: its layout, and an alias without bytes that shares the version counter."""
 
     __slots__ = ("__weakref__", "_alias", "_is_used", "_layout", "entry")
 
@@ -84,7 +84,7 @@ class ParkedTensor:
         self._is_used = False
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, rebuilt on the fetched storage, if nobody changed it since it was saved."""
+        """Return the tensor, rebuilt on the fetched storage, or raise an error if it was changed since it was saved."""
         check_version(self._alias, self.entry.version, dtype=self._layout.dtype, shape=self._layout.shape)
         entry = self.entry
         entry.cycle.needed(entry)
@@ -102,7 +102,7 @@ class Opaque:
         self.part = part
 
     def unpack(self) -> Any:
-        """The part as it was."""
+        """Return the part as it was."""
         return self.part
 
 
@@ -119,7 +119,7 @@ class WrappedTensor:
         self._stride = tensor.stride()
 
     def unpack(self) -> torch.Tensor:
-        """The wrapper around its unpacked parts."""
+        """Return the wrapper around its unpacked parts."""
         parts = {name: part.unpack() for name, part in self._parts.items()}
         return self._type.__tensor_unflatten__(parts, self._context, self._shape, self._stride)  # type: ignore[attr-defined, no-any-return]
 
@@ -128,7 +128,7 @@ Packed = KeptTensor | ParkedTensor | WrappedTensor
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of ``tensor`` without its bytes, whose ``_version`` follows every in-place change of ``tensor``."""
+    """Return an alias of ``tensor`` without bytes, whose ``_version`` follows every in-place change of ``tensor``."""
     alias = tensor.detach()
     alias.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias

@@ -1,4 +1,4 @@
-"""Whose forward runs, and which storages are the model's own."""
+"""The stack of running modules, and the storages that belong to the model itself."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,9 +17,9 @@ Shapes = tuple[tuple[int, ...], ...]
 class ModuleScope:
     """The stack of running modules of one model, kept by hooks, and the storages of its parameters and buffers.
 
-    Hooks return at once while PyTorch compiles, or may, so that they never enter a graph; modules inside a compiled
-    one are not hooked. The stack belongs to the thread that computes. ``when_called`` gives, as a weak reference does,
-    what to call whenever the model is, before any of its operators.
+    Hooks return at once while PyTorch compiles or may compile, so that they never become part of a graph. Modules
+    inside a compiled one are not hooked. Each thread that computes has its own stack. ``when_called`` returns, like a
+    weak reference, a function to call whenever the model is called, before any of its operators.
     """
 
     def __init__(self, model: nn.Module, when_called: Callable[[], Callable[[], None] | None]):
@@ -30,7 +30,7 @@ class ModuleScope:
         self._weights: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._casts: dict[tuple[str, tuple[int, ...]], bool] = {}
         self.given: Shapes = ()
-        """Shapes of the tensors that the model was last called with."""
+        """Shapes of the tensors in the last call of the model."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._hooks.append(model.register_forward_pre_hook(_GivenHook(self), with_kwargs=True))
         for name, module in eager_modules(model):
@@ -39,12 +39,12 @@ class ModuleScope:
 
     @property
     def current(self) -> str:
-        """Qualified name of the innermost running module; ``""`` outside of all."""
+        """Qualified name of the innermost running module; ``""`` outside of all modules."""
         stack = self._stack()
         return stack[-1] if stack else ""
 
     def refresh(self) -> None:
-        """Notes the storages of all parameters and buffers anew: models move and are sharded between steps."""
+        """Record the storages of all parameters and buffers anew, since models move and are sharded between steps."""
         self._stack().clear()
         self._own.clear()
         self._weights.clear()
@@ -52,11 +52,11 @@ class ModuleScope:
             self._note(tensor)
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``storage`` is under a parameter or a buffer, or a view of one."""
+        """Return whether ``storage`` belongs to a parameter or a buffer."""
         return storage._cdata in self._own
 
     def is_weight_cast(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is autocast's cached cast of a parameter, or its transpose. Compares a few values."""
+        """Return whether ``tensor`` is autocast's cached cast of a parameter, or its transpose, by a few values."""
         for candidate in (tensor, tensor.mT) if tensor.dim() >= 2 else (tensor,):
             for weight in self._weights.get(tuple(candidate.shape), ()):
                 if weight.dtype != tensor.dtype and weight.device == tensor.device and self._is_cast(candidate, weight):
@@ -66,13 +66,13 @@ class ModuleScope:
     def _is_cast(self, tensor: torch.Tensor, weight: torch.Tensor) -> bool:
         if tensor.device.type == "cpu":
             return _starts_alike(tensor, weight)
-        case = (self.current, tuple(tensor.shape))  # comparing on a GPU waits for it: once per module is enough
+        case = (self.current, tuple(tensor.shape))  # comparing on a GPU waits for it, so only once per module
         if case not in self._casts:
             self._casts[case] = _starts_alike(tensor, weight)
         return self._casts[case]
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -91,7 +91,7 @@ class ModuleScope:
     def _enter(self, name: str, module: nn.Module) -> None:
         self._stack().append(name)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:  # FSDP puts the gathered parameters here, just before
+            if tensor is not None:  # FSDP puts the gathered parameters here just before
                 self._note_late(tensor)
 
     def _note_late(self, tensor: torch.Tensor) -> None:
@@ -101,12 +101,12 @@ class ModuleScope:
 
     def _leave(self, name: str, _: nn.Module) -> None:
         stack = self._stack()
-        if name in stack:  # and maybe others on top, which were not left since a planned step was called elsewhere
+        if name in stack:  # modules above it were not left if a planned step was called elsewhere
             del stack[len(stack) - 1 - stack[::-1].index(name) :]
 
 
 class _Hook:
-    """A hook on one module. In a pickle of the model it is one that does nothing: the offloader stays here."""
+    """A hook on one module. In a pickle of the model it does nothing, since the offloader is not pickled."""
 
     def __init__(self, name: str, call: Callable[[str, nn.Module], None]):
         self._name, self._call = name, call
@@ -120,7 +120,7 @@ class _Hook:
 
 
 class _GivenHook:
-    """Notes the shapes of what the model is called with. In a pickle of the model it does nothing."""
+    """A hook that records the shapes of the model's arguments. In a pickle of the model it does nothing."""
 
     def __init__(self, scope: ModuleScope | None):
         self._scope = scope
@@ -137,7 +137,7 @@ class _GivenHook:
 
 
 def _nothing(_: str, __: nn.Module) -> None:
-    """Of a model that came from elsewhere."""
+    """Do nothing, in a model that was unpickled."""
 
 
 def _shapes_in(things: Iterable[Any]) -> Iterator[tuple[int, ...]]:  # any: arguments of a model
@@ -151,17 +151,17 @@ def _shapes_in(things: Iterable[Any]) -> Iterator[tuple[int, ...]]:  # any: argu
 
 
 def _is_traced_as_eager() -> bool:
-    """Whether a planned step is traced, in which whoever asks PyTorch is told that nothing is."""
+    """Return whether a planned step is traced as if it were eager, so that PyTorch says that nothing is compiled."""
     return gate.may_trace
 
 
-# As torch.compiler.assume_constant_result does, without importing Dynamo. Else Dynamo guards on what is true only while
-# it traces, and every call of a planned step is traced again.
+# This is what torch.compiler.assume_constant_result does, without importing Dynamo. Otherwise Dynamo guards on a value
+# that is true only during tracing, and every call of a planned step is traced again.
 _is_traced_as_eager._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model's modules and their names, without those inside a compiled one."""
+    """Yield the model's modules and their names, without those inside a compiled one."""
     compiled: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(prefix) for prefix in compiled):
@@ -174,17 +174,17 @@ def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile`` returned, or was compiled in place."""
+    """Return whether ``module`` is a result of ``torch.compile``, or was compiled in place."""
     return _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Of ``torch.compile``; Accelerate sets the same attribute on a model of which it has compiled regions."""
+    """Whether ``torch.compile`` wrapped it. Accelerate sets the same attribute on models with compiled regions."""
     return "_orig_mod" in module._modules
 
 
 def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The strided tensors that hold the bytes of ``tensor``: itself, or the parts of a wrapper such as DTensor.
+    """Return the strided tensors that hold the bytes of ``tensor``: itself, or the parts of a wrapper such as DTensor.
 
     Empty for tensors without bytes of their own (fake, meta, sparse).
     """

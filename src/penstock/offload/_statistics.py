@@ -1,4 +1,4 @@
-"""What offloading did in a step, as frozen numbers."""
+"""Statistics of what offloading did in a step, as frozen numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,43 +8,43 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStatistics:
-    """One step: from the first tensor saved to the last one used. Sizes are bytes, durations seconds."""
+    """Statistics of one step, from the first tensor saved to the last one used. Sizes are bytes, durations seconds."""
 
     num_steps: int
-    """Steps finished so far, this one included."""
+    """Number of steps finished so far, including this one."""
     saved_bytes: int
-    """All storages that autograd saved, each counted once, weights left out."""
+    """Bytes of all storages that autograd saved, each counted once, without weights."""
     parked_bytes: int
-    """Copied out of the device."""
+    """Bytes copied out of the device."""
     fetched_bytes: int
-    """Copied back."""
+    """Bytes copied back to the device."""
     forwarded_bytes: int
-    """Asked for while still on the device."""
+    """Bytes that were asked for while they were still on the device."""
     kept_bytes: dict[str, int] = field(default_factory=dict)
-    """Left on the device, by reason."""
+    """Bytes left on the device, by reason."""
     failed_bytes: int = 0
-    """Meant to be parked, but left on the device: no room, or a failed write."""
+    """Bytes that should have been parked but stayed on the device, because of a full tier or a failed write."""
     stall_s: float = 0.0
-    """Time the computation waited for copies."""
+    """Seconds that the computation waited for copies."""
     step_s: float = 0.0
-    """Time from the first tensor saved to the last one used, as the host sees it: it may be ahead of a device."""
+    """Seconds from the first tensor saved to the last one used, on the host, which may be ahead of the device."""
     written_to_disk_bytes: int = 0
-    """Written to disks: what wears an SSD."""
+    """Bytes written to disks, which wear an SSD."""
     peak_bytes: int | None = None
-    """Device peak of the step where it was measured: always on CUDA, on CPU while a budget is being fitted."""
+    """Device peak of the step where it was measured: always on CUDA, on a CPU while a budget is being fitted."""
     predicted_peak_bytes: int | None = None
-    """What the plan promised: the device peak with a budget or on CUDA, else the peak of saved storages alone."""
+    """Peak that the plan predicted: of the device with a budget or on CUDA, else of saved storages alone."""
     predicted_stall_s: float | None = None
-    """What the plan promised; ``None`` before there is one."""
+    """Seconds of waiting that the plan predicted; ``None`` before there is a plan."""
     is_planned: bool = False
-    """Whether the step followed a plan. Steps that are recorded for one move all that they may."""
+    """Whether the step followed a plan. Steps that are recorded to make one move everything that may move."""
     declined: str = ""
-    """Why nothing is offloaded; empty while something is."""
+    """The reason why nothing is offloaded; empty if something is."""
     peak_parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of ``predicted_peak_bytes`` by what they are, the largest part first: why the peak is not lower."""
+    """Bytes of ``predicted_peak_bytes`` by what they are, the largest first, to show why the peak is not lower."""
 
     def explain(self) -> str:
-        """The step in some lines of text: what moved, what stayed and why, and what the peak is made of."""
+        """Return a few lines of text about the step: what moved, what stayed and why, and what the peak consists of."""
         lines = [f"step {self.num_steps}: {format_bytes(self.saved_bytes)} saved for backward"]
         if self.declined:
             lines.append(f"offloading is declined: {self.declined}")
@@ -58,59 +58,59 @@ class OffloadStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What a `Training` had on the device at one moment of a step."""
+    """Bytes that a `Training` has on the device at one moment of a step."""
 
     at_s: float
     """Seconds since the step began."""
     held_bytes: Mapping[str, int]
     """Bytes of parameters, gradients, optimizer state and activations."""
     others_bytes: int
-    """What else was there before the first step, the same at all times."""
+    """Bytes that were on the device before the first step, the same at all times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatistics:
-    """What a `Training` did since it was made."""
+    """Statistics of a `Training` since it was made."""
 
     num_steps: int
-    """Times that its context was left."""
+    """Number of times that its context was left without an error."""
     state_bytes: int
-    """Of all parameters, gradients and optimizer states that it moves, wherever they are now."""
+    """Bytes of all parameters, gradients and optimizer states that it moves, wherever they are now."""
     num_parameters: int
-    """Elements of the model's parameters."""
+    """Number of elements in the model's parameters."""
     fetched_bytes: int
-    """Copied to the device."""
+    """Bytes copied to the device."""
     parked_bytes: int
-    """Copied out of it."""
+    """Bytes copied out of the device."""
     step_fetched: Mapping[str, int]
-    """Bytes copied to the device in the last step: of parameters, gradients, optimizer state and activations."""
+    """Bytes copied to the device in the last step, of parameters, gradients, optimizer state and activations."""
     step_parked: Mapping[str, int]
-    """Bytes copied out of it in the last step, likewise."""
+    """Bytes copied out of the device in the last step, of the same four."""
     written_to_disk_bytes: int
-    """Of ``parked_bytes``: what wears an SSD."""
+    """Bytes of ``parked_bytes`` that were written to a disk, which wears an SSD."""
     stall_s: float
     """Seconds that the computation waited for copies."""
     wall_s: float
-    """Seconds since the first step began, until the last one ended."""
+    """Seconds from the beginning of the first step to the end of the last one."""
     num_host_updates: int | None
-    """Updates of single parameters that the host computed; ``None`` where the device does all."""
+    """Number of updates of single parameters that the host computed; ``None`` if the device computes all."""
     held_bytes: int
-    """What it has on the device now."""
+    """Bytes that it has on the device now."""
     measured_peak_bytes: int | None
-    """Of the device, in the last step that was measured: the first of each kind; ``None`` before."""
+    """Device peak of the last measured step, which is one of the first of its kind; ``None`` before."""
 
     @property
     def step_fetched_bytes(self) -> int:
-        """Copied to the device in the last step."""
+        """Bytes copied to the device in the last step."""
         return sum(self.step_fetched.values())
 
     @property
     def step_parked_bytes(self) -> int:
-        """Copied out of it in the last step."""
+        """Bytes copied out of the device in the last step."""
         return sum(self.step_parked.values())
 
     def figures(self) -> dict[str, float]:
-        """As numbers for a log: bytes per parameter in and out in the last step, seconds of stalls, the peak."""
+        """Return numbers for a log: bytes per parameter in and out in the last step, seconds of stalls, the peak."""
         parameters = max(1, self.num_parameters)
         found = {
             "in_bytes_per_parameter": self.step_fetched_bytes / parameters,

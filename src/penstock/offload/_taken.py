@@ -1,4 +1,4 @@
-"""What a training moves: a model's parameters, their gradients, and what its optimizer keeps of them."""
+"""The tensors that a training moves: a model's parameters, their gradients, and the optimizer's states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from penstock.stepping import State
 
 
 class Taken:
-    """Makes pages of them, whenever some are new."""
+    """Parameters, gradients and states as pages. New ones are made pages whenever they appear."""
 
     def __init__(self, pages: Pages, model: nn.Module, device: torch.device):
         self._pages, self._model, self._device = pages, model, device
@@ -21,10 +21,10 @@ class Taken:
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []  # any: of PyTorch's handles
         self.on_gradient: Callable[[torch.Tensor], None] = self.gradient
-        """Called with a parameter whose gradient has just been added to."""
+        """A function that is called with a parameter whose gradient has just been added to."""
 
     def end(self) -> None:
-        """Hears of gradients no more."""
+        """Remove the gradient hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -43,25 +43,25 @@ class Taken:
                     self.gradient(one)
 
     def _take_over_parts(self, tensor: torch.Tensor, name: str) -> None:
-        """Of a tensor that is made of others, such as a quantised one: those move."""
+        """Make pages of the tensors that a wrapper tensor, such as a quantized one, is made of."""
         for field, part in parts_of(tensor).items():
             label = f"{field} of {name}"
             if _is_wrapper(part):
                 self._take_over_parts(part, label)
             elif self._may_move(part) and self._pages.find(storage_id(part)) is None:
-                if not part.untyped_storage().resizable():  # a file's, or NumPy's
+                if not part.untyped_storage().resizable():  # memory of a file or of NumPy
                     part = part.clone()
                     setattr(tensor, field, part)
                 self._adopt(part, Kind.PARAMETER, label)
 
     def _take_over(self, parameter: nn.Parameter) -> None:
-        """Makes its storage one that can be emptied, shared as it was."""
+        """Make a parameter's storage a page; give it a new storage first if it cannot be resized, shared as before."""
         if not self._may_move(parameter):
             return
         storage = parameter.untyped_storage()
         if self._pages.is_left_alone(storage):
             return
-        if not storage.resizable():  # such as one that NumPy or a file gave
+        if not storage.resizable():  # memory of NumPy or of a file
             sharing = [one for one in self._model.parameters() if storage_id(one) == storage._cdata]
             own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
             own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
@@ -85,7 +85,7 @@ class Taken:
     def state(self, parameter: torch.Tensor, state: State) -> None:
         for field, value in state.items():
             if isinstance(value, torch.Tensor):
-                if self._may_move(value) and not value.untyped_storage().resizable():  # a file's, or NumPy's
+                if self._may_move(value) and not value.untyped_storage().resizable():  # memory of a file or of NumPy
                     state[field] = value = value.clone()
                 self._adopt(value, Kind.STATE, f"{field} of {self.name(parameter)}")
 
@@ -113,7 +113,7 @@ class Taken:
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that it is made of, by name; none for a plain one."""
+    """Return the tensors that a wrapper tensor is made of, by name; none for a plain tensor."""
     if not _is_wrapper(tensor):
         return {}
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -121,10 +121,10 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Of the tensor, or of those that it is made of."""
+    """Return the bytes of a tensor, or of the tensors that it is made of."""
     return sum(map(nbytes_of, parts_of(tensor).values())) if _is_wrapper(tensor) else tensor.nbytes
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors and has no bytes of its own."""
+    """Whether a tensor is made of other tensors and has no bytes of its own."""
     return hasattr(tensor, "__tensor_flatten__")

@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
+"""Training of a model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
 import atexit
 import contextlib
@@ -36,7 +36,7 @@ from penstock.units import format_bytes
 
 _CALL_PARAMETERS = CALL.replace("offload.training", "offload.parameters")
 _PARTS = 16
-"""A file of a checkpoint has at most this part of the budget, unless a single tensor has more."""
+"""Divisor of the budget that gives the size of a checkpoint's files. A file is larger only if a single tensor is."""
 
 
 @checked(CALL)
@@ -51,7 +51,7 @@ def training(
     update_in_backward: bool = False,
     update: Update = "device",
 ) -> "Training":
-    """Train a model whose parameters, gradients and optimizer state exceed the device, in a loop of your own.
+    """Train a model whose parameters, gradients and optimizer state exceed the device, in your own loop.
 
     >>> training = penstock.offload.training(model, optimizer, budget="22GiB", disk="/nvme")  # doctest: +SKIP
     >>> for batch in loader:  # doctest: +SKIP
@@ -62,39 +62,39 @@ def training(
     ...         optimizer.zero_grad()
     >>> training.close()  # doctest: +SKIP
 
-    Parameters, gradients and states of 16 KiB and more are on the device only while an operator works on them, and as
-    long as the budget has room; else they are in host memory (on an accelerator, ``host``) or on ``disk``. Results are
-    those of plain PyTorch to the bit. On a machine without an accelerator main memory is the device, and what leaves
-    goes to disk.
+    Parameters, gradients and states of 16 KiB and more stay on the device as long as the budget has room. Otherwise
+    they are there only while an operator works on them, and at other times in host memory (on an accelerator, ``host``)
+    or on ``disk``. Results are bit-identical to plain PyTorch. On a machine without an accelerator main memory is the
+    device, and what leaves it goes to disk.
 
     Args:
         model: on the device, or on the CPU to be trained there; its parameters are taken over at once. Or a function
-            that makes it: then parameters leave while it runs, and the whole model is never on the device. It is
-            ``training.model`` afterwards.
-        optimizer: any of PyTorch's but L-BFGS, or your own, as long as it updates a parameter from that parameter, its
-            gradient, its state and its group. It steps one parameter after the other. Or a function that makes it from
-            the parameters; ``training.optimizer`` afterwards.
+            that makes it: then parameters leave while it runs, and the whole model is never on the device. Afterwards
+            the model is ``training.model``.
+        optimizer: any of PyTorch's but L-BFGS, or your own, if it updates a parameter from that parameter, its
+            gradient, its state and its group alone. It steps one parameter after the other. Or a function that makes it
+            from the parameters. Afterwards the optimizer is ``training.optimizer``.
         budget: the true peak of the device in every step but the first of its kind, which is measured: bytes, a text
             such as ``"22GiB"``, or a `penstock.tiers.Budget`, which names all tiers.
-        host: host memory below an accelerator.
+        host: bytes of host memory to use below an accelerator.
         disk: a directory on an SSD, several, or a dict of directories and sizes.
-        device: where to train; by default where the model is, or, where a function makes it, on the accelerator that
-            this process uses, else on the CPU. A model that is elsewhere is moved there a parameter at a time.
+        device: where to train. By default it is where the model is, or, if a function makes the model, the accelerator
+            that this process uses, else the CPU. A model that is elsewhere is moved there one parameter at a time.
         update_in_backward: update each parameter as soon as its gradient is complete, so that gradients never leave the
             device. With this you promise one backward per step, followed by ``optimizer.step()``, without clipping,
-            scaling or accumulation; results are the same then.
-        update: which processor computes the optimizer's updates. ``"host"``: that of the host, in a thread beside the
-            step, for parameters of an accelerator whose weight, gradient and states are in host memory. States never
-            go down the link then, which carries 12 bytes per parameter and step instead of 36 (AdamW, float32, nothing
-            resident); under autocast 6, since weights and gradients travel in half precision, for 2 more of host
-            memory. Another processor rounds otherwise, so that results are plain PyTorch's within rounding, not to the
-            bit. ``"auto"``: the host where it is faster, by what both were measured to do in the first steps.
+            scaling or accumulation. Then results are the same.
+        update: which processor computes the optimizer's updates. ``"host"``: the host does, in a thread of its own, for
+            parameters of an accelerator whose weight, gradient and states are in host memory. States then never cross
+            the link, which carries 12 bytes per parameter and step instead of 36 (AdamW, float32, nothing resident).
+            Under autocast it carries 6, since weights and gradients travel in half precision, for 2 more bytes of host
+            memory. Another processor rounds differently, so that results agree with plain PyTorch within rounding, not
+            bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
 
     Raises ``TypeError`` and ``ValueError`` for arguments that cannot be used, ``FileNotFoundError`` or
-    ``PermissionError`` for a directory that cannot, and ``BudgetError`` where tiers have no room for parameters,
-    gradients and optimizer state, or, after a first step, where an operator needs more than the budget. Inside of a
-    step ``TierReadError`` where bytes cannot be read back: begin again from the last checkpoint. What cannot be
-    written stays on the device, is said once (`TierDegradedWarning`), and the step goes on.
+    ``PermissionError`` for a directory that cannot be used, and ``BudgetError`` if tiers have no room for parameters,
+    gradients and optimizer state, or, after a first step, if an operator needs more than the budget. Inside a step it
+    raises ``TierReadError`` if bytes cannot be read back: begin again from the last checkpoint. What cannot be written
+    stays on the device, you get one warning (`TierDegradedWarning`), and the step goes on.
     """
     account, where = places(model, optimizer, budget, host, disk, device, update)
     return Training(model, optimizer, account, where, update_in_backward=update_in_backward, update=update)
@@ -112,7 +112,7 @@ def parameters(
     update_in_backward: bool = False,
     update: Update = "device",
 ) -> "Training":
-    """`training` without activations: those stay on the device, or are left to checkpointing or `activations`.
+    """Train as `training` does, but leave activations on the device, or to checkpointing or `activations`.
 
     The budget is still that of the whole step: parameters, gradients and optimizer state get what activations leave.
     Arguments, result and errors are those of `training`.
@@ -130,12 +130,12 @@ def parameters(
 
 
 class Training:
-    """Made by `training`. Enter it around each step; ``close`` it at the end."""
+    """A context manager, made by `training`, to enter around each step; ``close`` it at the end."""
 
     model: nn.Module
-    """As it was given, or made."""
+    """The model that was given, or that the function made."""
     optimizer: torch.optim.Optimizer
-    """As it was given, or made."""
+    """The optimizer that was given, or that the function made."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Training:
         self._begun_s: float | None = None
         self._ended_s = 0.0
         self.disks = tuple(account.disk_bytes)
-        """Directories below the device."""
+        """Directories of the disk tiers."""
         self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
         self._before = self._last
         self._measured_peak_bytes: int | None = None
@@ -168,7 +168,7 @@ class Training:
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._watch = Watch(self._pages, device)
         try:
-            self._watch.begin()  # now, since whoever reads a parameter anywhere reads what may be elsewhere
+            self._watch.begin()  # now, since parameters may leave the device from here on
         except ValueError:
             self._waterfall.close()
             raise
@@ -225,7 +225,7 @@ class Training:
         self._is_entered = True
         self._begun_s = time.perf_counter() if self._begun_s is None else self._begun_s
         self._refuse_parallel()
-        self._taken.parameters()  # some may be new, or have other storages now
+        self._taken.parameters()  # some may be new or have new storages
         self._pages.begin_step()
         self._watch.norms.begin_step()
         self._watch.casts.begin_step()
@@ -261,10 +261,12 @@ class Training:
             )
 
     def _measure(self) -> None:
-        """Begins to measure this step, unless another thread has a page on a CPU while it saves: that comes next."""
+        """Begin to measure this step, or wait for the next one if another thread holds a page on a CPU, as while it
+        saves.
+        """
         with self._pages.lock:
             if self._device.type == "cpu":
-                self._pages.flush()  # the profiler does not report the freeing of what was there before it
+                self._pages.flush()  # the profiler does not report when memory from before it is freed
                 if any(page.held_bytes() for page in self._pages.pinned):
                     return
             self._meter = Meter(self._pages, self._device)
@@ -272,9 +274,9 @@ class Training:
     @contextlib.contextmanager
     @checked("with training.whole(model.head)")
     def whole(self, module: nn.Module | None = None) -> Iterator[None]:
-        """Everything that ``module`` has, or the whole model with its optimizer, is on the device inside.
+        """Keep everything of ``module``, or of the model and its optimizer, on the device while the block runs.
 
-        Whatever the budget says, and free to be read and written in any way: ``state_dict``, ``torch.save``,
+        The budget does not matter here. You can read and write all of it in any way: ``state_dict``, ``torch.save``,
         ``save_pretrained``, ``numpy``.
         """
         if self._is_closed:
@@ -304,14 +306,15 @@ class Training:
 
     @checked("training.save('checkpoints/step-100', extra={'scheduler': scheduler.state_dict()})")
     def save(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:  # any: see `load`
-        """Write a checkpoint between two steps, a part at a time, within the budget.
+        """Write a checkpoint between two steps, one part at a time, within the budget.
 
-        ``path`` becomes a folder, whole or not at all; one that is there already is replaced. It holds the model's
-        parameters and buffers as safetensors with the names of ``state_dict`` (what ``from_pretrained`` reads beside a
-        ``config.json``), the optimizer's states and groups, and the states of PyTorch's random generators. Gradients
-        are not stored. ``extra``: what else is needed to go on, of numbers, texts, tensors, lists and dicts.
+        ``path`` becomes a folder, which appears as a whole or not at all; an older one there is replaced. It holds the
+        model's parameters and buffers as safetensors with the names of ``state_dict`` (which ``from_pretrained`` reads
+        if there is also a ``config.json``), the optimizer's states and groups, and the states of PyTorch's random
+        generators. Gradients are not stored. ``extra`` is whatever else you need to continue, made of numbers, texts,
+        tensors, lists and dicts.
 
-        Raises ``CheckpointError`` where it cannot be written; an older one is whole then.
+        Raises ``CheckpointError`` if it cannot be written; an older one is then untouched.
         """
         self._refuse_in_step("saved")
         with self._room_for_parts() as part_bytes:
@@ -319,13 +322,13 @@ class Training:
 
     @checked("training.save_weights('model')")
     def save_weights(self, path: str | os.PathLike[str], *, names: Collection[str] | None = None) -> None:
-        """Write the model's parameters and buffers into a folder, a part at a time, within the budget.
+        """Write the model's parameters and buffers into a folder, one part at a time, within the budget.
 
-        As safetensors with the names of ``state_dict``, in several files with an index where they are large: beside a
-        ``config.json`` that is what ``from_pretrained`` reads. ``names``: of which of them; of a tensor that has
-        several names any will do.
+        They are safetensors with the names of ``state_dict``, in several files with an index if they are large.
+        Together with a ``config.json`` that is what ``from_pretrained`` reads. ``names`` selects some of them; for a
+        tensor with several names, any of these will do.
 
-        Raises ``CheckpointError`` where they cannot be written.
+        Raises ``CheckpointError`` if they cannot be written.
         """
         self._refuse_in_step("saved")
         with self._room_for_parts() as part_bytes:
@@ -333,18 +336,17 @@ class Training:
 
     @checked("extra = training.load('checkpoints/step-100')")
     def load(self, path: str | os.PathLike[str]) -> Any:  # any: what `save` was given
-        """Go on from a folder that `save` wrote; returns its ``extra``.
+        """Continue from a folder that `save` wrote; return its ``extra``.
 
-        Parameters, buffers, optimizer states and groups are those of that moment, and so are the states of PyTorch's
-        random generators: the losses that follow are those of the run that was not interrupted, to the bit, if the same
-        batches follow.
+        Parameters, buffers, optimizer states and groups are restored, and so are the states of PyTorch's random
+        generators. If the same batches follow, the losses are bit-identical to those of a run that was not interrupted.
 
-        Raises ``CheckpointError`` for files that are damaged or another model's, before anything has changed.
+        Raises ``CheckpointError`` for files that are damaged or belong to another model, before anything has changed.
         """
         self._refuse_in_step("loaded")
         put = _checkpoint.load(Path(path), self.model, self.optimizer, self._device)
-        self._updates.forget()  # they are of weights that are replaced
-        self._pages.begin_step()  # states are pages as soon as they are made
+        self._updates.forget()  # due updates are of weights that are about to be replaced
+        self._pages.begin_step()  # so that states become pages as soon as they are made
         try:
             with self._watch.entered():
                 return put()
@@ -359,24 +361,24 @@ class Training:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget has room for all parameters, gradients and states, which `close` has on the device."""
+        """Whether the budget has room for all parameters, gradients and states, which `close` brings to the device."""
         return self._pages.others_bytes + self._state_bytes <= self._pages.budget_bytes
 
     @property
     def _state_bytes(self) -> int:
-        """Of all pages but those that are casts of others."""
+        """Bytes of all pages but those that are casts of others."""
         return sum(page.size_bytes for page in self._pages if page.wide is None)
 
     def park(self) -> None:
-        """All of it leaves the device now, for whoever else needs the memory until the next step."""
+        """Move everything off the device now, to leave the memory to others until the next step."""
         if not self._is_closed:
             self._refuse_unusable()
             self._pages.flush()
 
     def timeline(self) -> tuple[Held, ...]:
-        """What was on the device in the course of a step, as a report draws it; empty before one has been recorded.
+        """Return what was on the device in the course of a step, for a report; empty before a step has been recorded.
 
-        That is the third step of each kind, the first that follows what was measured; the last such one counts.
+        The third step of each kind is recorded, which is the first after the measured ones. The last recording counts.
         """
         others_bytes = self._pages.others_bytes
         return tuple(
@@ -385,16 +387,16 @@ class Training:
         )
 
     def trace(self) -> tuple[Event, ...]:
-        """Copies and waits, the last ones, for `penstock.tiers.write_trace` and reports."""
+        """Return the latest copies and waits, for `penstock.tiers.write_trace` and reports."""
         return self._waterfall.events.since()
 
     @property
     def budget_bytes(self) -> int:
-        """The true peak that a step may have."""
+        """The true peak that a step may have, in bytes."""
         return self._pages.budget_bytes
 
     def statistics(self) -> TrainingStatistics:
-        """What it did so far."""
+        """Return what it has done so far."""
         return TrainingStatistics(
             num_steps=self._num_steps,
             state_bytes=self._state_bytes,
@@ -413,10 +415,10 @@ class Training:
 
     @checked("training.close()")
     def close(self, *, discard: bool = False) -> None:
-        """Brings everything back to the device, whatever the budget says, and takes no more care of it.
+        """Bring everything back to the device, whatever the budget is, and stop managing it.
 
-        ``discard``: leaves behind what is not there, for a model that would not fit. Save it before, a part at a time:
-        ``with training.whole(module): torch.save(module.state_dict(), path)``.
+        ``discard`` leaves behind what is not on the device, for a model that would not fit. Save it before, a part at a
+        time: ``with training.whole(module): torch.save(module.state_dict(), path)``.
         """
         if self._is_closed:
             return
@@ -429,7 +431,7 @@ class Training:
             self._pages.drop_all()
         else:
             do_pending(list(self._pages))
-            self._forget_updates()  # there are none, but for the thread that computed some
+            self._forget_updates()  # no update is due any more; this ends the thread that computed some
             self._watch.casts.forget()
             self._pages.bring_back()
         self._is_closed = True
@@ -443,7 +445,7 @@ class Training:
 
     @contextlib.contextmanager
     def _room_for_parts(self) -> Iterator[int]:
-        """Bytes of a file, and as much room beside the pages while it is made as that takes."""
+        """Yield the bytes of one file, and leave the memory free that writing it takes."""
         part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
         with self._watch.entered(), self._pages.room(2 * part_bytes):
             do_all_pending(self._pages)
@@ -455,7 +457,7 @@ class Training:
             raise ValueError(f"a training is {what} between two steps, outside of `with training:`")
 
     def _refuse_parallel(self) -> None:
-        """Raise ``ValueError`` where DDP would sum a gradient that an update in backward has used up."""
+        """Raise ``ValueError`` if DDP would sum a gradient that an update in backward has already used."""
         if not self._updates_in_backward or self._num_steps > 1 or not torch.distributed.is_initialized():
             return
         own = {id(one) for one in self.model.parameters()}
@@ -472,14 +474,17 @@ class Training:
         if self._process != os.getpid():
             raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {CALL}")
 
-    # What is made at the beginning
+    # What the beginning makes
 
     def _made(
         self,
         model: nn.Module | Callable[[], nn.Module],
         optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Both, made within the budget where they are functions: what they make leaves as they go on."""
+        """Return the model and the optimizer; those given as functions are made within the budget.
+
+        What they make leaves the device while they run.
+        """
         self._pages.others_bytes = held_bytes(self._device)
         self._pages.begin_step()
         try:
@@ -507,13 +512,13 @@ class Training:
         return model, optimizer
 
     def _complete(self, parameter: torch.Tensor) -> None:
-        """A gradient has been added to."""
+        """Note that a gradient has been added to."""
         self._taken.gradient(parameter)
         if parameter.grad is not None and self._is_entered:
             self._watch.norms.take(parameter.grad)
 
     def _move(self) -> None:
-        """Parameters and buffers that are elsewhere come to the device, and leave it as more come."""
+        """Move parameters and buffers that are elsewhere to the device; they leave it as more come."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         if all(one.device == self._device for one in tensors):
             return
@@ -531,7 +536,7 @@ class Training:
             self._pages.end_step((), is_whole=False)
 
     def _refuse_too_much(self, device_bytes: int) -> None:
-        """Raise ``BudgetError`` where parameters, gradients and states find no room in all tiers together."""
+        """Raise ``BudgetError`` if parameters, gradients and states do not fit into all tiers together."""
         own = sum(map(nbytes_of, self.model.parameters()))
         trained = [one for one in self.model.parameters() if one.requires_grad]
         trained_bytes = sum(map(nbytes_of, trained))
@@ -550,7 +555,10 @@ _open: "weakref.WeakSet[Training]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Threads and PyTorch's stack of modes must not outlive the interpreter; bytes go with the process."""
+    """Close all trainings, since threads and PyTorch's stack of modes must not outlive the interpreter.
+
+    Bytes need no care, since they vanish with the process.
+    """
     for one in list(_open):
         if one._process == os.getpid():
             with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""How an optimizer steps whose parameters, gradients and states are pages: one parameter after the other, and late."""
+"""Optimizer steps on parameters, gradients and states that are pages: one parameter at a time, and put off."""
 
 import contextlib
 import types
@@ -16,9 +16,9 @@ from penstock.offload._taken import Taken
 from penstock.stepping import State, step_part
 
 _SMALL_SHARE = 256
-"""Small parameters are updated together, up to this part of the budget."""
+"""Divisor of the budget that gives how many bytes of small parameters are updated together."""
 _AT_ONCE = 16
-"""What an update works on is brought before it begins if the budget is so many times larger: others leave for it."""
+"""Factor by which the budget must exceed an update's pages for all of them to be fetched before it begins."""
 
 
 class Updates:
@@ -35,20 +35,20 @@ class Updates:
     ):
         self._optimizer, self._pages, self._taken = optimizer, pages, taken
         self._host = on_host
-        """``None`` where the device does all."""
+        """The updates on the host; ``None`` if the device does all."""
         self._is_undecided = is_measured
-        """Whether it is still to be measured who is faster."""
+        """Whether it is still to be measured whether the host is faster."""
         self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._is_broken = False
         self._stateless: set[int] = set()
-        """Parameters of which the optimizer keeps nothing."""
+        """Parameters without optimizer state."""
         self._small: list[torch.Tensor] = []
-        """Parameters whose gradients this backward has completed, and which wait for its end."""
+        """Parameters whose gradients this backward has completed, and whose updates wait for its end."""
         self._updated: set[int] = set()
         """Parameters that this backward has updated."""
 
     def begin(self) -> Callable[[], None]:
-        """Takes the place of ``optimizer.step``; returns what gives it back."""
+        """Replace ``optimizer.step``; return a function that restores it."""
         optimizer, own = self._optimizer, self._optimizer.__dict__.get("step")
         inner = self._step
 
@@ -68,7 +68,7 @@ class Updates:
         return give_back
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step, one parameter after the other."""
+        """Do the optimizer's step, one parameter after the other."""
         loss, optimizer = None, self._optimizer
         if closure is not None:
             with torch.enable_grad():
@@ -76,7 +76,7 @@ class Updates:
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
         for page in list(self._pages):
-            if page.pending is not None:  # of a weight that nobody wanted since the last step
+            if page.pending is not None:  # a weight that nobody has used since the last step
                 page.pending()
         if self._is_undecided and self._host is not None:
             is_faster = self._host.is_faster()
@@ -105,15 +105,16 @@ class Updates:
         return loss
 
     def _defer(self, parameter: torch.Tensor, settings: list[dict[str, Any]], *, to_host_alone: bool = False) -> bool:
-        """Leaves the update until somebody wants the weight, its gradient or its state: forward fetches it anyway.
+        """Put off the update until somebody uses the weight, its gradient or its state, since forward fetches it
+        anyway.
 
-        Or to the host, where not all of them are on the device.
+        Or hand it to the host, if not all of these are on the device. Returns whether either was possible.
         """
         gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
         own = None if gradient is None else self._pages.find(storage_id(gradient))
-        if gradient is None or page is None or own is None:  # nobody would notice who works on it
+        if gradient is None or page is None or own is None:  # nobody would notice when somebody uses it
             return False
-        state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as ever
+        state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as in any step
         of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
         pages = [page, own, *(one for one in of_state if one is not None)]
         if any(one.pending is not None for one in pages):  # several parameters share memory
@@ -136,7 +137,7 @@ class Updates:
     def _update(
         self, parameter: torch.Tensor, live: State, now: State, settings: list[dict[str, Any]] | None = None
     ) -> None:
-        """``live``: the optimizer's entry; ``now``: what was in it when the step was due."""
+        """Do the update. ``live`` is the optimizer's entry, ``now`` what was in it when the step was due."""
         before = dict(now)
         with self._at_once(parameter, now):
             (after,) = step_part(
@@ -145,9 +146,9 @@ class Updates:
         self._keep(parameter, live, before, after)
 
     def _keep(self, parameter: torch.Tensor, live: State, before: State, after: State) -> None:
-        """What an update has made of a state goes into the optimizer's entry."""
+        """Put the state that an update has made into the optimizer's entry."""
         if self._optimizer.state.get(parameter) is not live:
-            return  # it has another one by now
+            return  # it has a new entry by now
         merge(live, before, after)
         self._taken.state(parameter, live)
         if not live:
@@ -155,10 +156,10 @@ class Updates:
             del self._optimizer.state[parameter]
 
     def _at_once(self, parameter: torch.Tensor, state: State) -> contextlib.AbstractContextManager[None]:
-        """Brings all that an update works on before its first operator, where the budget has room for that.
+        """Fetch all pages of an update before its first operator, if the budget has room for them.
 
-        A dozen operators on the same four pages cost less than half the time if nobody looks at each. The first update,
-        which makes states, is looked at.
+        A dozen operators on the same four pages take less than half the time if nobody looks at each of them. The first
+        update, which makes the states, is looked at.
         """
         tensors = [one for one in (parameter, parameter.grad, *state.values()) if isinstance(one, torch.Tensor)]
         found = [(one, self._pages.find(storage_id(one))) for one in tensors]
@@ -167,18 +168,18 @@ class Updates:
         if not is_known or _AT_ONCE * sum(one.size_bytes for one in pages) > self._pages.budget_bytes:
             return contextlib.nullcontext()
         do_pending(pages)
-        return self._pages.quietly(pages, pages)  # some optimizers write to gradients, too
+        return self._pages.quietly(pages, pages)  # some optimizers write to gradients as well
 
     def _is_small(self, parameter: torch.Tensor) -> bool:
-        """Whether nothing of it ever leaves the device."""
+        """Whether nothing of the parameter ever leaves the device."""
         if parameter.nbytes >= SMALL_BYTES or parameter.grad is None or parameter.grad.layout is not torch.strided:
             return False
-        state = self._optimizer.state[parameter]  # in the order of parameters, as ever
+        state = self._optimizer.state[parameter]  # in the order of parameters, as in any step
         tensors = [parameter, parameter.grad, *(one for one in state.values() if isinstance(one, torch.Tensor))]
         return all(self._pages.find(storage_id(one)) is None for one in tensors)
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Those that are small: as many as there are operators on lists of them."""
+        """Update small parameters, as many at a time as operators on lists take."""
         most_bytes, part, part_bytes = self._pages.budget_bytes // _SMALL_SHARE, list[torch.Tensor](), 0
         for parameter in parameters:
             part.append(parameter)
@@ -196,7 +197,7 @@ class Updates:
         self._update(parameter, state, dict(state))
 
     def in_backward(self, parameter: torch.Tensor) -> None:
-        """Its gradient is complete, as the user has promised, and nobody looks at it."""
+        """Update a parameter whose gradient is complete, as the user has promised, and which nobody looks at."""
         if id(parameter) not in self._in_optimizer:
             return
         if id(parameter) in self._updated:
@@ -219,7 +220,7 @@ class Updates:
         parameter.grad = None
 
     def _end_backward(self) -> None:
-        """Small parameters are updated together; what an error kept from it, `step` does."""
+        """Update the small parameters together at the end of backward. If an error prevents this, `step` does it."""
         small, self._small = [one for one in self._small if one.grad is not None], []
         with torch.no_grad():
             self._update_together(small)
@@ -227,21 +228,21 @@ class Updates:
             one.grad = None
 
     def _note_broken(self) -> None:
-        """An update was begun and not ended."""
+        """Note that an update began and did not finish."""
         self._is_broken = True
 
     @property
     def is_broken(self) -> bool:
-        """Whether an update was begun and not ended, so that the numbers are those of no step."""
+        """Whether an update began and did not finish, so that the model is in a state between two steps."""
         return self._is_broken or (self._host is not None and self._host.failed)
 
     @property
     def num_on_host(self) -> int | None:
-        """Updates that the host computed; ``None`` where it computes none."""
+        """Number of updates that the host computed; ``None`` if it computes none."""
         return None if self._host is None else self._host.num_updates
 
     def forget(self) -> None:
-        """What waits is not done any more; afterwards nobody works on host memory."""
+        """Drop the updates that are due; afterwards no thread works on host memory."""
         if self._host is not None:
             self._host.close()
         for page in self._pages:
@@ -253,6 +254,6 @@ class Updates:
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What a group says now; its list of parameters is its own."""
+    """Return a copy of a group's settings as they are now, with a list of parameters of its own."""
     kept = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
     return kept | {"params": list(group["params"])}

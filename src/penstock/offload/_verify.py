@@ -1,8 +1,8 @@
-"""An independent check of an offload plan: from its finished transfers alone.
+"""An independent check of an offload plan, from its finished transfers alone.
 
-The planner plays events forward and lays copies as it goes; this file takes the copies as given, rebuilds the clock
-from the waits they imply, and counts what is resident after every event. Used by the tests, and by the offloader in
-debug mode (``verify=True``).
+The planner plays events forward and lays copies as it goes. This file takes the copies as given, rebuilds the clock
+from the waits they imply, and counts what is on the device after every event. The tests use it, and so does the
+offloader with ``verify=True``.
 """
 
 import math
@@ -18,7 +18,7 @@ _SLACK_S = 1e-9
 
 @checked("penstock.offload.verify(problem, penstock.offload.plan(problem))")
 def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
-    """Raises ``InternalError`` naming the first rule that ``plan`` breaks."""
+    """Raise ``InternalError`` with the first rule that ``plan`` breaks."""
     _check_decisions(problem, plan)
     _check_lanes(problem, plan)
     if plan.max_in_flight_bytes > problem.max_in_flight_bytes:
@@ -50,7 +50,7 @@ class _Clock:
     stall_s: float
     _now_s: float
     landed_s: list[float]
-    """Per event, the moment up to which departures count: before it waits for a fetch, after it waited for room."""
+    """For each event, the time up to which departures count: after its wait for room, before its wait for a fetch."""
 
     def __init__(self, problem: OffloadProblem, plan: OffloadPlan):
         self.stall_s = self._now_s = before_s = 0.0
@@ -58,7 +58,7 @@ class _Clock:
         packs: dict[int, list[float]] = {}
         needs: dict[int, list[float]] = {}
         leaves: dict[int, float] = {}
-        """Where every copy out is waited for: per event, when those of the storages saved there end."""
+        """If every copy out is waited for: for each event, the time at which copies of the storages saved there end."""
         out_s = 0.0
         for one in plan.transfers:
             pack_event = problem.storages[one.index].pack_event
@@ -125,7 +125,9 @@ def _check_lane(problem: OffloadProblem, copies: list[tuple[float, float, int]],
 
 
 def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
-    """Whenever forward goes on after a pack, the bytes still leaving are within the bound, or one storage alone."""
+    """Raise ``InternalError`` if more bytes are leaving after a pack than the bound allows, except for a single
+    storage.
+    """
     moved = [one for one in plan.transfers if one.in_start_s < math.inf]
     for one in moved:
         leaving = [
@@ -138,7 +140,7 @@ def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
 
 
 def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
-    """A storage counts as gone from the first event by which its copy out has ended."""
+    """Raise ``InternalError`` unless each storage counts as gone from the first event after its copy out."""
     left = {one.index: one.out_end_s for one in plan.transfers if one.in_start_s < math.inf}
     if not set(left) <= set(plan.gone_events):
         raise InternalError("a storage is fetched that never left")
@@ -149,7 +151,7 @@ def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
 
 
 def _held_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float]) -> list[int]:
-    """What is resident after each event: what lives, less what has left and not begun to come back."""
+    """Return the bytes after each event: storages that live, without those that left and are not being fetched."""
     base = problem.base_bytes or (0,) * problem.num_events
     transfers = {one.index: one for one in plan.transfers if one.in_start_s < math.inf}
     held = []

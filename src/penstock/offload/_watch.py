@@ -1,4 +1,4 @@
-"""Seeing whatever is about to read or write a page: operators and compiled graphs."""
+"""A dispatch mode that sees which operators and compiled graphs are about to read or write pages."""
 
 import contextlib
 import functools
@@ -18,16 +18,16 @@ from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
 
 _PART_BYTES = 8 * 2**20
-"""Of operators on lists of tensors, which run on a part of them at a time; of small budgets a sixteenth."""
+"""Bytes of pages for which an operator on lists runs at a time. With small budgets it is a sixteenth of the budget."""
 _COMMUNICATION = ("c10d", "_c10d_functional", "c10d_functional")
 _TRACING = tuple(torch._C._TorchDispatchModeKey.__members__.values())  # type: ignore[attr-defined]
 """Modes of tracing and compiling, which come after all others."""
 _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Scalar)
-"""Clipping by a norm, which would fetch gradients and let them go again."""
+"""The operators by which clipping scales gradients. They would fetch all gradients only to let them leave again."""
 
 
 class Watch(TorchDispatchMode):
-    """Sees every operator of the thread that entered it, and has its pages brought to the device first."""
+    """A dispatch mode that sees every operator of the thread that entered it, and first fetches its pages."""
 
     def __init__(self, pages: Pages, device: torch.device):
         super().__init__()  # type: ignore[no-untyped-call]
@@ -36,24 +36,24 @@ class Watch(TorchDispatchMode):
         self._process = os.getpid()
         self._num_compiled = 0
         self.adopts_results = True
-        """Whether what operators make becomes a page."""
+        """Whether results of operators become pages."""
         self.norms = Norms(pages)
         self.casts = Casts(pages, device)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """So that Dynamo does not give up because of it."""
+        """Return true, so that Dynamo does not give up because of this mode."""
         return True
 
     supports_higher_order_operators = True
 
     def begin(self) -> None:
-        """From now on. Raises ``ValueError`` while another one does."""
+        """Begin to watch. Raises ``ValueError`` while another one does."""
         begin_watching(self)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Sees nothing any more. It leaves the stack of modes where it is the last that was entered."""
+        """Stop watching, and leave the stack of modes if this is the last one that was entered."""
         self._pages = None
         end_watching(self)
         if torch.utils._python_dispatch._get_current_dispatch_mode() is self:
@@ -61,11 +61,11 @@ class Watch(TorchDispatchMode):
 
     @property
     def pages(self) -> Pages | None:
-        """Its pages, in the process that made it."""
+        """Its pages; ``None`` after `end` or in another process."""
         return self._pages if self._process == os.getpid() else None
 
     def find(self, identity: int) -> tuple[Pages, Page] | None:
-        """The page of a storage. Raises ``ForkedProcessError`` for one whose bytes another process has moved away."""
+        """Return the page of a storage. Raises ``ForkedProcessError`` if another process has moved its bytes away."""
         pages = self._pages
         page = None if pages is None else pages.find(identity)
         if pages is None or page is None:
@@ -90,8 +90,8 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
-                return func(*args, **kwargs)  # of a compilation, whose own mode comes next
-            return NotImplemented  # a tensor made of others, whose own operators are to be seen
+                return func(*args, **kwargs)  # compiling: its own mode comes next
+            return NotImplemented  # a wrapper tensor; the operators on its parts come here
         if is_alias(func):
             return func(*args, **kwargs)
         if func is CAST:
@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
         num_changes = pages.num_changes
         touched = touches(func, args, kwargs, pages.find)
         if touched.is_view and all(page.is_ready for page in touched.pages):
-            return func(*args, **kwargs)  # half of all operators
+            return func(*args, **kwargs)  # this is half of all operators
         was_here = all(page.is_here for page in touched.pages)
         do_pending(touched.pages)
         norms = self.norms.given(func, args, kwargs, lambda given: self._parts(pages, func, given, kwargs))
@@ -121,7 +121,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
-        """An operator on lists, on some of their entries at a time."""
+        """Run an operator on lists, on some of the entries at a time."""
         most = min(_PART_BYTES, pages.budget_bytes // 16)
         results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
         return [one for result in results if result is not None for one in result] or None
@@ -130,7 +130,9 @@ class Watch(TorchDispatchMode):
         self.find(identity)
 
     def _scale_later(self, pages: Pages, tensors: Sequence[torch.Tensor], factor: Any) -> list[torch.Tensor]:
-        """Leaves gradients to be scaled when they are fetched for the update; returns what is none."""
+        """Put off the scaling of gradients until the update fetches them; return the tensors that are no such
+        gradients.
+        """
         rest, shared = [], _Factor(factor)
         for tensor in tensors:
             page = pages.find(storage_id(tensor))
@@ -147,7 +149,7 @@ class Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, it sees what this thread does: another one, or its own while it handles an operator."""
+        """See this thread's operators while the block runs, in another thread or within the handling of an operator."""
         if self in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
             yield
         else:
@@ -155,7 +157,7 @@ class Watch(TorchDispatchMode):
                 yield
 
     def compiled(self, run: Callable[..., Any], inputs: Sequence[Any]) -> Any:  # any: tensors and numbers
-        """A compiled graph, whose kernels read their inputs by address."""
+        """Run a compiled graph, whose kernels read their inputs by address."""
         pages = self.pages
         if pages is None:
             return run(inputs)
@@ -187,7 +189,9 @@ class Watch(TorchDispatchMode):
         touched: Touched | None = None,
         num_changes: int = -1,
     ) -> Any:
-        """``touched``: what it works on, as of ``num_changes``; it is looked up again where others came since."""
+        """Run an operator on its pages, which are ``touched`` as of ``num_changes``; they are looked up again if that
+        changed.
+        """
         with pages.lock:
             if touched is None or pages.num_changes != num_changes:
                 touched = touches(func, args, kwargs, pages.find)
@@ -198,7 +202,7 @@ class Watch(TorchDispatchMode):
                     is_overwritten=touched.is_overwritten,
                     is_noted=not touched.is_view,
                 )
-                if func.namespace in _COMMUNICATION:  # goes on in another thread after it returned
+                if func.namespace in _COMMUNICATION:  # it goes on in another thread after it returns
                     for page in touched.pages:
                         pages.let_go(page)
             result = func(*args, **kwargs)
@@ -217,19 +221,19 @@ class Watch(TorchDispatchMode):
 
 
 class _Factor:
-    """A number, or a tensor with one, that many gradients are multiplied by."""
+    """A number, or a tensor with one number, that many gradients are multiplied by."""
 
     def __init__(self, value: Any):  # any: see above
         self.value = value
 
     @functools.cached_property
     def on_host(self) -> Any:
-        """In main memory."""
+        """The factor in main memory."""
         return self.value.cpu() if isinstance(self.value, torch.Tensor) else self.value
 
 
 class _Scaling:
-    """Scales the tensor that a page is of, which it does not keep alive."""
+    """The due scaling of a gradient's page. It does not keep the tensor alive."""
 
     def __init__(self, pages: Pages, page: Page, tensor: torch.Tensor, factor: _Factor):
         self._pages, self._page, self._factor = pages, page, factor
@@ -237,7 +241,7 @@ class _Scaling:
 
     def __call__(self) -> None:
         self._page.scaling = None
-        self._pages.need([self._page], [self._page])  # `set_` would give an emptied storage bytes
+        self._pages.need([self._page], [self._page])  # `set_` would allocate an emptied storage
         storage = self._page.storage()
         if storage is not None:
             with torch.no_grad():
