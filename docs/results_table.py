@@ -167,10 +167,12 @@ ENTRIES = {
         figures=(
             Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),
             Figure(
-                label="predicted peak {} of the measured one", metric="predicted peak over measured", of="value", form=".4f",
+                label="predicted peak {} of the measured one",
+                metric="predicted peak over measured", of="value", form=".4f",
             ),
             Figure(
-                label="predicted ratio {} of the measured one", metric="predicted ratio to plain over measured", of="value",
+                label="predicted ratio {} of the measured one",
+                metric="predicted ratio to plain over measured", of="value",
             ),
         ),
     ),
@@ -223,7 +225,8 @@ ENTRIES = {
         command="modelled_training",
         figures=(
             Figure(
-                label="{} of the rate of the computation alone at 4,096 tokens", name="casts.* 4096 .*", metric="modelled",
+                label="{} of the rate of the computation alone at 4,096 tokens",
+                name="casts.* 4096 .*", metric="modelled",
             ),
             Figure(label="{} at 16,384", name="casts.* 16384 .*", metric="modelled"),
         ),
@@ -240,7 +243,8 @@ ENTRIES = {
         command="training_host",
         figures=(
             Figure(
-                label="{} us for an operator on a page", name="on a page.*", metric="a training", of="value", form=".0f",
+                label="{} us for an operator on a page",
+                name="on a page.*", metric="a training", of="value", form=".0f",
             ),
             Figure(label="{} for a view", name="a view.*", metric="a training", of="value", form=".0f"),
             Figure(label="{} under a mode that does nothing", metric="an empty mode", of="value", form=".0f"),
@@ -337,7 +341,8 @@ ENTRIES = {
         figures=(
             Figure(label="measured peak over budget: {}", metric="measured over budget.*", of="value", form=".4f"),
             Figure(
-                label="measured peak over predicted peak: {}", metric="measured over predicted.*", of="value", form=".4f",
+                label="measured peak over predicted peak: {}",
+                metric="measured over predicted.*", of="value", form=".4f",
             ),
         ),
     ),
@@ -384,7 +389,8 @@ ENTRIES = {
         command="fleet_training --part ablations",
         figures=(
             Figure(
-                label="without double buffering: {} of the throughput with all of them", name="no double buffer", metric="throughput",
+                label="without double buffering: {} of the throughput with all of them",
+                name="no double buffer", metric="throughput",
             ),
             Figure(label="without SHARP: {}", name="no SHARP", metric="throughput"),
             Figure(label="always recomputing: {}", name="always recompute.*", metric="throughput"),
@@ -435,7 +441,8 @@ ENTRIES = {
         command="unified --part epochs --nodes 1048576",
         figures=(
             Figure(
-                label="epoch with a sixteenth of the bytes in memory: {}", name="1/16.*", metric="epoch over all in memory",
+                label="epoch with a sixteenth of the bytes in memory: {}",
+                name="1/16.*", metric="epoch over all in memory",
             ),
             Figure(label="with a quarter: {}", name="1/4.*", metric="epoch over all in memory"),
             Figure(label="waiting {} of the epoch", name="1/.*", metric="stall share", of="value", form=".1%"),
