@@ -37,8 +37,8 @@ def tables() -> str:
 
 def _counts(cases: list[dict[str, Any]]) -> str:
     rows = [
-        "| door | ran | equal to the bit | close | refused | failed, crashed or hung | not equal "
-        "| budget kept to the byte | within 1% | above that, and said so | above that, in silence |",
+        "| door | ran | bit-identical | close | refused | failed, crashed or hung | not equal "
+        "| budget kept exactly | within 1% | above that, with a warning | above that, without a warning |",
         "|---" * 11 + "|",
     ]
     for door, title in DOORS.items():

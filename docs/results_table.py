@@ -1,8 +1,8 @@
-"""The tables of `docs/benchmarks.md`, made from the dated files of `benchmarks/results`.
+"""Make the tables of `docs/benchmarks.md` from the dated files of `benchmarks/results`.
 
 python docs/results_table.py
 
-writes them between the page's marks. A test compares, so that page and files cannot drift apart.
+writes them between the page's marks. A test compares page and files, so that they cannot drift apart.
 """
 
 import json
@@ -54,8 +54,12 @@ _PLAIN, _BESIDE = "2 plain trainings side by side", "2 plain trainings side by s
 def _training(command: str, shows: str) -> Entry:
     over = "throughput over a peer's"
     figures = (
-        Figure(label="{} of plain trainings side by side, which need the memory", metric=over, peer=_PLAIN),
-        Figure(label="{} of those beside as many bytes moved", metric=over, peer=_BESIDE),
+        Figure(
+            label="{} of the throughput of two plain trainings in parallel, which need the memory",
+            metric=over,
+            peer=_PLAIN,
+        ),
+        Figure(label="{} of the same two while each moves as many bytes", metric=over, peer=_BESIDE),
         Figure(label="{} of FSDP2 with CPU offload", metric=over, peer="FSDP2.*"),
         Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
     )
@@ -65,7 +69,7 @@ def _training(command: str, shows: str) -> Entry:
 def _equality(command: str) -> Entry:
     equal = Figure(label="equal: {}", metric="losses equal to plain training", of="value", form="")
     peak = Figure(label="measured peak {} of the budget", metric="measured peak over budget", of="value", form=".4f")
-    shows = "Losses of a fleet are those of plain training, to the bit"
+    shows = "Losses of a fleet are bit-identical to plain training"
     return Entry(shows=shows, command=f"fleet_training --part equality {command}".rstrip(), figures=(equal, peak))
 
 
@@ -80,37 +84,41 @@ def _relational(command: str) -> Entry:
         times("RGAT", "RGATConv", "training", "training step"),
         times("RGAT", "RGATConv", "training peak", "peak"),
     )
-    return Entry(shows="Relational layers beside PyG's, DGL's and PyTorch by hand", command=command, figures=figures)
+    return Entry(
+        shows="Relational layers compared with PyG's, DGL's and hand-written PyTorch", command=command, figures=figures
+    )
 
 
 def _beside_checkpoints(way: str) -> tuple[Figure, ...]:
-    """Of activations that leave the device."""
+    """Return the figures of activations that leave the device."""
     return (
-        Figure(label="step {} of plain's", name=way, metric="step time"),
-        Figure(label="activations {} of plain's", name=way, metric="activation peak", form=".1%"),
+        Figure(label="step {} of plain training's", name=way, metric="step time"),
+        Figure(label="activations {} of plain training's", name=way, metric="activation peak", form=".1%"),
         Figure(label="checkpoint per block: step {}", name="checkpoint", metric="step time"),
         Figure(label="activations {}", name="checkpoint", metric="activation peak", form=".1%"),
     )
 
 
 _LOOP = (
-    Figure(label="plain died under the smallest: {}", metric="died", of="value", form="d"),
+    Figure(label="plain training was killed under the smallest cap: {}", metric="died", of="value", form="d"),
     Figure(label="losses equal: {}", metric="losses equal to plain's", of="value", form="d"),
     Figure(
-        label="step over plain's without a cap, state 2 times the cap {}", name="Penstock, state 2 x.*", metric="step"
+        label="step over plain training's without a cap: {} with a state of 2 times the cap",
+        name="Penstock, state 2 x.*",
+        metric="step",
     ),
-    Figure(label="4 times {}", name="Penstock, state 4 x.*", metric="step"),
+    Figure(label="{} with 4 times", name="Penstock, state 4 x.*", metric="step"),
 )
 
 
 ENTRIES = {
     "cpu-offload": Entry(
-        shows="Activations to disk beside plain training and checkpoints",
+        shows="Activations offloaded to disk, compared with plain training and checkpoints",
         command="offload",
         figures=_beside_checkpoints("Penstock to disk"),
     ),
     "modelled": Entry(
-        shows="The papers' workloads planned for machines by their data sheets; nothing of it is measured",
+        shows="The papers' workloads, planned for machines from their data sheets; nothing here is measured",
         command="modelled --only ssdtrain --only hydra",
         figures=(
             Figure(
@@ -120,16 +128,16 @@ ENTRIES = {
                 of="value",
                 form=".0%",
             ),
-            Figure(label="{} of what the best schedule saves", metric="SSDTrain: activation peak"),
+            Figure(label="{} of the saving of the best schedule", metric="SSDTrain: activation peak"),
             Figure(label="{} of naive model parallelism's rate", metric="Hydra: over model parallelism", of="value"),
         ),
     ),
     "gpu-h100": Entry(
-        shows="On one H100: activations to host memory, plans, relational layers and rows read in place",
+        shows="On one H100: activations offloaded to host memory, plans, relational layers and rows read in place",
         command="gpu --phase 2 --phase 3 --phase 5",
         figures=(
             *_beside_checkpoints("offload"),
-            Figure(label="PyG's training step {} times ours", metric="training step", form=".1f"),
+            Figure(label="PyG's training step takes {} times as long as ours", metric="training step", form=".1f"),
             Figure(
                 label="plans: measured peak {} of the budget",
                 metric="measured peak over budget",
@@ -143,67 +151,84 @@ ENTRIES = {
         command="gpu --phase 2 --phase 6",
         figures=(
             Figure(
-                label="step over FSDP2's with CPU offload, updates in backward {}",
+                label="step over that of FSDP2 with CPU offload, with updates in backward: {}",
                 name=".*25.0% of the state, update_in_backward=True",
                 metric="step time over FSDP2's",
             ),
             Figure(label="measured peak {} of the budget", metric="peak over budget", of="value", form=".3f"),
-            Figure(label="rows in place over gathered by the host: {}", metric="rate", peer="gathered.*"),
+            Figure(
+                label="rate of rows read in place over rows gathered by the host: {}", metric="rate", peer="gathered.*",
+            ),
         ),
     ),
     "cpu-advisor": Entry(
-        shows="What `advise` picks and predicts beside training with every option",
+        shows="What `advise` picks and predicts, compared with training with every option",
         command="advisor --scale 0.6",
         figures=(
             Figure(label="regret {}", metric="regret of the pick", of="value", form=".1%"),
-            Figure(label="peak {} of the measured", metric="predicted peak over measured", of="value", form=".4f"),
-            Figure(label="ratio {} of the measured", metric="predicted ratio to plain over measured", of="value"),
+            Figure(
+                label="predicted peak {} of the measured one",
+                metric="predicted peak over measured", of="value", form=".4f",
+            ),
+            Figure(
+                label="predicted ratio {} of the measured one",
+                metric="predicted ratio to plain over measured", of="value",
+            ),
         ),
     ),
     "cpu-training": Entry(
-        shows="Parameters, gradients and Adam's state of 583 MiB under hard caps, in a loop of one's own",
+        shows="Parameters, gradients and Adam's state of 583 MiB under hard caps, in your own loop",
         command="training --rounds 3 --tokens 1024",
         figures=_LOOP,
     ),
     "cpu-training-large": Entry(
-        shows="The same of 2.5 GiB",
+        shows="The same with 2.5 GiB",
         command="training --rounds 2 --layers 24 --width 768 --tokens 512",
         figures=(
             *_LOOP,
-            Figure(label="state 8 times the cap {}", name="Penstock, state 8 x.*", metric="step"),
-            Figure(label="with updates in backward {}", name="in backward, state 8 x.*", metric="step"),
+            Figure(label="{} with 8 times", name="Penstock, state 8 x.*", metric="step"),
+            Figure(label="{} with 8 times and updates in backward", name="in backward, state 8 x.*", metric="step"),
         ),
     ),
     "sim-training-bytes": Entry(
-        shows="Bytes copied per parameter and step in such a loop, AdamW, counted on the simulated device",
+        shows="Bytes copied per parameter and step in such a loop, with AdamW, counted on the simulated device",
         command="training_bytes",
         figures=tuple(
-            Figure(label=f"{way} {{}}", name=f"{name}, budget 9%.*", metric="total", of="value", form=".1f")
-            for way, name in (("within 9% of the state", "as it is"), ("clipped", "clipped"), ("in backward",) * 2)
+            Figure(label=f"{way}: {{}}", name=f"{name}, budget 9%.*", metric="total", of="value", form=".1f")
+            for way, name in (
+                ("within 9% of the state", "as it is"),
+                ("with clipping", "clipped"),
+                ("with updates in backward", "in backward"),
+            )
         ),
     ),
     "cpu-training-zoo": Entry(
-        shows="Architectures of three libraries train in such a loop as in plain PyTorch",
+        shows="Architectures of three libraries train in such a loop as they do in plain PyTorch",
         command="training_zoo",
         figures=(
-            Figure(label="equal to the bit: {}", metric="equal to plain", of="value", form="d"),
+            Figure(label="bit-identical: {}", metric="equal to plain", of="value", form="d"),
             Figure(label="measured peak {} of the budget", metric="measured over budget", of="value", form=".3f"),
         ),
     ),
     "cpu-training-matrix": Entry(
-        shows="Architectures of transformers by six ways to train, 20 steps, also through the Trainer",
+        shows="Architectures of transformers, trained in six ways for 20 steps, also through the Trainer",
         command="training_matrix",
         figures=(
-            Figure(label="equal to the bit in {} of the cases", metric="equal to plain", of="value", form=".0%"),
-            Figure(label="budgets {} of plain's peak", metric="budget over plain's peak", of="value", form=".2f"),
+            Figure(label="bit-identical in {} of the cases", metric="equal to plain", of="value", form=".0%"),
+            Figure(
+                label="budgets {} of plain training's peak", metric="budget over plain's peak", of="value", form=".2f",
+            ),
         ),
     ),
     "modelled-training": Entry(
-        shows="7.6 billion parameters within 22 GiB on machines by data sheets; nothing of it is measured",
+        shows="7.6 billion parameters within 22 GiB, for machines from their data sheets; nothing here is measured",
         command="modelled_training",
         figures=(
-            Figure(label="{} of the computation alone at 4,096 tokens", name="casts.* 4096 .*", metric="modelled"),
-            Figure(label="at 16,384 {}", name="casts.* 16384 .*", metric="modelled"),
+            Figure(
+                label="{} of the rate of the computation alone at 4,096 tokens",
+                name="casts.* 4096 .*", metric="modelled",
+            ),
+            Figure(label="{} at 16,384", name="casts.* 16384 .*", metric="modelled"),
         ),
     ),
     "cpu-training-faults": Entry(
@@ -214,10 +239,13 @@ ENTRIES = {
         ),
     ),
     "cpu-training-host": Entry(
-        shows="What the host spends on an operator inside of such a loop, and which operators a step has",
+        shows="How long the host takes per operator inside such a loop, and which operators a step has",
         command="training_host",
         figures=(
-            Figure(label="{} us on a page", name="on a page.*", metric="a training", of="value", form=".0f"),
+            Figure(
+                label="{} us for an operator on a page",
+                name="on a page.*", metric="a training", of="value", form=".0f",
+            ),
             Figure(label="{} for a view", name="a view.*", metric="a training", of="value", form=".0f"),
             Figure(label="{} under a mode that does nothing", metric="an empty mode", of="value", form=".0f"),
         ),
@@ -231,7 +259,7 @@ ENTRIES = {
         ),
     ),
     "cpu-soak": Entry(
-        shows="Random models, budgets, rooms together and faults, each against plain PyTorch",
+        shows="Random models, budgets, combinations of rooms and faults, each compared with plain PyTorch",
         command="soak",
         figures=(
             Figure(label="{} hours", metric="duration", of="value"),
@@ -241,20 +269,20 @@ ENTRIES = {
             Figure(label="{} leaks", metric="findings: leak", of="value", form="d"),
             Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
             Figure(label="{} crashes", metric="findings: crash", of="value", form="d"),
-            Figure(label="{} errors that no page names", metric="findings: undocumented error", of="value", form="d"),
+            Figure(label="{} undocumented errors", metric="findings: undocumented error", of="value", form="d"),
             Figure(label="{} budgets exceeded", metric="findings: over budget", of="value", form="d"),
-            Figure(label="{} named budgets refused", metric="findings: budget", of="value", form="d"),
+            Figure(label="{} named budgets that did not work", metric="findings: budget", of="value", form="d"),
             Figure(label="{} writes outside", metric="findings: outside", of="value", form="d"),
         ),
     ),
     "cpu-fuzz": Entry(
-        shows="Damaged and hostile files of every format that is read",
+        shows="Damaged and hostile files of every format that Penstock reads",
         command="fuzz",
         figures=(
             Figure(label="{} cases", name="fuzz", metric="cases", of="value", form=",d"),
             Figure(label="{} crashes", metric="findings: crash", of="value", form="d"),
             Figure(label="{} hangs", metric="findings: hang", of="value", form="d"),
-            Figure(label="{} executed", metric="findings: executed", of="value", form="d"),
+            Figure(label="{} files whose code ran", metric="findings: executed", of="value", form="d"),
         ),
     ),
     "cpu-misuse": Entry(
@@ -264,7 +292,7 @@ ENTRIES = {
             Figure(label="{} cases", name="misuse", metric="cases", of="value", form=",d"),
             Figure(label="{} right", name="misuse", metric="right", of="value", form=",d"),
             Figure(label="{} errors that name the argument", name="misuse", metric="our error", of="value", form=",d"),
-            Figure(label="{} errors of PyTorch's", name="misuse", metric="their error", of="value", form=",d"),
+            Figure(label="{} errors raised by PyTorch", name="misuse", metric="their error", of="value", form=",d"),
             Figure(label="{} raw", name="misuse", metric="raw", of="value", form=",d"),
             Figure(label="{} silent", name="misuse", metric="silent", of="value", form=",d"),
             Figure(label="{} wrong numbers", name="misuse", metric="wrong number", of="value", form="d"),
@@ -286,82 +314,90 @@ ENTRIES = {
         shows="A batch of another size is planned from the profile of the first",
         command="shapes",
         figures=(
-            Figure(label="measured peak {} of the predicted", metric="peak", of="value", form=".3f"),
-            Figure(label="predicted time {} of the measured, median", name="median", metric="time", of="value"),
-            Figure(label="planned in {} s, median", name="median", metric="plan_s", of="value", form=".3f"),
+            Figure(label="measured peak {} of the predicted one", metric="peak", of="value", form=".3f"),
+            Figure(label="median predicted time {} of the measured one", name="median", metric="time", of="value"),
+            Figure(label="median planning time {} s", name="median", metric="plan_s", of="value", form=".3f"),
         ),
     ),
     "cpu-strange": Entry(
-        shows="Models that are no single graph train as eager PyTorch does, through both doors",
+        shows="Models that are not a single graph train as in eager PyTorch, through both doors",
         command="strange",
         figures=(
-            Figure(label="equal to the bit: {}", metric="equal to eager.*", of="value", form=".0f"),
+            Figure(label="bit-identical: {}", metric="equal to eager.*", of="value", form=".0f"),
             Figure(label="measured peak {} of the budget", metric="measured over budget.*", of="value", form=".3f"),
         ),
     ),
     "cpu-coverage": Entry(
-        shows="Architectures of five libraries train through every door as plain PyTorch does",
+        shows="Architectures of five libraries train through every door as in plain PyTorch",
         command="coverage",
         figures=(
-            Figure(label="equal to the bit: {} for a door", metric="equal", of="value", form="d"),
+            Figure(label="bit-identical: {} per door", metric="equal", of="value", form="d"),
             Figure(label="not equal: {}", metric="not equal", of="value", form="d"),
         ),
     ),
     "cpu-remat": Entry(
-        shows="Planned steps of nine models: budgets kept, beside checkpoints and PyTorch's knob",
+        shows="Planned steps of nine models keep budgets; compared with checkpoints and `activation_memory_budget`",
         command="remat",
         figures=(
-            Figure(label="measured peak over budget {}", metric="measured over budget.*", of="value", form=".4f"),
-            Figure(label="over predicted {}", metric="measured over predicted.*", of="value", form=".4f"),
+            Figure(label="measured peak over budget: {}", metric="measured over budget.*", of="value", form=".4f"),
+            Figure(
+                label="measured peak over predicted peak: {}",
+                metric="measured over predicted.*", of="value", form=".4f",
+            ),
         ),
     ),
     "cpu-planner": Entry(
-        shows="Plans beside the optimum of a mixed-integer program, and beside a checkpoint per block",
+        shows="Plans compared with the optimum of a mixed-integer program, and with a checkpoint per block",
         command="planner",
         figures=(
             Figure(
-                label="recompute: step over the optimum's {}", name="recompute",
+                label="recompute: step over the optimum's: {}", name="recompute",
                 metric="step over the optimum's, mean", of="value", form=".3f",
             ),
             Figure(
-                label="extra time at a checkpoint's peak {}", name="recompute", metric="extra time at 64.4 MiB",
+                label="extra time at a checkpoint's peak: {}", name="recompute", metric="extra time at 64.4 MiB",
                 of="value", form=".1%",
             ),
-            Figure(label="checkpoint's {}", name="checkpoint.*", metric="extra time", of="value", form=".1%"),
+            Figure(label="the checkpoint's own: {}", name="checkpoint.*", metric="extra time", of="value", form=".1%"),
         ),
     ),
     "cpu-fleet-simulated": Entry(
         shows="Schedulers on a virtual clock: 12 jobs on 8 devices",
         command="fleet",
         figures=(
-            Figure(label="fifo takes {} as long", name="scheduler fifo", metric="makespan, a link.*"),
-            Figure(label="always recomputing {}", name="always recompute.*", metric="makespan, a link.*"),
-            Figure(label="model parallelism {}", name="model parallelism", metric="makespan, a link.*"),
+            Figure(label="fifo takes {} times as long", name="scheduler fifo", metric="makespan, a link.*"),
+            Figure(label="always recomputing: {} times", name="always recompute.*", metric="makespan, a link.*"),
+            Figure(label="model parallelism: {} times", name="model parallelism", metric="makespan, a link.*"),
         ),
     ),
     "cpu-fleet": Entry(
-        shows="Twelve models, each four budgets large, a disk below the devices",
+        shows="Twelve models, each four times as large as the budget, with a disk below the devices",
         command="fleet_training --layers 16 --width 384 --steps 6",
         figures=(
-            Figure(label="{} of plain trainings side by side", metric="throughput", peer=_PLAIN),
-            Figure(label="{} of those beside as many bytes moved", metric="the same", peer=_BESIDE),
+            Figure(label="{} of the throughput of two plain trainings in parallel", metric="throughput", peer=_PLAIN),
+            Figure(label="{} of the same two while each moves as many bytes", metric="the same", peer=_BESIDE),
             Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
         ),
     ),
-    "cpu-fleet-host": _training("--part rounds --host 10GiB", "The same of 8 x 768, host memory below the devices"),
-    "cpu-fleet-disk": _training("--part rounds", "The same of 8 x 768, a disk alone below them"),
+    "cpu-fleet-host": _training(
+        "--part rounds --host 10GiB", "The same with models of 8 x 768 and host memory below the devices"
+    ),
+    "cpu-fleet-disk": _training("--part rounds", "The same with models of 8 x 768 and only a disk below the devices"),
     "cpu-fleet-vit": _training("--part rounds --model vit", "The same with a ViT of 8 x 768"),
     "cpu-fleet-ablations": Entry(
-        shows="What double buffering, SHARP and parking instead of recomputing bring",
+        shows="What double buffering, SHARP, and offloading instead of recomputing gain",
         command="fleet_training --part ablations",
         figures=(
-            Figure(label="without double buffer {} of all on", name="no double buffer", metric="throughput"),
-            Figure(label="without SHARP {}", name="no SHARP", metric="throughput"),
-            Figure(label="always recomputing {}", name="always recompute.*", metric="throughput"),
+            Figure(
+                label="without double buffering: {} of the throughput with all of them",
+                name="no double buffer", metric="throughput",
+            ),
+            Figure(label="without SHARP: {}", name="no SHARP", metric="throughput"),
+            Figure(label="always recomputing: {}", name="always recompute.*", metric="throughput"),
         ),
     ),
     "cpu-fleet-scaling": Entry(
-        shows="Over jobs, devices and size of a model",
+        shows="Scaling over the number of jobs, the number of devices and the model size",
         command="fleet_training --part scaling --layers 16 --width 384 --steps 8",
         figures=(
             Figure(label="computing {} of the time", metric="useful computation", of="value", form=".1%"),
@@ -370,7 +406,7 @@ ENTRIES = {
     "cpu-fleet-equality": _equality("--layers 12"),
     "cpu-fleet-equality-vit": _equality("--model vit"),
     "cpu-fleet-faults": Entry(
-        shows="Kills, exceptions, NaNs, full tiers and full disks, then resumed",
+        shows="Kills, exceptions, NaNs, full tiers and full disks, each followed by a resume",
         command="fleet_faults",
         figures=(
             Figure(label="{} faults of each kind", metric="faults", of="value", form="d"),
@@ -384,8 +420,8 @@ ENTRIES = {
         shows="From index tensors to gradients, in a first process and in the next",
         command="relational --part first --part blocks",
         figures=(
-            Figure(label="first {} s", name=".*first process", metric="first call", of="value"),
-            Figure(label="next {} s", name=".*next process", metric="first call", of="value"),
+            Figure(label="first process {} s", name=".*first process", metric="first call", of="value"),
+            Figure(label="next process {} s", name=".*next process", metric="first call", of="value"),
         ),
     ),
     "cpu-unified-rows": Entry(
@@ -394,19 +430,22 @@ ENTRIES = {
         figures=tuple(
             Figure(label=label, name=".*cold cache", metric="ours over a peer's rate", peer=peer, form=".1f")
             for label, peer in (
-                ("cold cache: {} of a C probe", "C probe.*"),
-                ("{} of memmap with MADV_RANDOM", "numpy.memmap, MADV_RANDOM"),
-                ("{} of plain memmap", "numpy.memmap"),
+                ("cold cache: {} times the rate of a C probe", "C probe.*"),
+                ("{} times memmap with MADV_RANDOM", "numpy.memmap, MADV_RANDOM"),
+                ("{} times plain memmap", "numpy.memmap"),
             )
         ),
     ),
     "cpu-unified-epochs": Entry(
-        shows="Epochs of GraphSAGE over tiered features beside all rows in memory",
+        shows="Epochs of GraphSAGE over tiered features, compared with all rows in memory",
         command="unified --part epochs --nodes 1048576",
         figures=(
-            Figure(label="epoch with a sixteenth of the bytes {}", name="1/16.*", metric="epoch over all in memory"),
-            Figure(label="with a quarter {}", name="1/4.*", metric="epoch over all in memory"),
-            Figure(label="waiting {} of it", name="1/.*", metric="stall share", of="value", form=".1%"),
+            Figure(
+                label="epoch with a sixteenth of the bytes in memory: {}",
+                name="1/16.*", metric="epoch over all in memory",
+            ),
+            Figure(label="with a quarter: {}", name="1/4.*", metric="epoch over all in memory"),
+            Figure(label="waiting {} of the epoch", name="1/.*", metric="stall share", of="value", form=".1%"),
         ),
     ),
 }  # fmt: skip
