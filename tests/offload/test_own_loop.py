@@ -27,7 +27,7 @@ from penstock.directio import SpillFile
 from penstock.errors import BudgetError, TierDegradedWarning, TierReadError
 from penstock.offload import _updates, parameters, training
 
-WIDTH, VOCABULARY, NUM_STEPS = 128, 500, 5
+WIDTH, VOCABULARY, NUM_STEPS = 128, 500, 4
 
 
 class Block(nn.Module):
@@ -47,7 +47,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Ties its first and last weight, reads the attention's without calling its module, and may recompute blocks."""
 
-    def __init__(self, num_blocks=4, dropout=0.0, recompute=None):
+    def __init__(self, num_blocks=3, dropout=0.0, recompute=None):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(num_blocks))
@@ -475,7 +475,7 @@ def test_batches_of_other_lengths_keep_the_budget(make_training):
     twin = copy.deepcopy(model)
     expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, data)
     optimizer = OPTIMIZERS["adamw"](model)
-    budget = beside(model, 8)
+    budget = beside(model, 6)
     ours = make_training(model, optimizer, budget)
     losses, peaks = [], []
     for number, tokens in enumerate(data):
@@ -499,7 +499,7 @@ def test_torch_save_finds_what_is_elsewhere(make_training, tmp_path, how):
     plain = OPTIMIZERS["adamw"](twin)
     expected = run_plain(twin, plain, simple_step, batches())
     optimizer = OPTIMIZERS["adamw"](model)
-    budget = beside(model, 8)
+    budget = beside(model, 6)
     ours = make_training(model, optimizer, budget)
     saved, losses = io.BytesIO() if how == "into memory" else tmp_path / "saved.pt", []
     for number, tokens in enumerate(batches()):
@@ -527,7 +527,7 @@ def test_torch_save_finds_what_is_elsewhere(make_training, tmp_path, how):
 
 def test_what_takes_all_memory_at_once_is_refused(make_training, tmp_path):
     model = Transformer()
-    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 8))
+    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 6))
     for refused in (
         lambda: pickle.dumps(model.head.weight),
         lambda: torch.save(model.head.weight, tmp_path / "old.pt", _use_new_zipfile_serialization=False),
@@ -557,7 +557,7 @@ def test_after_an_error_in_a_step_the_next_is_right(make_training):
     twin = copy.deepcopy(model)
     expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
     optimizer = OPTIMIZERS["adamw"](model)
-    ours = make_training(model, optimizer, beside(model, 8))
+    ours = make_training(model, optimizer, beside(model, 6))
     losses = []
     for tokens in batches():
         with pytest.raises(KeyError), ours:
@@ -573,7 +573,7 @@ def test_a_step_outside_of_the_context_is_right(make_training):
     twin = copy.deepcopy(model)
     expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
     optimizer = OPTIMIZERS["adamw"](model)
-    ours = make_training(model, optimizer, beside(model, 8))
+    ours = make_training(model, optimizer, beside(model, 6))
     losses = []
     for number, tokens in enumerate(batches()):
         if number == 2:
@@ -587,7 +587,7 @@ def test_a_step_outside_of_the_context_is_right(make_training):
 def test_closing_gives_everything_back(make_training):
     model = Transformer()
     optimizer = OPTIMIZERS["adamw"](model)
-    ours = make_training(model, optimizer, beside(model, 8))
+    ours = make_training(model, optimizer, beside(model, 6))
     with ours:
         simple_step(model, optimizer, batches()[0])
     ours.close()
@@ -619,7 +619,7 @@ def test_a_budget_below_what_is_there_already_is_refused(make_training):
 def small_steps(make_training):
     """Losses of plain training, and a way to train the same model within 5 MiB beside what else there is."""
     torch.manual_seed(0)
-    model = Transformer(num_blocks=3)
+    model = Transformer()
     twin = copy.deepcopy(model)
     expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
     after = [one.detach().clone() for one in twin.parameters()]
@@ -658,7 +658,7 @@ def test_a_disk_that_fills_up_in_mid_step_loses_nothing(small_steps, monkeypatch
     write, turn = SpillFile.write, itertools.count()
 
     def fail_from_then_on(self, view, offset):
-        if next(turn) > 300:
+        if next(turn) > 150:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, view, offset)
 
@@ -671,7 +671,7 @@ def test_a_disk_that_fills_up_in_mid_step_loses_nothing(small_steps, monkeypatch
 def test_a_read_that_fails_is_an_error_and_may_be_tried_again(make_training, monkeypatch):
     model = Transformer()
     before = [one.detach().clone() for one in model.parameters()]
-    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 8))
+    ours = make_training(model, OPTIMIZERS["adamw"](model), beside(model, 6))
     read = SpillFile.read
 
     def fail(self, view, offset):
@@ -710,7 +710,7 @@ def test_misuse(make_training, arguments, message):
 def test_a_model_that_is_made_within_the_budget_is_never_whole(make_training, tmp_path):
     def make():
         torch.manual_seed(0)
-        return Transformer(num_blocks=12)
+        return Transformer(num_blocks=8)
 
     twin = make()
     expected = run_plain(twin, OPTIMIZERS["adamw"](twin), simple_step, batches())
@@ -735,7 +735,7 @@ def test_a_model_that_is_made_within_the_budget_is_never_whole(make_training, tm
     assert losses == expected
     assert recording.report.peak_bytes <= budget * 1.01
     assert peak <= budget * 1.01
-    saved = Transformer(num_blocks=12)
+    saved = Transformer(num_blocks=8)
     for name, part in saved.named_children():
         part.load_state_dict(torch.load(tmp_path / f"{name}.pt"))
     assert all(torch.equal(one, two) for one, two in zip(saved.parameters(), after, strict=True))
