@@ -9,10 +9,7 @@
 
 import argparse
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +20,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 from benchmarks.fleet_models import batches, make_job, make_model
+from benchmarks.forked import Forked
 from penstock import fleet
 from penstock.testing import GPT
 from penstock.tiers import Budget, Handle, waterfalls_for
@@ -42,18 +40,14 @@ def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "benchmarks.fleet_peers", kind, str(steps)]
+    command = [kind, str(steps)]
     command += [f"--{name}={getattr(given, name)}" for name in ("model", "layers", "width", "length", "disk")]
     command += ["--batches", *map(str, given.batches), "--moved", *map(str, moved)]
-    common = {**os.environ, "WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    children = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**common, "RANK": str(rank)})
-        for rank in range(num_processes)
-    ]
-    texts = [child.communicate()[0] for child in children]
-    if any(child.returncode for child in children):
-        raise RuntimeError(f"the peer {kind!r} failed; its messages are above")
-    found = [json.loads(text.splitlines()[-1]) for text in texts]
+    common = {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    children = [Forked(main, command, more={**common, "RANK": str(rank)}) for rank in range(num_processes)]
+    if sum(child.wait() != 0 for child in children):
+        raise RuntimeError(f"the peer {kind!r} failed:\n{''.join(line for child in children for line in child.said)}")
+    found = [json.loads(next(line for line in reversed(child.said) if line.startswith("{"))) for child in children]
     if kind in ("pipeline", "fsdp"):  # one training by all of them
         return float(found[0]["samples"] / max(one["seconds"] for one in found))
     return float(sum(one["samples"] / one["seconds"] for one in found))
@@ -195,7 +189,7 @@ def train_together(given: Any, make: Callable[[Any, int], Step], batch: int, ste
     return time.perf_counter() - start_s, steps * batch
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     """One process of a peer: half of its samples in small batches, half in large ones, as the fleet's jobs."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("kind", choices=["plain", "one", "pipeline", "fsdp"])
@@ -206,7 +200,7 @@ def main() -> None:
     options.add_argument("--disk", type=Path)
     options.add_argument("--batches", type=int, nargs="+")
     options.add_argument("--moved", type=int, nargs=2, default=(0, 0))
-    given = options.parse_args()
+    given = options.parse_args(arguments)
     given.device = "cpu"
     torch.set_num_threads(1)
     samples, seconds = 0, 0.0
@@ -226,7 +220,3 @@ def main() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     print(json.dumps({"samples": samples, "seconds": seconds}))
-
-
-if __name__ == "__main__":
-    main()

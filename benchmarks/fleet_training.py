@@ -8,6 +8,7 @@ two devices could reach if everything fitted); the same with as many bytes moved
 model at a time on one device after the other; a pipeline; FSDP2 with CPU offload (benchmarks/fleet_peers.py).
 """
 
+import multiprocessing
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -152,7 +153,7 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
 
 def ablations(given: Any, rows: list[Row]) -> None:
     """What each part brings: the same few jobs, one thing switched off."""
-    jobs = jobs_of(given, 4, max(1, given.steps // 2))
+    jobs = jobs_of(given, min(4, given.jobs), max(1, given.steps // 2))
     off: dict[str, Callable[[], dict[str, Any]]] = {
         "all on": dict,
         "no double buffer": lambda: {"ablation": fleet.Ablation(double_buffer=False)},
@@ -258,8 +259,8 @@ def main(arguments: list[str] | None = None) -> list[Row]:
     options.add_argument("--part", action="append", choices=["equality", "rounds", "ablations", "scaling"])
     given = options.parse_args(arguments)
     if given.quick:
-        given.layers, given.width, given.length, given.budget, given.host = 4, 64, 32, "4MiB", None
-        given.batches, given.jobs, given.steps, given.rounds = [8, 16], 4, 2, 1
+        given.layers, given.width, given.length, given.budget, given.host = 2, 64, 32, "2304KiB", None
+        given.batches, given.jobs, given.steps, given.rounds = [8, 16], 2, 2, 1
     given.budget = given.budget or int(state_bytes(given) / 4.05)
     rows: list[Row] = []
     share = state_bytes(given) / parse_bytes(given.budget)
@@ -281,4 +282,5 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["benchmarks.fleet_peers"])
     main()

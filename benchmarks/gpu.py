@@ -11,21 +11,17 @@ when it is known; a failure is a row and stops nothing; an item that has come to
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
+import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forked import Forked
 from benchmarks.gpu_items import ITEMS, PHASES
 from benchmarks.gpu_rows import Context, Item
 from penstock.devices import kinds
 from penstock.probe import provenance
 
-ROOT = Path(__file__).parents[1]
 _ROW = "ROW "
 """Begins a line of a child's output that is a row."""
 _LEAST_S = 5.0
@@ -42,11 +38,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of rows and tables")
     parser.add_argument("--data", type=Path, help="folder of data sets; without it graphs are made")
     parser.add_argument("--again", action="store_true", help="also what has come to its end before")
-    parser.add_argument("--item", help=argparse.SUPPRESS)  # what a child runs
     given = parser.parse_args(arguments)
-    if given.item is not None:
-        child(given)
-        return []
     given.out.mkdir(parents=True, exist_ok=True)
     if given.again:
         (given.out / "rows.jsonl").unlink(missing_ok=True)
@@ -73,47 +65,26 @@ def run_phase(phase: int, given: argparse.Namespace) -> None:
 
 def run_item(item: Item, given: argparse.Namespace, limit_s: float) -> None:
     """In a process of its own; each of its rows is kept at once."""
-    options = ["--item", item.name, "--device", given.device, "--out", str(given.out)]
-    options += ["--quick"] * given.quick + (["--data", str(given.data)] if given.data is not None else [])
     said: list[str] = []
-    start_s, is_late = time.monotonic(), False
-    with subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu", *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        reader = threading.Thread(target=_read, args=(process, item, given.out, said))
-        reader.start()
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            is_late = True
-            os.killpg(process.pid, signal.SIGKILL)
-        reader.join()
-    if is_late:
+    about = {"item": item.name, "phase": item.phase, "headline": item.headline, "paper": item.paper}
+
+    def heard(line: str) -> None:
+        if line.startswith(_ROW):
+            keep(given.out, {**about, **json.loads(line.removeprefix(_ROW))})
+        elif line.strip():
+            said.append(line.rstrip())
+
+    start_s = time.monotonic()
+    status = Forked(child, item.name, given, heard=heard).wait(limit_s)
+    if status is None:
         keep(given.out, _end(item, "late", f"stopped after {limit_s:.0f} s"))
-        return
-    if process.returncode:
-        keep(given.out, _end(item, "failed", "\n".join(said[-12:]) or f"exit code {process.returncode}"))
+    elif status:
+        keep(given.out, _end(item, "failed", "\n".join(said[-12:]) or f"exit code {status}"))
     else:
         keep(given.out, _end(item, "done", f"{time.monotonic() - start_s:.0f} s"))
 
 
-def _read(process: "subprocess.Popen[str]", item: Item, out: Path, said: list[str]) -> None:
-    """Keeps rows as they come; what else is said stays for the case that the item fails."""
-    assert process.stdout is not None
-    about = {"item": item.name, "phase": item.phase, "headline": item.headline, "paper": item.paper}
-    for line in process.stdout:
-        if line.startswith(_ROW):
-            keep(out, {**about, **json.loads(line.removeprefix(_ROW))})
-        elif line.strip():
-            said.append(line.rstrip())
-
-
-def child(given: argparse.Namespace) -> None:
+def child(name: str, given: argparse.Namespace) -> None:
     """Runs one item, and prints its rows."""
     if given.device == "sim":
         from penstock.testing import simulated
@@ -121,7 +92,7 @@ def child(given: argparse.Namespace) -> None:
         simulated.load()
     elif given.device not in kinds():
         raise SystemExit("PyTorch finds no CUDA device here; --device sim --quick shows that everything runs")
-    (item,) = (one for one in ITEMS if one.name == given.item)
+    (item,) = (one for one in ITEMS if one.name == name)
     context = Context(device=given.device, quick=given.quick, data=given.data, out=given.out)
     for found in item.run(context):
         print(_ROW + json.dumps(found.row()), flush=True)
@@ -187,4 +158,5 @@ def shown(value: float | None, unit: str) -> str:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["benchmarks.gpu_items"])
     main()

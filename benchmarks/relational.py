@@ -7,6 +7,7 @@ Our layer and the hand-written ones take turns in one process. The best of PyG's
 
 import argparse
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -21,6 +22,7 @@ from unittest import mock
 import torch
 
 from benchmarks.common import Row, parser, show, synchronize, write
+from benchmarks.forked import Forked
 from benchmarks.relational_graphs import GRAPHS, Edges
 from benchmarks.relational_peers import ABLATIONS, BY_HAND, PEERS, Call, is_installed, make, predicted_bytes
 from penstock.probe import peak_bytes
@@ -124,16 +126,13 @@ def in_child(
 ) -> dict[str, dict[str, float]] | str:
     """The same in a process of its own; a text where it did not end as it should."""
     request = json.dumps([kinds, layer, graph, width, rounds, device])
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.relational", "--child", request],
-            capture_output=True, text=True, timeout=LIMIT_S, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+    child = Forked(main, ["--child", request])
+    status = child.wait(LIMIT_S)
+    if status is None:
         return f"exceeded {LIMIT_S:.0f} s"
-    if done.returncode:
-        return f"failed: {done.stderr.strip().splitlines()[-1][:100] if done.stderr.strip() else done.returncode}"
-    result: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    if status:
+        return f"failed: {child.said[-1].strip()[:100] if child.said else status}"
+    result: dict[str, dict[str, float]] = json.loads(next(one for one in reversed(child.said) if one.startswith("{")))
     return result
 
 
@@ -338,4 +337,5 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["benchmarks.relational"])
     main()

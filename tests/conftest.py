@@ -49,6 +49,8 @@ def pytest_configure(config):
             "torch.distributed.pipelining",
             "torch.distributed.tensor.parallel",
             "penstock.offload",
+            "benchmarks.fleet_peers",
+            "benchmarks.gpu_items",
         ]
     )
     if config.getoption("--slow-disk") is not None:
