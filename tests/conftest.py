@@ -137,6 +137,15 @@ def _old_objects_are_left_alone():
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def capturing_is_imported():
+    """Hundreds of thousands of objects, which are there before a file's tests begin, so that no collection sees them.
+
+    It is the first capture that imports most of PyTorch's compiler.
+    """
+    torch.compile(torch.square, backend="aot_eager")(torch.ones(1, requires_grad=True)).backward()
+
+
 @pytest.fixture
 def collected():
     """Collects garbage before and after, so that counts of live objects mean something."""

@@ -17,7 +17,7 @@ from penstock.probe import peak_bytes
 from penstock.testing import GPT
 from penstock.tiers import Budget
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "capturing_is_imported")
 
 
 @pytest.fixture(autouse=True)

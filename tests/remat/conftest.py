@@ -5,7 +5,7 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(monkeypatch):
+def _as_in_a_new_process(monkeypatch, capturing_is_imported):
     """Nothing compiled, and lanes fast by decree: what is swapped must not depend on the disk that runs the tests."""
     torch._dynamo.reset()
     # times guards once they are made, for which it empties the processor's caches: 23 ms for every graph

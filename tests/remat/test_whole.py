@@ -46,9 +46,8 @@ def make(name):
     return model, x
 
 
-@pytest.mark.parametrize("share", [1.0, 0.0])
 @pytest.mark.parametrize("name", KINDS)
-def test_rnns_train_as_plain_at_every_budget(name, share):
+def test_rnns_train_as_plain_at_every_budget(name):
     plain, x = make(name)
     torch.manual_seed(1)
     loss = plain(x)
@@ -56,14 +55,16 @@ def test_rnns_train_as_plain_at_every_budget(name, share):
     model, _ = make(name)
     problem = remat.optimize(model, [x], None).plan.problem
     low, high = remat.smallest_budget_bytes(problem, method="recompute"), remat.plan(problem, 2**62).keep_all_peak_bytes
-    budget = int(low + share * (high - low)) + 4096
-    step = remat.optimize(model, [x], budget, method="recompute", profile=problem, verify=True)
-    torch.manual_seed(1)
-    ours = step(x)
-    assert any(one.target.startswith("penstock.whole") for one in step.plan.problem.operators)
-    ours.backward()
-    assert torch.equal(ours, loss)
-    assert_gradients_equal(plain, model)
+    for share in (1.0, 0.0):
+        model, _ = make(name)
+        budget = int(low + share * (high - low)) + 4096
+        step = remat.optimize(model, [x], budget, method="recompute", profile=problem, verify=True)
+        torch.manual_seed(1)
+        ours = step(x)
+        assert any(one.target.startswith("penstock.whole") for one in step.plan.problem.operators)
+        ours.backward()
+        assert torch.equal(ours, loss)
+        assert_gradients_equal(plain, model)
 
 
 def test_the_peak_of_an_rnn_is_known():
@@ -149,7 +150,7 @@ def test_rnns_over_packed_sequences_are_captured(kind, options, are_sorted, door
     model = Tagger(kind, are_sorted=are_sorted, **options)
     model(*sentences(0))
     step = DOORS[door](model)
-    for seed in range(3):
+    for seed in range(2):
         found = []
         for run in (model, step):
             model.zero_grad()
@@ -162,7 +163,7 @@ def test_rnns_over_packed_sequences_are_captured(kind, options, are_sorted, door
         (targets,) = {tuple(one.target for one in plan.problem.operators) for plan in step.plans}
         num_parts = 2 * model.rnn.num_layers  # forward and backward of each layer
         assert sum(one.startswith("penstock.whole") for one in targets) == num_parts
-        assert len(step.plans) == 3  # one for each number of words
+        assert len(step.plans) == 2  # one for each number of words
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
