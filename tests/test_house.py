@@ -77,6 +77,23 @@ def test_files_are_of_a_size_to_read(file):
     assert len(file.read_text().splitlines()) <= 600
 
 
+RIDDLES = ("Of", "What", "How", "Those", "That")
+"""Words with which a docstring begins that tells what a thing is of, and not what it is."""
+
+
+def docstrings(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.lineno, statement.value.value
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_docstrings_begin_with_a_verb_or_with_what_a_thing_is(file):
+    found = [(line, text) for line, text in docstrings(file) if isinstance(text, str)]
+    assert not [(line, text.split("\n")[0]) for line, text in found if text.split()[0] in RIDDLES]
+
+
 PRIVATE = {
     "fleet/_accesses.py": "a dispatch mode sees which tensors of a model an operator uses",
     "fleet/_program.py": "torch.export prints the graph so far when it gives up",
