@@ -260,7 +260,7 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
         assert [one["step"] for one in metrics_of(run_dir, job.name)] == list(range(1, 11))
         assert [step for name, step in watcher.steps if name == job.name] == list(range(1, 11))
     resumed = metrics_of(run_dir, watcher.done[1])
-    # from the checkpoint, not from the beginning; the checkpoint's own step is noted after it was written
+    # from the checkpoint, not from the beginning
     assert resumed[0]["time_s"] < killed[0] < resumed[-1]["time_s"]
 
 
