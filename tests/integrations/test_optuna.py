@@ -205,7 +205,7 @@ def test_a_search_that_ends_early_leaves_no_trial_running():
     assert [one.state for one in study.trials] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
 
 
-@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("must be one that job", [True, False])
 def test_a_search_by_a_metric_that_jobs_have_not_says_so(validates):
     changes = {} if validates else {"validation": None, "evaluate_every": None}
     study = optuna.create_study()
@@ -238,7 +238,7 @@ def test_a_search_refuses_what_cannot_work(settings, match):
 
 def test_a_search_refuses_several_directions_and_what_is_no_job():
     both = optuna.create_study(directions=["minimize", "maximize"])
-    with pytest.raises(ValueError, match="2 directions"):
+    with pytest.raises(ValueError, match="must have one direction, got 2"):
         search(both, job_of, num_trials=1, at_once=1)
     study = optuna.create_study()
     with pytest.raises(TypeError, match="not int"):
