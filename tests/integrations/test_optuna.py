@@ -205,7 +205,7 @@ def test_a_search_that_ends_early_leaves_no_trial_running():
     assert [one.state for one in study.trials] == [TrialState.COMPLETE, TrialState.FAIL, TrialState.FAIL]
 
 
-@pytest.mark.parametrize("must be one that job", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
 def test_a_search_by_a_metric_that_jobs_have_not_says_so(validates):
     changes = {} if validates else {"validation": None, "evaluate_every": None}
     study = optuna.create_study()
