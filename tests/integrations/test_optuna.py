@@ -241,7 +241,7 @@ def test_a_search_refuses_several_directions_and_what_is_no_job():
     with pytest.raises(ValueError, match="must have one direction, got 2"):
         search(both, job_of, num_trials=1, at_once=1)
     study = optuna.create_study()
-    with pytest.raises(TypeError, match="not int"):
+    with pytest.raises(TypeError, match="got int"):
         search(study, lambda trial: 3, num_trials=1, at_once=1, devices=["cpu"], **OPTIONS)
     assert study.trials[0].state is TrialState.FAIL
 
