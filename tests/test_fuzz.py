@@ -52,7 +52,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path):
         unified.from_file, unified.TieredFeatures, unified.check, read_sweep,
     )  # fmt: skip
     for reader in readers:
-        with pytest.raises(ValueError, match="pipe is a pipe, a socket or a device"):
+        with pytest.raises(ValueError, match="pipe must be a file, not a pipe, a socket or a device"):
             reader(pipe)
     for reader in readers:
         with pytest.raises(IsADirectoryError, match=str(tmp_path)):
@@ -220,7 +220,7 @@ def test_a_changed_bit_or_a_missing_file_of_a_checkpoint_is_told(tmp_path, name)
     assert found.state is JobState.FAILED
     assert found.error.startswith("penstock.errors.CheckpointError") and str(checkpoint) in found.error
     if name.startswith("tensors"):
-        with pytest.raises(CheckpointError, match="not what was written"):
+        with pytest.raises(CheckpointError, match="differs from what was written"):
             found.model()
     if name.startswith(("tensors", "optimizer")):
         shutil.copytree(tmp_path / "run", tmp_path / "again")
@@ -228,7 +228,7 @@ def test_a_changed_bit_or_a_missing_file_of_a_checkpoint_is_told(tmp_path, name)
         with sqlite3.connect(tmp_path / "again" / "fleet.db") as database:
             database.execute("UPDATE jobs SET state = 'running'")
         database.close()
-        assert "some of the files that were written are not there" in train(tmp_path / "again", 8).error
+        assert "some of its files are missing" in train(tmp_path / "again", 8).error
 
 
 def test_checkpoints_of_before_without_checksums_are_read(tmp_path):

@@ -28,5 +28,5 @@ def test_an_operator_takes_the_longer_of_computing_and_moving():
 
 
 def test_a_machine_that_nobody_described():
-    with pytest.raises(ValueError, match="no description of 'tpu'; there are h200, a100"):
+    with pytest.raises(ValueError, match="unknown machine 'tpu'; the known machines are h200, a100"):
         machine_named("tpu")

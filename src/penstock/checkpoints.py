@@ -25,7 +25,7 @@ __all__ = ["DAMAGE", "check_whole", "decode", "drafted", "encode", "synchronize"
 
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 2**20
-_BEFORE = "Delete that folder to begin from the one before, or use another run_dir"
+_BEFORE = "Delete that folder to continue from the checkpoint before it, or use another run_dir"
 DAMAGE = (
     OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RuntimeError, StopIteration,
     SafetensorError, CheckpointError,
@@ -77,16 +77,16 @@ def check_whole(path: Path, hint: str = _BEFORE) -> None:
     """Compare the checksums of all files of a folder. Raises ``CheckpointError``; old folders have no checksums."""
     try:
         if not path.is_dir():
-            raise FileNotFoundError("there is no such folder any more")
+            raise FileNotFoundError("the folder no longer exists")
         if not (path / _CHECKSUMS).exists():
             return
         noted = read_json(path / _CHECKSUMS)
         found = {one.name: one for one in path.iterdir() if one.name != _CHECKSUMS}
         if not isinstance(noted, dict) or not noted.keys() <= found.keys():
-            raise ValueError("some of the files that were written are not there")
+            raise ValueError("some of its files are missing")
         for name, checksum in noted.items():
             if _checksum(found[name]) != checksum:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} differs from what was written")
     except DAMAGE as error:
         raise unusable(path, error, hint) from error
 
@@ -143,7 +143,7 @@ def decode(value: Any, stored: Mapping[str, torch.Tensor] | None = None) -> Any:
     if kind == "tensor":
         dtype = getattr(torch, value["dtype"].removeprefix("torch."))
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{value['dtype']!r} is no dtype")
+            raise ValueError(f"{value['dtype']!r} is not a dtype")
         return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
     if kind in ("dict", "Counter"):
         found = {decode(key, stored): decode(one, stored) for key, one in value["items"]}

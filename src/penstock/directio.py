@@ -54,8 +54,8 @@ def warn_of_memory(directories: Iterable[str | os.PathLike[str]], *, stacklevel:
         shown = ", ".join(f"{directory} ({kind})" for directory, kind in kinds.items())
         warnings.warn(
             f"`disk` names main memory, not a disk: {shown}. What moves there still takes memory of this machine, and "
-            "does not count as written to a disk. Give a directory on an SSD; `penstock probe --disk DIRECTORY` shows "
-            "what one is.",
+            "does not count as written to a disk. Give a directory on an SSD; `penstock probe --disk DIRECTORY` "
+            "shows what a directory is on.",
             TierDegradedWarning,
             stacklevel=stacklevel + 1,
         )
@@ -66,9 +66,9 @@ def refuse_memory(directories: Iterable[str | os.PathLike[str]]) -> None:
     for directory in directories:
         if kind := memory_file_system(directory):
             raise ValueError(
-                f"`disk` must be on a disk, got {directory}, which is main memory ({kind}): on a CPU that is the "
-                "device itself, and nothing would leave it. Give a directory on an SSD; "
-                "`penstock probe --disk DIRECTORY` shows what a directory is"
+                f"`disk` must be on a disk, got {directory}, which is main memory ({kind}): on a CPU the "
+                "device is main memory too, so nothing would leave it. Give a directory on an SSD; "
+                "`penstock probe --disk DIRECTORY` shows what a directory is on"
             )
 
 
@@ -154,7 +154,7 @@ class SpillFile:
                 "on the SSD that should hold the bytes."
             )
         if not self.directory.is_dir():
-            raise NotADirectoryError(f"{self.directory} is a file; give the directory in which to spill")
+            raise NotADirectoryError(f"{self.directory} is a file; give a directory")
         self.memory_kind = memory_file_system(self.directory)
         for flag in (os.O_DIRECT, 0) if direct and not self.memory_kind else (0,):
             try:

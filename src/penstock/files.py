@@ -19,7 +19,7 @@ def check_is_file(path: str | os.PathLike[str]) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} is a pipe, a socket or a device; copy what it holds into a file, and give that")
+        raise ValueError(f"{path} must be a file, not a pipe, a socket or a device; copy its contents into a file")
 
 
 def read_text(path: Path) -> str:
@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
+        raise ValueError(f"{path} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#x}") from None
 
 
 def read_json(path: Path) -> Any:  # any: what JSON holds
@@ -41,4 +41,4 @@ def parse_json(text: str | bytes, source: object) -> Any:  # any: what JSON hold
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} holds no JSON that can be read: {error}") from None
+        raise ValueError(f"{source} is not valid JSON: {error}") from None

@@ -36,7 +36,7 @@ class Link:
         """Return the link of that name. Raises ``ValueError`` if there is none."""
         source, arrow, target = name.partition("->")
         if not (source and arrow and target):
-            raise ValueError(f"a link is called after its two ends, such as 'device->disk', not {name!r}")
+            raise ValueError(f"a link must be named after its two ends, such as 'device->disk', got {name!r}")
         return Link(Place(source), Place(target))
 
 

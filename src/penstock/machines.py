@@ -187,5 +187,5 @@ def counted_flops(function: Any, arguments: Any, keywords: Any, made: Any) -> fl
 def machine_named(name: str) -> Machine:
     """Return the machine of that name. Raises ``ValueError``, which lists those that are described, for another."""
     if name not in MACHINES:
-        raise ValueError(f"there is no description of {name!r}; there are {', '.join(MACHINES)}")
+        raise ValueError(f"unknown machine {name!r}; the known machines are {', '.join(MACHINES)}")
     return MACHINES[name]

@@ -18,9 +18,7 @@ State = dict[str, Any]  # any: what optimizers keep, tensors and numbers
 def refuse_whole_optimizers(optimizer: torch.optim.Optimizer, call: str) -> None:
     """Raise ``TypeError`` for an optimizer that looks at all parameters at once; ``call`` shows a call that works."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            f"L-BFGS looks at all parameters at once and cannot be stepped part by part; take AdamW: {call}"
-        )
+        raise TypeError(f"L-BFGS looks at all parameters at once and cannot update them in parts; use AdamW: {call}")
 
 
 def step_part(
@@ -55,8 +53,8 @@ def step_part(
     for own, group in zip(part.param_groups, groups, strict=True):
         if any(key != "params" and value is not group[key] and value != group[key] for key, value in own.items()):
             raise TypeError(
-                f"{type(optimizer).__name__} keeps state in its groups, which is of all parameters at once, and "
-                "cannot be stepped part by part; take AdamW"
+                f"{type(optimizer).__name__} keeps state in its groups, which all parameters share, so it cannot "
+                "update them in parts; use AdamW"
             )
     optimizer._opt_called = True  # type: ignore[attr-defined]  # or a scheduler would warn that no step came before it
     return {parameter: part.state.get(parameter, {}) for parameter in parameters}

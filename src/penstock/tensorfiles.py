@@ -47,7 +47,7 @@ def read_header(file: BinaryIO, size: int) -> dict[str, Entry]:
     """Return the entries of a file of ``size`` bytes, read from its beginning. Raises ``ValueError`` for damage."""
     length = int.from_bytes(file.read(8), "little")
     if length > min(size - 8, _MOST_HEADER_BYTES):
-        raise ValueError(f"its header claims {format_bytes(length)} of a file of {format_bytes(size)}")
+        raise ValueError(f"its header claims to have {format_bytes(length)}, and the file has {format_bytes(size)}")
     try:
         header = parse_json(file.read(length), "the header")
         return {name: _entry(name, one, 8 + length) for name, one in header.items() if name != "__metadata__"}
@@ -59,12 +59,12 @@ def _entry(name: str, one: Mapping[str, Any], first_byte: int) -> Entry:  # any:
     shape, type_name = one["shape"], str(one["dtype"])
     begins, ends = one["data_offsets"]
     if not isinstance(shape, list) or not all(isinstance(number, int) and number >= 0 for number in shape):
-        raise ValueError(f"its shape of {name!r} is {shape!r}")
+        raise ValueError(f"the shape of {name!r} must be a list of sizes, got {shape!r}")
     if not (isinstance(begins, int) and isinstance(ends, int) and 0 <= begins <= ends):
-        raise ValueError(f"its offsets of {name!r} are {begins!r} and {ends!r}")
+        raise ValueError(f"the offsets of {name!r} must be ascending integers, got {begins!r} and {ends!r}")
     dtype = _TYPES.get(type_name)
     if dtype is not None and ends - begins != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} of {tuple(shape)} has {ends - begins} bytes")
+        raise ValueError(f"{name!r} of {tuple(shape)} {type_name} cannot have {ends - begins} bytes")
     return Entry(dtype, type_name, tuple(shape), first_byte + begins, ends - begins)
 
 
@@ -94,7 +94,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
         if entry.dtype is None:
-            raise ValueError(f"{name} is of type {entry.type_name}, which PyTorch has not")
+            raise ValueError(f"{name} is of type {entry.type_name}, which PyTorch does not have")
         raw = np.empty(entry.size_bytes, np.uint8)
         with self._paths[name].open("rb", buffering=0) as file:
             file.seek(entry.first_byte)

@@ -22,7 +22,9 @@ def parse_bytes(size: int | str) -> int:
     Raises ``ValueError`` for text that is not a size or a negative number, ``TypeError`` for any other type.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"a size is an int of bytes or text such as '6GiB', not {type(size).__name__} {size!r}")
+        raise TypeError(
+            f"a size must be an int of bytes or a string such as '6GiB', got {type(size).__name__} {size!r}"
+        )
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"a size cannot be negative, got {size}")

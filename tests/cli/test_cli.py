@@ -159,7 +159,7 @@ def test_the_first_line_says_what_is_slower_without_a_compiler(monkeypatch):
     monkeypatch.setenv("PENSTOCK_TOLD_OF_COMPILER", "")
     assert "note:" not in run("fleet", "--help").output
     told = run("bench", "--list", "--json")
-    assert told.stderr.startswith("note: no C compiler was found (`$CC` names 'no-such-cc', which is no program)")
+    assert told.stderr.startswith("note: no C compiler was found (`$CC` names 'no-such-cc', which is not a program)")
     assert told.stderr.count("apt-get install gcc") == 1
     assert json.loads(told.stdout)["benchmarks"]
     code = "from penstock.native import load; assert load('remat') is None"

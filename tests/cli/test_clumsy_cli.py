@@ -132,7 +132,7 @@ def test_advice_that_refuses_all_says_why_in_full():
     ).explain()  # fmt: skip
     assert f"remat, remat + swap refused: {why}\n" in text
     assert text.endswith(
-        "Nothing trains this step within 1.0 KiB. The smallest budget that a plan keeps is 215056 bytes (210.0 KiB)."
+        "No option trains this step within 1.0 KiB. The smallest budget that a plan keeps is 215056 bytes (210.0 KiB)."
     )
 
 

@@ -146,7 +146,7 @@ def test_misuse_is_2(workplace, arguments):
         (["report", "nowhere"], "nowhere is not there"),
         (["report", "train.py"], "train.py is a file"),
         (["fleet", "run", "nothing.yaml"], "nothing.yaml"),
-        (["fleet", "run", "bytes.yaml"], "bytes.yaml is no text in UTF-8: byte 0"),
+        (["fleet", "run", "bytes.yaml"], "bytes.yaml is not text in UTF-8: byte 0"),
         (["fleet", "run", "cut.yaml"], "cut.yaml, line 2"),
         (["fleet", "simulate", "cut.yaml"], "cut.yaml, line 2"),
         (["fleet", "ps", "nowhere"], "no fleet was ever run in nowhere"),

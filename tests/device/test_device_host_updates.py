@@ -180,7 +180,7 @@ def test_auto_takes_the_host_where_the_link_is_slow(device, make_training, monke
 def test_the_cpu_has_no_host_below_it(tmp_path):
     model = make_model("cpu")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with pytest.raises(ValueError, match="update='host' is for an accelerator"):
+    with pytest.raises(ValueError, match="update='host' needs an accelerator"):
         offload.training(model, optimizer, "1GiB", disk=tmp_path, update="host")
     with pytest.raises(ValueError, match="`update` must be 'device'"):
         offload.training(model, optimizer, "1GiB", disk=tmp_path, update="cloud")

@@ -124,7 +124,7 @@ def test_a_machine_without_an_accelerator(alone):
     assert devices.used_device() == torch.device("cpu")
     for device in ("meta", "cuda", "cuda:0"):
         assert not devices.has_backend(torch.device(device))
-        with pytest.raises(ValueError, match=rf"works on 'cpu' here, not on '{device[:4]}'"):
+        with pytest.raises(ValueError, match=rf"must be 'cpu' on this machine, got '{device[:4]}'"):
             devices.backend_of(device)
 
 
@@ -134,7 +134,7 @@ def test_accelerators_are_named_and_kept(notes):
     assert devices.backend_of("cuda").device == DEVICE  # the current one
     assert devices.backend_of("cuda:1") is devices.backend_of(DEVICE)
     assert devices.used_device() == torch.device("cpu")  # nothing was made there
-    with pytest.raises(ValueError, match="works on 'cpu' and 'cuda' here, not on 'meta'"):
+    with pytest.raises(ValueError, match="must be 'cpu' or 'cuda' on this machine, got 'meta'"):
         devices.backend_of("meta")
 
 

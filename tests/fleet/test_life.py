@@ -424,5 +424,5 @@ def test_a_result_keeps_a_temporary_folder_and_a_folder_that_is_gone_is_told(tmp
     assert all(torch.equal(tensor, expected[name]) for name, tensor in result.model().state_dict().items())
     left = fleet.run([one], budget="2MB", host_budget="64MiB", progress=None, run_dir=tmp_path)["job"]
     shutil.rmtree(tmp_path / "jobs")
-    with pytest.raises(CheckpointError, match="there is no such folder any more"):
+    with pytest.raises(CheckpointError, match="the folder no longer exists"):
         left.model()

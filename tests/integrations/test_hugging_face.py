@@ -538,7 +538,7 @@ def test_a_model_that_the_trainer_compiles_is_declined(tmp_path, disk):
 
 
 def test_misuse_is_told_at_once(tmp_path, disk, monkeypatch):
-    with pytest.raises(TypeError, match="budgte.*there are disk, host, budget"):
+    with pytest.raises(TypeError, match="budgte.*the options are disk, host, budget"):
         PenstockCallback(budgte="6GiB", disk=disk)
     with pytest.raises(TypeError, match="modules"):
         PenstockCallback(budget="6GiB", method="remat", modules=["*"])
@@ -550,7 +550,7 @@ def test_misuse_is_told_at_once(tmp_path, disk, monkeypatch):
         PenstockCallback(PenstockArguments(), disk=disk)
     with pytest.raises(ValueError, match="works inside of transformers.Trainer"):
         PenstockCallback(disk=disk).on_train_begin(arguments(tmp_path), None, None)
-    with pytest.raises(ValueError, match="nowhere to spill to"):
+    with pytest.raises(ValueError, match="no place to offload to"):
         trainer_of(tmp_path, PenstockCallback()).train()
     several = trainer_of(tmp_path, PenstockCallback(disk=disk))
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)

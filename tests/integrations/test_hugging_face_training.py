@@ -109,7 +109,7 @@ def test_an_error_in_a_step_leaves_a_plain_model(tmp_path):
 
 
 def test_options(tmp_path):
-    with pytest.raises(ValueError, match="a training needs a budget"):
+    with pytest.raises(ValueError, match="requires a budget"):
         PenstockCallback(disk=tmp_path, method="training")
     with pytest.raises(TypeError, match="min_size"):
         PenstockCallback(disk=tmp_path, budget="1GiB", method="training", min_size=0)

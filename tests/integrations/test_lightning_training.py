@@ -106,5 +106,5 @@ def test_misuse_is_told(disk, tmp_path):  # noqa: F811
         LightningOffload(budget="1GiB", disk=disk, method="training", potatoes=12)
     module = Two()
     module.automatic_optimization = False
-    with pytest.raises(ValueError, match="has one optimizer"):
+    with pytest.raises(ValueError, match="must return one optimizer"):
         fit(module, tmp_path, LightningOffload(budget="1GiB", disk=disk, method="training"))

@@ -146,7 +146,7 @@ def test_features_of_other_nodes_are_refused(case):
     with pytest.raises(TypeError, match="`features` must be tiered features or tensors"):
         pyg_features({"x": plain.numpy()})
     for name in (3, ("a", "to", "b"), (None, 1)):
-        with pytest.raises(ValueError, match="tables have a name"):
+        with pytest.raises(ValueError, match="the name of a table must be"):
             pyg_features({name: plain})
 
 

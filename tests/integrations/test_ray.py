@@ -252,7 +252,7 @@ def test_jobs_of_a_lost_node_go_on_elsewhere(tmp_path, cluster, one_thread):
         gate.touch()
 
     watcher = Watcher(node_with_checkpoint(run_dir, cluster), kill)
-    with pytest.warns(errors.NodeLostWarning, match="go on elsewhere"):
+    with pytest.warns(errors.NodeLostWarning, match="continue elsewhere"):
         results = run_on_ray(jobs, run_dir=run_dir, trackers=[watcher], **OPTIONS)
     for job in jobs:
         assert results[job.name].state is fleet.JobState.DONE

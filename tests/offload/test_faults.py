@@ -191,7 +191,7 @@ def test_without_direct_io_it_warns_and_works(tmp_path, expected, monkeypatch):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({}, "nowhere to spill"),
+        ({}, "no place to offload to"),
         ({"disk": ".", "min_size": "six"}, "'six' is not a size"),
         ({"disk": ".", "budget": "6 bananas"}, "6GiB"),
         ({"disk": ".", "max_stall": 3}, "share between 0 and 1"),

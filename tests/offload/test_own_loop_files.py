@@ -342,7 +342,7 @@ def test_tied_parameters_stay_tied_and_frozen_ones_frozen(tmp_path):
     [
         ({"weight": torch.zeros(3, 2)}, True, "lack bias"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "more": torch.zeros(1)}, True, "has no more"),
-        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, False, r"weight is \(2, 3\) there"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, False, r"weight is \(2, 3\) in the file"),
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path, tensors, strict, message):
@@ -434,7 +434,7 @@ def test_whatever_is_beside_a_checkpoint_stays(tmp_path):
     assert {"logs", "config.json", "model_average.safetensors"} < {one.name for one in (tmp_path / "saved").iterdir()}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("text")
-    with pytest.raises(CheckpointError, match="no checkpoint of a training"):
+    with pytest.raises(CheckpointError, match="not a checkpoint of a training"):
         own.save(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.tex").exists()
     (tmp_path / "latest").symlink_to(tmp_path / "saved")

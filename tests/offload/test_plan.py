@@ -252,7 +252,7 @@ def test_what_else_the_device_holds_counts():
     made = plan(problem)
     assert made.keep_all_peak_bytes == 14 * MIB
     assert 10 * MIB <= made.peak_bytes <= 12 * MIB
-    with pytest.raises(BudgetError, match=r"10\.0 MiB of the device are in use beside"):
+    with pytest.raises(BudgetError, match=r"10\.0 MiB of the device are in use in addition to"):
         plan(replace(problem, budget_bytes=5 * MIB))
 
 

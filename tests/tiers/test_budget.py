@@ -32,7 +32,7 @@ def test_directories_come_in_several_spellings(disk, paths):
 @pytest.mark.parametrize("disk", [7, [7], {"/a"}, b"/a"])
 def test_other_directories_are_refused(disk):
     with pytest.raises(
-        TypeError, match="`disk` must be text, a path, a list, a tuple, a dict or None|disk is a directory"
+        TypeError, match="`disk` must be text, a path, a list, a tuple, a dict or None|`disk` must be a directory"
     ):
         Budget(disk=disk)
 
@@ -83,7 +83,7 @@ def test_bytes_that_exist_already_are_charged_by_force():
 def test_giving_back_more_than_was_taken_is_our_bug():
     budget = Budget()
     budget.charge("host", 5)
-    with pytest.raises(InternalError, match="6 bytes given back to host"):
+    with pytest.raises(InternalError, match="6 bytes were given back to host"):
         budget.credit("host", 6)
     assert budget.held_bytes("host") == 5
 

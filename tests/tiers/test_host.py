@@ -191,6 +191,6 @@ def test_a_closed_tier_takes_nothing_more():
 
 def test_tiers_are_not_copied():
     tier = HostTier("1MiB", pinned=False)
-    with pytest.raises(TypeError, match="a host tier has memory or files of its own"):
+    with pytest.raises(TypeError, match="a host tier cannot be copied or pickled"):
         copy.copy(tier)
     tier.close()

@@ -131,5 +131,5 @@ def test_links_are_called_after_their_ends():
     assert str(Link(DEVICE, Place("store"))) == "device->store"
     assert Link.named("device->store") == Link(DEVICE, Place("store"))
     for name in ("device", "->disk", "device->"):
-        with pytest.raises(ValueError, match=r"called after its two ends, such as 'device->disk'"):
+        with pytest.raises(ValueError, match=r"named after its two ends, such as 'device->disk'"):
             Link.named(name)

@@ -729,7 +729,7 @@ def test_a_processor_needs_a_disk():
 
 
 def test_other_devices_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="not on 'meta'"):
+    with pytest.raises(ValueError, match="got 'meta'"):
         waterfall_for("meta", Budget(disk={tmp_path: "1MiB"}))
 
 

@@ -54,7 +54,7 @@ class Advice:
                 return option
         reasons = "; ".join(f"{one.name}: {one.reason}" for one in self.options)
         least = "" if self.smallest_bytes is None else f" {self._least()}"
-        raise ValueError(f"nothing trains this step within {_shown(self.budget_bytes)}. {reasons}.{least}")
+        raise ValueError(f"no option trains this step within {_shown(self.budget_bytes)}. {reasons}.{least}")
 
     def explain(self) -> str:
         """Return a table of the options, why some are refused, further remarks, and the code of the best option."""
@@ -70,13 +70,13 @@ class Advice:
             if one.is_refused:
                 reasons.setdefault(one.reason, []).append(one.name)
         if not self.plain_is_measured:
-            lines.append("plain PyTorch did not run: ratios are to the times of its operators, one by one")
+            lines.append("plain PyTorch did not run: ratios are to the sum of its operators' times")
         lines += [f"{', '.join(names)} refused: {reason}" for reason, names in reasons.items()]
         lines += self.notes
         if self.best_name is not None:
             lines += ["", self.best.code]
         elif self.smallest_bytes is not None:
-            lines += ["", f"Nothing trains this step within {_shown(self.budget_bytes)}. {self._least()}"]
+            lines += ["", f"No option trains this step within {_shown(self.budget_bytes)}. {self._least()}"]
         return "\n".join(lines)
 
     def _least(self) -> str:

@@ -66,10 +66,10 @@ def advise(
     loss, and whatever the model itself raises.
     """
     if rounds < 1:
-        raise ValueError(f"every way is timed at least once, not {rounds} times: rounds=5")
+        raise ValueError(f"`rounds` must be at least 1, got {rounds}: rounds=5")
     account = _account(budget, host, disk)
     if not can_record("cpu"):
-        raise PenstockError("a PyTorch profiler runs, beside which no peak can be measured; call advise outside of it")
+        raise PenstockError("a PyTorch profiler is running, so no peak can be measured; call advise outside of it")
     task = Task(model, batch, loss, optimizer)
     tell = progress or _say_nothing
     tell("capturing and profiling the step", 0, 1)
@@ -85,7 +85,7 @@ def advise(
     if planned is None:
         options.append(_refused("remat", ("remat",), why_not))
     if all(one.is_refused for one in options):
-        tell("trying a training whose parameters and states leave the device", 0, 1)
+        tell("trying a training that offloads parameters and states", 0, 1)
         options.append(training_of_all(task, limits, plain_s))
         tell("trying a fleet of one", 0, 1)
         options.append(fleet_of_one(task, limits, plain_s))
@@ -109,7 +109,7 @@ def _account(budget: Size | Budget | None, host: Size | None, disk: DiskSpec) ->
     if not isinstance(budget, Budget):
         return Budget(device=budget, host=host, disk=disk)
     if host is not None or disk is not None:
-        raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host and disk")
+        raise ValueError("`host` and `disk` must be inside the Budget: Budget(device=..., host=..., disk=...)")
     return budget
 
 
@@ -179,15 +179,18 @@ def _notes(task: Task, budget: Budget) -> Iterator[str]:
     limit = budget.device_bytes
     modes = {one.training for one in task.model.modules()}
     if len(modes) > 1:
-        yield "some modules are in evaluation mode, and were tried so; model.train() sets all of them"
+        yield "some modules are in evaluation mode, and were tried in it; model.train() sets all to training mode"
     if limit is not None and task.batch_bytes > _LARGE_BATCH_SHARE * limit:
         yield (
-            f"the batch alone takes {format_bytes(task.batch_bytes)} of {format_bytes(limit)}: if it is the features "
-            "of a graph, penstock.unified.TieredFeatures hands over the rows of a mini-batch instead"
+            f"the batch alone takes {format_bytes(task.batch_bytes)} of {format_bytes(limit)}: if it holds the "
+            "features of a graph, penstock.unified.TieredFeatures reads only the rows of a mini-batch instead"
         )
     layers = {type(one) for one in task.model.modules() if type(one).__module__.startswith("torch_geometric.")}
     for name in sorted({one.__name__ for one in layers} & set(_LAYERS)):
-        yield f"{name} is PyG's; penstock.relational.{_LAYERS[name]} takes its arguments and copies nothing per edge"
+        yield (
+            f"{name} is a layer of PyG; penstock.relational.{_LAYERS[name]} takes the same arguments and copies "
+            "nothing per edge"
+        )
 
 
 def _spelled(budget: Budget) -> str:

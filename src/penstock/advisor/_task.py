@@ -28,7 +28,7 @@ class Task:
         places = {one.device for one in [*model.parameters(), *_tensors(self.batch)]}
         if len({one.type for one in places}) > 1:
             raise ValueError(
-                f"the model and the batch are on {sorted(map(str, places))}; move both to one device: "
+                f"the model and the batch must be on one device, got {sorted(map(str, places))}: "
                 "penstock.advise(model.to(device), batch.to(device), budget)"
             )
         self.device = next(iter(places), torch.device("cpu"))
@@ -122,8 +122,8 @@ class Task:
             is_tensor = isinstance(result, torch.Tensor)
             shape = f"a tensor of shape {list(result.shape)}" if is_tensor else type(result).__name__
             raise ValueError(
-                f"the model returns {shape}, not a loss; say how the loss comes about: penstock.advise(model, batch, "
-                "budget, loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
+                f"the model must return a scalar loss, got {shape}; give a function that computes it: penstock.advise("
+                "model, batch, budget, loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]))"
             )
 
 

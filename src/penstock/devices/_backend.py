@@ -197,7 +197,7 @@ class Backend(ABC):
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo ``pinned_memory``. The memory is freed when its last tensor dies."""
-        raise InternalError(f"{self!r} has pinned nothing, so not {memory.data_ptr():#x}")
+        raise InternalError(f"{self!r} cannot unpin {memory.data_ptr():#x}, since it has pinned nothing")
 
     def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002
         """Let the device use host memory in place, at its exact size; return whether that worked."""
@@ -205,4 +205,4 @@ class Backend(ABC):
 
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
-        raise InternalError(f"{self!r} has registered nothing, so not {address:#x}")
+        raise InternalError(f"{self!r} cannot unregister {address:#x}, since it has registered nothing")

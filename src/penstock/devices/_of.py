@@ -25,7 +25,7 @@ def backend_of(device: torch.device | str) -> Backend:
     """
     device = torch.device(device)
     if not has_backend(device):
-        raise ValueError(f"Penstock works on {' and '.join(map(repr, kinds()))} here, not on {device.type!r}")
+        raise ValueError(f"the device must be {' or '.join(map(repr, kinds()))} on this machine, got {device.type!r}")
     if device.index is None and device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     return _backend_of(device)

@@ -33,23 +33,29 @@ class PenstockArguments:
     Without budget, disk and host the callback does nothing, so that a script can always add it.
     """
 
-    penstock_budget: str | None = field(default=None, metadata={"help": "device bytes at the true peak, as 6GiB"})
+    penstock_budget: str | None = field(default=None, metadata={"help": "device bytes at the true peak, such as 6GiB"})
     """Device bytes at the true peak; ``None``: the lowest peak that costs no stall."""
     penstock_disk: list[str] | None = field(default=None, metadata={"help": "directories on SSDs"})
     """Directories on SSDs."""
     penstock_host: str | None = field(default=None, metadata={"help": "bytes of pinned host memory (CUDA)"})
     """Bytes of pinned host memory (CUDA)."""
     penstock_method: Method = field(
-        default="offload", metadata={"help": "activations leave, the step is planned, or all leaves"}
+        default="offload", metadata={"help": "offload activations, plan the step, or train what exceeds the device"}
     )
     """``"offload"``, ``"remat"`` for a planned step, or ``"training"`` for a model larger than the device."""
-    penstock_modules: list[str] | None = field(default=None, metadata={"help": "park from modules of these names only"})
+    penstock_modules: list[str] | None = field(
+        default=None, metadata={"help": "offload only from modules of these names"}
+    )
     """Names of the modules to offload from, such as ``model.layers.*``; ``None`` means all."""
-    penstock_min_size: str | None = field(default=None, metadata={"help": "offload only storages of these bytes"})
+    penstock_min_size: str | None = field(
+        default=None, metadata={"help": "offload only storages of at least this size"}
+    )
     """Size below which storages are not offloaded; ``None``: the default of ``offload.activations``."""
     penstock_max_in_flight: str | None = field(default=None, metadata={"help": "bytes on their way out at once"})
     """Most bytes on their way out at once; ``None``: the default of ``offload.activations``."""
-    penstock_checkpoint_inputs_only: bool = field(default=False, metadata={"help": "with gradient checkpointing"})
+    penstock_checkpoint_inputs_only: bool = field(
+        default=False, metadata={"help": "offload only inputs of checkpointed regions"}
+    )
     """Whether to park only the inputs of checkpointed regions, for use with gradient checkpointing."""
 
     def __post_init__(self) -> None:
@@ -172,7 +178,7 @@ class PenstockCallback:
         if args.n_gpu > 1:
             raise ValueError(
                 f"the Trainer would run one process on {args.n_gpu} GPUs (DataParallel), which replicates the model in "
-                "threads. Start a process per GPU, `torchrun --nproc-per-node ...`, or show it one: "
+                "threads. Start one process per GPU, `torchrun --nproc-per-node ...`, or use one GPU: "
                 "CUDA_VISIBLE_DEVICES=0"
             )
         self._wrap(trainer)
@@ -225,17 +231,19 @@ class PenstockCallback:
         elif self._method == "remat":
             options = dict(self._options)
             if self._is_on and options.pop("budget", None) is None:
-                raise ValueError("a planned step needs a budget: PenstockCallback(budget='6GiB', method='remat')")
+                raise ValueError("method='remat' requires a budget: PenstockCallback(budget='6GiB', method='remat')")
             options.pop("budget", None)
             check_options(remat.optimize, 3, options)
         elif self._method == "training":
             options = dict(self._options)
             if self._is_on and options.pop("budget", None) is None:
-                raise ValueError("a training needs a budget: PenstockCallback(budget='22GiB', method='training', ...)")
+                raise ValueError(
+                    "method='training' requires a budget: PenstockCallback(budget='22GiB', method='training', ...)"
+                )
             options.pop("budget", None)
             check_options(offload.training, 3, options)
         else:
-            raise ValueError(f"method is 'offload', 'remat' or 'training', not {self._method!r}")
+            raise ValueError(f"`method` must be 'offload', 'remat' or 'training', got {self._method!r}")
 
     def _wrap(self, trainer: Any) -> None:
         if trainer in self._wrapped:

@@ -65,7 +65,9 @@ class LightningOffload:
         if method == "training":
             check_options(offload.training, 3, {name: one for name, one in self._options.items() if name != "budget"})
             if budget is None:
-                raise ValueError("a training needs a budget: LightningOffload(budget='22GiB', method='training', ...)")
+                raise ValueError(
+                    "method='training' requires a budget: LightningOffload(budget='22GiB', method='training', ...)"
+                )
         else:
             check_options(offload.activations, 1, self._options)
         self._method: Literal["offload", "training"] = method
@@ -108,8 +110,8 @@ class LightningOffload:
             return
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"a training has one optimizer, and configure_optimizers returned {len(trainer.optimizers)}; give one "
-                "with several parameter groups: AdamW([{'params': ..., 'lr': ...}, ...])"
+                f"configure_optimizers must return one optimizer for a training, got {len(trainer.optimizers)}; "
+                "give one with several parameter groups: AdamW([{'params': ..., 'lr': ...}, ...])"
             )
         options = {"device": pl_module.device, **self._options}
         self._training = offload.training(pl_module, trainer.optimizers[0], **options)

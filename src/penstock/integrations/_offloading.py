@@ -182,4 +182,4 @@ def check_options(function: Any, num_positional: int, options: Mapping[str, obje
         inspect.signature(function).bind(*[None] * num_positional, **options)
     except TypeError as error:
         taken = list(inspect.signature(function).parameters)[num_positional:]
-        raise TypeError(f"{error}; there are {', '.join(taken)}") from None
+        raise TypeError(f"{error}; the options are {', '.join(taken)}") from None

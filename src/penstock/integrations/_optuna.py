@@ -174,7 +174,7 @@ class _Search:
     def _job_of(self, trial: "Trial") -> Job:
         job = self._make_job(trial)
         if not isinstance(job, Job):
-            raise TypeError(f"make_job(trial) returns a fleet.Job, not {type(job).__name__}")
+            raise TypeError(f"make_job(trial) must return a fleet.Job, got {type(job).__name__}")
         name = job.name if job.name not in self._names else f"{job.name}-{trial.number}"
         if name in self._names:
             raise ValueError(f"two jobs are called {name!r}; let make_job name jobs by their hyperparameters")
@@ -187,8 +187,8 @@ class _Search:
             trial, value = self._trials.pop(name), self._values.pop(name, None)
             if state is JobState.DONE and value is None:
                 self._fault = ValueError(
-                    f"job {name!r} is done and has no {self._metric!r}; give jobs validation= and metric=, or search "
-                    "by metric='loss'"
+                    f"job {name!r} ended without the metric {self._metric!r}; give jobs validation= and metric=, or "
+                    "search by metric='loss'"
                 )
             self._tell(trial, state, value)
 
@@ -232,13 +232,15 @@ class _Search:
 def _refuse(study: "Study", num_trials: int, at_once: int, options: Mapping[str, Any]) -> None:
     _optuna()
     if num_trials < 1 or at_once < 1:
-        raise ValueError(f"num_trials={num_trials} and at_once={at_once} are at least 1")
+        raise ValueError(f"`num_trials` and `at_once` must be at least 1, got {num_trials} and {at_once}")
     if len(study.directions) != 1:
-        raise ValueError(f"the study has {len(study.directions)} directions; a search has one metric")
+        raise ValueError(f"the study must have one direction, got {len(study.directions)}; a search has one metric")
     if "stopper" in options:
-        raise TypeError("search prunes by the study's pruner: optuna.create_study(pruner=...); leave out stopper")
+        raise TypeError("leave out `stopper`: search uses the study's pruner, optuna.create_study(pruner=...)")
     if "resume" in options:
-        raise TypeError("a search begins its own fleet: to go on with a study, search again with another run_dir")
+        raise TypeError(
+            "leave out `resume`: a search starts a new fleet. To continue a study, search again with another run_dir"
+        )
 
 
 def _prunes(trial: "Trial", step: int, value: float) -> bool:
@@ -258,7 +260,7 @@ def _tell(study: "Study", trial: "Trial", state: JobState, value: float | None) 
 
 
 def _no_metric(job: Job, metric: str, metrics: Mapping[str, float]) -> ValueError:
-    return ValueError(f"job {job.name!r} validates {', '.join(metrics)}, not {metric!r}; give metric= one of them")
+    return ValueError(f"`metric` must be one that job {job.name!r} reports ({', '.join(metrics)}), got {metric!r}")
 
 
 def _optuna() -> None:

@@ -33,7 +33,7 @@ def pyg_sampler(
         return classes.HeteroSampler(data, fanouts, replace=replace)
     if not hasattr(data, "edge_types"):
         if getattr(data, "edge_index", None) is None:
-            raise ValueError("the data has no edge_index; for adj_t give the graph: Graph.from_csc(colptr, row)")
+            raise ValueError("`data` has no edge_index; if it has adj_t, give a graph: Graph.from_csc(colptr, row)")
         _check_rows(data)
         return classes.Sampler(Graph(data.edge_index, data.num_nodes), fanouts, replace=replace)
     _check_rows(data)

@@ -37,7 +37,7 @@ class _Base(BaseSampler):  # type: ignore[misc]
     @staticmethod
     def _refuse_time(inputs: Any) -> None:
         if inputs.time is not None:
-            raise ValueError("edges are drawn whenever they were made; sampling by time is not supported")
+            raise ValueError("sampling by time is not supported: edges are sampled regardless of their time")
 
     @staticmethod
     def _refuse_twice(seeds: torch.Tensor, places: torch.Tensor) -> None:
@@ -102,14 +102,14 @@ class Features(FeatureStore):  # type: ignore[misc]
     def _tables(self) -> dict[tuple[str | None, str], torch.Tensor]:
         if self._by_name is None:
             raise ValueError(
-                "this feature store was pickled, and its tables stayed where they are. Workers that are spawned only "
+                "this feature store was pickled, which leaves out its tables. Let workers that are spawned only "
                 "sample: NodeLoader(..., filter_per_worker=False)"
             )
         return self._by_name
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         if attr.index is not None:
-            raise ValueError("rows are not written through a store of tiered features; give the whole table")
+            raise ValueError("a store of tiered features cannot write single rows; give the whole table")
         self._tables[attr.group_name, attr.attr_name] = torch.as_tensor(tensor)
         return True
 
@@ -137,7 +137,9 @@ def _key_of(name: Any) -> tuple[str | None, str]:
         return None, name
     if isinstance(name, tuple) and len(name) == 2 and isinstance(name[1], str):
         return name
-    raise ValueError(f'tables have a name, "x", or a type of nodes and a name, ("paper", "x"), got {name!r}')
+    raise ValueError(
+        f'the name of a table must be a string, "x", or a node type and a string, ("paper", "x"), got {name!r}'
+    )
 
 
 def _checked(name: Any, table: Any) -> torch.Tensor:

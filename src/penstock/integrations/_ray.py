@@ -49,7 +49,7 @@ def run_on_ray(
     ray = _import_ray()
     for key in fleet_options:
         if key in ("devices", "jobs_dir") or key not in inspect.signature(Fleet).parameters:
-            raise TypeError(f"run_on_ray has no {key}: it takes devices_per_node=['cuda:0'], and options of Fleet")
+            raise TypeError(f"run_on_ray has no option {key}; give devices_per_node=['cuda:0'] and options of Fleet")
     begins_here = not ray.is_initialized()
     if begins_here:
         ray.init(address=address)
@@ -66,5 +66,5 @@ def _import_ray() -> Any:  # any: the module
     try:
         import ray
     except ImportError as error:
-        raise ImportError("a fleet over several machines takes Ray: pip install 'penstock[ray]'") from error
+        raise ImportError("a fleet over several machines needs Ray: pip install 'penstock[ray]'") from error
     return ray

@@ -62,7 +62,7 @@ class Driver:
         known = {row.name: row for row in self._state.jobs()} if self._state.exists else {}
         for job in jobs:
             if job.name in self._tasks:
-                raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
+                raise ValueError(f"two jobs are called {job.name!r}; names must differ: Job(name='lr=3e-4', ...)")
             if not resume and (self._folder(job) / "checkpoints").exists():
                 raise ValueError(f"{self._folder(job)} has checkpoints of another run; give another run_dir")
             self._tasks[job.name] = self._task(job, known.get(job.name))
@@ -112,8 +112,8 @@ class Driver:
             packed = cloudpickle.dumps(job)
         except Exception as error:
             raise TypeError(
-                f"job {job.name!r} cannot be sent to a node: {error}. Its factories may make what cannot be pickled, "
-                "but not hold it: model=lambda: Model(), data=lambda: open_data(path)"
+                f"job {job.name!r} cannot be sent to a node: {error}. Its factories may create what cannot be pickled, "
+                "but must not hold it: model=lambda: Model(), data=lambda: open_data(path)"
             ) from error
         place = len(self._tasks)
         task = Task(job, place, packed, first_row(job, place) if known is None else replace(known, place=place))
@@ -162,11 +162,13 @@ class Driver:
                 if devices:
                     self._begin(found, devices)
         if not self._nodes:
-            self._give_up(self._last_loss or "the cluster has none that could; see `ray status` and devices_per_node=")
+            self._give_up(self._last_loss or "the cluster has no suitable node; see `ray status` and devices_per_node=")
         if not any(node.is_ready for node in self._nodes.values()):
             since_s = min(node.begun_s for node in self._nodes.values())
             if time.monotonic() - since_s > _BEGIN_S:
-                self._give_up(f"none began within {_BEGIN_S:.0f} s; others may hold its CPUs or GPUs, see `ray status`")
+                self._give_up(
+                    f"none started within {_BEGIN_S:.0f} s; others may use its CPUs or GPUs, see `ray status`"
+                )
 
     def _devices_of(self, found: Mapping[str, Any]) -> Devices:
         resources = found["Resources"]
@@ -295,7 +297,9 @@ class Driver:
                 call(tracker)
             except Exception as error:
                 self._trackers.remove(tracker)
-                text = f"{type(tracker).__name__} raised {type(error).__name__}: {error}, and is told no more."
+                text = (
+                    f"{type(tracker).__name__} raised {type(error).__name__}: {error}, and receives no further updates."
+                )
                 warnings.warn(f"{text} Training goes on.", TrackerWarning, stacklevel=4)
 
     def _catch_up(self, task: Task) -> None:
@@ -321,7 +325,7 @@ class Driver:
     def _lose(self, node: Node, reason: str) -> None:
         self._end(node)
         self._looked_s = time.monotonic() - _LOOK_S + _GRACE_S  # only the actor may have died, and can be started anew
-        self._last_loss = f"the last one, {node.name}, was lost: {reason}"
+        self._last_loss = f"the last node, {node.name}, was lost: {reason}"
         for task in node.tasks.values():
             task.node, task.free_from_s = None, time.monotonic() + _GRACE_S
             task.num_losses = 1 if task.row.step > task.lost_at_step else task.num_losses + 1
@@ -329,7 +333,7 @@ class Driver:
             if task.row.state in (JobState.RUNNING.value, JobState.WAITING.value):
                 task.row = replace(task.row, state=JobState.PENDING.value)
             if task.num_losses >= _MOST_LOSSES:
-                error = f"{task.num_losses} nodes were lost while they had it, at step {task.row.step}: {reason}"
+                error = f"{task.num_losses} nodes were lost while they trained it, at step {task.row.step}: {reason}"
                 stored = stored_result(
                     task.job, self._folder(task.job), JobState.FAILED, error, task.row.seconds_per_step
                 )
@@ -338,7 +342,7 @@ class Driver:
             return
         names = ", ".join(repr(name) for name, task in node.tasks.items() if task.result is None) or "none"
         warnings.warn(
-            f"node {node.name} was lost ({reason}); jobs that go on elsewhere from their last checkpoints: {names}",
+            f"node {node.name} was lost ({reason}); jobs that continue elsewhere from their last checkpoints: {names}",
             NodeLostWarning,
             stacklevel=2,
         )
@@ -364,8 +368,8 @@ class Driver:
     def _give_up(self, reason: str) -> None:
         num_over = sum(task.result is not None for task in self._tasks.values())
         raise NodeLostError(
-            f"no node is there to train jobs: {reason}. {num_over} of {len(self._tasks)} jobs are over; "
-            f"their checkpoints are in {self._run_dir}, and run_on_ray(..., resume=True) goes on when there are nodes"
+            f"no live node can run these jobs: {reason}. {num_over} of {len(self._tasks)} jobs are over; their "
+            f"checkpoints are in {self._run_dir}. Continue when there are nodes: run_on_ray(..., resume=True)"
         )
 
     @staticmethod
@@ -379,7 +383,7 @@ class Driver:
         for command in self._state.commands():
             task = self._tasks.get(command.job)
             if command.verb not in ("pause", "resume", "stop"):
-                answer = f"a fleet on Ray can pause, resume and stop, not {command.verb}"
+                answer = f"a fleet on Ray supports pause, resume and stop, not {command.verb}"
             elif task is None or task.result is not None:
                 answer = f"no job {command.job!r} is running"
             elif task.node is None:

@@ -72,7 +72,7 @@ def describe_compiler() -> str:
     if compiler is not None:
         return shlex.join(compiler)
     if has_libraries():
-        return "none: loops come compiled with this wheel, relational layers run on PyTorch's operators"
+        return "none: this wheel contains compiled loops; relational layers run on PyTorch's operators"
     return f"none: {SLOWER}. {INSTALL}"
 
 

@@ -23,7 +23,7 @@ WITHOUT_THREADS = ("-fopenmp-simd", "-Wno-unknown-pragmas", "-Wno-unused-paramet
 
 INSTALL = "Install gcc (apt-get install gcc libc6-dev; dnf install gcc; conda install -c conda-forge gcc)"
 SLOWER = (
-    "planning (remat) takes about 30 times as long, reading rows from disk (unified) 20 times, sampling neighbours and "
+    "planning (remat) takes about 30 times as long, reading rows from disk (unified) 20 times, sampling neighbors and "
     "relational layers 3 times"
 )
 """The cost of a missing compiler, as docs/design/native.md measures it."""
@@ -50,18 +50,18 @@ def compile_to(compiler: Command, flags: tuple[str, ...], source: str, name: str
         ):
             outcome = subprocess.run([*compiler, *arguments], capture_output=True, text=True, check=False)
             if outcome.returncode:
-                raise InternalError(f"{shlex.join(compiler)} refuses {name}.c: {outcome.stderr.strip()}")
+                raise InternalError(f"{shlex.join(compiler)} cannot compile {name}.c: {outcome.stderr.strip()}")
         linked.replace(file)
 
 
 def why_slower(refused: str = "") -> str:
     """Return what runs slower without compiled libraries, and what to do. ``refused`` is the compiler's message."""
     given = os.environ.get("CC", "")
-    tried = f"`$CC` names {given!r}, which is no program" if given else "none of cc, gcc and clang is on the path"
+    tried = f"`$CC` names {given!r}, which is not a program" if given else "none of cc, gcc and clang is on the path"
     first = f"the C compiler does not work: {refused}" if refused else f"no C compiler was found ({tried})"
     return (
-        f"{first}. Results are the same, but slower: {SLOWER}. {INSTALL}, or a wheel of Penstock, which brings these "
-        "loops compiled (pip install --only-binary penstock penstock)."
+        f"{first}. Results are the same, but slower: {SLOWER}. {INSTALL}, or a wheel of Penstock, which contains "
+        "these loops compiled (pip install --only-binary penstock penstock)."
     )
 
 

@@ -44,6 +44,6 @@ def _compile(command: list[str], file: Path) -> None:
         made = Path(folder) / file.name
         outcome = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, check=False)
         if outcome.returncode:
-            raise PenstockError(f"{command[0]} refuses {file.stem}: {outcome.stderr.strip()[:2000]}")
+            raise PenstockError(f"{command[0]} cannot compile {file.stem}: {outcome.stderr.strip()[:2000]}")
         seal(made)
         made.replace(file)

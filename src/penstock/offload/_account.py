@@ -11,7 +11,7 @@ def account_of(budget: Size | Budget | None, host: Size | None, disk: DiskSpec, 
     if isinstance(budget, Budget):
         if disk is not None or host is not None:
             raise ValueError(
-                "give disk and host either inside the Budget or beside it, not both: "
+                "`host` and `disk` must be either inside the Budget or separate arguments, not both: "
                 "budget=Budget(device='6GiB', host='8GiB', disk='/nvme')"
             )
         account = budget
@@ -19,6 +19,7 @@ def account_of(budget: Size | Budget | None, host: Size | None, disk: DiskSpec, 
         account = Budget(device=budget, host=host, disk=disk)
     if account.host_bytes is None and not account.disk_bytes and not account.tiers:
         raise ValueError(
-            f"nowhere to spill to: give a directory on an SSD, or on an accelerator some host memory: {call}"
+            "there is no place to offload to: give `disk` (a directory on an SSD) or, on an accelerator, `host` (bytes "
+            f"of host memory): {call}"
         )
     return account

@@ -48,7 +48,7 @@ def save(
     """
     path = Path(os.path.realpath(path))  # a symbolic link to the newest checkpoint stays a link
     if path.exists() and not (path / _STATE).is_file() and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(f"{path} is there already and no checkpoint of a training; give another place")
+        raise CheckpointError(f"{path} exists already and is not a checkpoint of a training; give another path")
     try:
         weights = _tensors_of(model)
         own, states, numbers = _split(optimizer, model)
@@ -94,15 +94,17 @@ def load(
     try:
         state = read_json(path / _STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
-            raise ValueError(f"this version reads folders of format {FORMAT}")
+            raise ValueError(f"this version of Penstock reads only format {FORMAT}")
         check_whole(path, _HINT)
         own, tensors = _tensors_of(model), _stored(path, _WEIGHTS)
         _check(tensors, own)
         optimized, trained = _stored(path, _OPTIMIZER), _numbered(optimizer)
         if state["optimizer"] != type(optimizer).__name__:
-            raise ValueError(f"it is of {state['optimizer']}, and the optimizer is {type(optimizer).__name__}")
+            raise ValueError(
+                f"its optimizer is {state['optimizer']}, and that of this training is {type(optimizer).__name__}"
+            )
         if state["parameters"] != _shapes(optimizer):
-            raise ValueError("its optimizer has other parameter groups, or other shapes in them")
+            raise ValueError("its optimizer has other parameter groups, or parameters of other shapes")
         groups, numbers = decode(state["groups"]), decode(state["numbers"])
         devices = {key: torch.device(name) for key, name in state["devices"].items()}
         random = {kind: _to_tensor(text) for kind, text in state["random"].items()}
@@ -159,7 +161,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
     if names is not None:
         every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         if unknown := set(names) - every.keys():
-            raise ValueError(f"`names` has {shown(unknown)}, which the model has not")
+            raise ValueError(f"`names` must name parameters or buffers of the model, got {shown(unknown)}")
         own = {id(one) for one in tensors.values()}
         tensors = {name: every[name] for name in names if id(every[name]) in own}
     draft = path / ".weights.draft"
@@ -185,8 +187,8 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     for prefix, module in model.named_modules():
         if type(module).get_extra_state is not extra:
             raise TypeError(
-                f"{type(module).__name__} has a state of its own (get_extra_state), which is not stored in parts: "
-                "with training.whole(): torch.save(model.state_dict(), path)"
+                f"{type(module).__name__} has extra state (get_extra_state), which cannot be saved in parts. "
+                "Save the whole model: with training.whole(): torch.save(model.state_dict(), path)"
             )
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in known:
@@ -195,7 +197,7 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
             full = f"{prefix}.{name}" if prefix else name
             if hasattr(tensor, "__tensor_flatten__"):
                 raise TypeError(
-                    f"{full} is a {type(tensor).__name__}, which is not stored in parts: "
+                    f"{full} is a {type(tensor).__name__}, which cannot be saved in parts. Save the whole model: "
                     "with training.whole(): torch.save(model.state_dict(), path)"
                 )
             found[full] = tensor
@@ -236,7 +238,8 @@ def _check(tensors: TensorFiles, own: Mapping[str, torch.Tensor]) -> None:
         mine = own[name]
         if (entry.shape, entry.dtype) != (tuple(mine.shape), mine.dtype):
             raise ValueError(
-                f"{name} is {entry.shape} {entry.dtype} there and {tuple(mine.shape)} {mine.dtype} in the model"
+                f"{name} is {entry.shape} {entry.dtype} in the checkpoint, and {tuple(mine.shape)} {mine.dtype} in the "
+                "model"
             )
 
 

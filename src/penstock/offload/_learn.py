@@ -365,8 +365,8 @@ class Learner:
             self._has_given_up = True
             warnings.warn(
                 f"{_MAX_CHANGES + 1} steps with inputs of the same shapes saved different tensors, so such steps are "
-                "not planned: all that may leaves, and with a budget forward waits for every copy. Leave out what "
-                "depends on numbers: modules=['blocks.*']",
+                "not planned: everything that may be offloaded is, and with a budget forward waits for every copy. "
+                "Exclude modules whose saved tensors depend on values: modules=['blocks.*']",
                 PenstockWarning,
                 stacklevel=5,
             )

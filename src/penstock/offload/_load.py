@@ -105,8 +105,8 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix != ".safetensors":
             raise CheckpointError(
-                f"{path} is no .safetensors file; one of another kind is turned into one with "
-                "safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
+                f"`path` must be a .safetensors file or a folder of them, got {path}. Convert a file of another kind "
+                "with safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
             )
         return [path]
     index = path / "model.safetensors.index.json"
@@ -114,7 +114,7 @@ def _files(path: Path) -> list[Path]:
         try:
             return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of safetensors files: {error}") from error
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from error
     whole = path / "model.safetensors"
     found = [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
     if not found:
@@ -128,7 +128,7 @@ def _hint(model: nn.Module) -> str:
             "transformers may store tensors of this model under other names or in other shapes, which from_pretrained "
             "converts: penstock.offload.training(lambda: Model.from_pretrained(path), ...)"
         )
-    return "load(model, path, strict=False) takes what fits"
+    return "load(model, path, strict=False) loads the tensors that both have"
 
 
 def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, *, hint: str, strict: bool) -> None:
@@ -140,7 +140,9 @@ def _check(tensors: list[_Tensor], known: list[str | None], files: TensorFiles, 
                 raise CheckpointError(f"{label} {shown(names)}; {hint}")
     for (_, tensor, _), name in zip(tensors, known, strict=True):
         if name is not None and files.entries[name].shape != tuple(tensor.shape):
-            raise CheckpointError(f"{name} is {files.entries[name].shape} there and {tuple(tensor.shape)} in the model")
+            raise CheckpointError(
+                f"{name} is {files.entries[name].shape} in the file, and {tuple(tensor.shape)} in the model"
+            )
 
 
 def _place(
@@ -194,8 +196,8 @@ def _initialise(
             name = next(name for name, one in model.named_modules() if one is module)
             raise ValueError(
                 f"{name or type(module).__name__} ({type(module).__name__}) has no values for {', '.join(fields)}, and "
-                "no reset_parameters that makes them. Make the model without torch.device('meta'), or its buffers at "
-                "least: with accelerate.init_empty_weights(): ..."
+                "no reset_parameters() that initializes them. Create the model, or at least its buffers, outside of "
+                "torch.device('meta'): with accelerate.init_empty_weights(): ..."
             )
 
 

@@ -27,7 +27,7 @@ def places(
     """Return the tiers and the device. Raises what `training` raises for arguments that cannot be used."""
     account = account_of(budget, host, disk, CALL)
     if account.device_bytes is None:
-        raise ValueError(f"`budget` is needed: the bytes of the device that a step may take: {CALL}")
+        raise ValueError(f"`budget` is required: the bytes of the device that a step may use: {CALL}")
     if isinstance(optimizer, nn.Module) or (
         isinstance(optimizer, type) and not issubclass(optimizer, torch.optim.Optimizer)
     ):
@@ -40,7 +40,8 @@ def places(
         where = used_device() if device is None else backend_of(device).device
     if update != "device" and (where.type == "cpu" or not account.host_bytes):
         raise ValueError(
-            f"update={update!r} is for an accelerator with host memory below it: host='96GiB'. On {where} leave it out"
+            f"update={update!r} needs an accelerator and host memory below it, such as host='96GiB'; the device is "
+            f"{where}. Otherwise leave out update"
         )
     return account, where
 
@@ -50,8 +51,9 @@ def device_of(model: nn.Module) -> torch.device:
     devices = {one.device for one in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(
-            f"the model's parameters have to be on one device, not on {sorted(map(str, devices)) or 'none'}: "
-            "model.to('cuda'), or penstock.offload.load(model, path) for a model of torch.device('meta')"
+            "the model's parameters must be on one device that is not 'meta', got "
+            f"{sorted(map(str, devices)) or 'none'}: model.to('cuda'), or penstock.offload.load(model, path) for a "
+            "model on 'meta'"
         )
     wrapped = next((name for name, one in model.named_parameters() if _is_sharded(one)), None)
     if wrapped is not None:

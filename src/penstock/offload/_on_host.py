@@ -294,8 +294,8 @@ class Update:
                 mine.copy_(value)
             else:
                 raise TypeError(
-                    f"{type(optimizer).__name__} keeps other tensors of state than before ({field}), which only the "
-                    "device updates: training(..., update='device')"
+                    f"{type(optimizer).__name__} changed the tensors of its state ({field}), which is supported "
+                    "only for updates on the device: training(..., update='device')"
                 )
         for one in twins:
             one.copy_(weight)

@@ -71,9 +71,9 @@ class Order:
             names = [label(key) for key in self.needs[place]]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
             raise BudgetError(
-                f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(budget_bytes)}: that is "
-                f"what an operator on {shown} takes with all that has to be on the device then. Smaller micro-batches "
-                "or checkpointed blocks take less"
+                f"`budget` must be at least {most} ({format_bytes(most)}), got {format_bytes(budget_bytes)}: an "
+                f"operator on {shown} needs that much, with everything else that must be on the device at that time. "
+                "Smaller micro-batches or checkpointed blocks need less"
             )
 
     def begun_between(self, start: int, end: int) -> int:

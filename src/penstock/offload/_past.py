@@ -54,8 +54,8 @@ def begin_watching(one: Watching) -> None:
     """Report all access to ``one`` from now on. Raises ``ValueError`` if another one watches."""
     if _watcher() is not None:
         raise ValueError(
-            "another training is open in this process; close() it first. Models that train together are one: "
-            "training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
+            "another training is open in this process; call its close() first. To train models together, combine "
+            "them: training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
         )
     _watching[:] = [weakref.ref(one)]
     _replace_all()
@@ -134,9 +134,9 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
             pages, page = found
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.pinned:
                 raise ValueError(
-                    f"safetensors takes {page.label} with all other tensors of a file at once, for which the budget "
-                    "may have no room. training.save(path) writes such files a part at a time; where there is room, "
-                    "this does: with training.whole(): model.save_pretrained(path)"
+                    f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "
+                    "budget. training.save(path) writes such files one part at a time. If everything fits the "
+                    "device: with training.whole(): model.save_pretrained(path)"
                 )
             do_pending([page])
             prepare(pages, page)
@@ -171,8 +171,8 @@ def _refuse_pickling(pages: Pages, page: Page) -> None:
         writer.begin()
     elif page not in pages.pinned:
         raise ValueError(
-            f"{page.label} may be in another tier now, where pickle does not find it. torch.save(model.state_dict(), "
-            "path) does. For whatever else, have everything on the device: with training.whole(): pickle.dumps(model)"
+            f"{page.label} may be in another tier now, where pickle cannot find it. Use torch.save(model.state_dict(), "
+            "path). For anything else, bring everything to the device: with training.whole(): pickle.dumps(model)"
         )
 
 

@@ -216,7 +216,7 @@ def refusal(problem: OffloadProblem, budget_bytes: int, needed_bytes: int) -> st
     return (
         f"the budget of {format_bytes(budget_bytes)} cannot be met: this step needs at least {needed_bytes} bytes "
         f"({format_bytes(needed_bytes)}) even with all {len(_movable(problem))} movable storages parked, because up to "
-        f"{format_bytes(max(problem.base_bytes, default=0))} of the device are in use beside saved activations "
+        f"{format_bytes(max(problem.base_bytes, default=0))} of the device are in use in addition to saved activations "
         "(parameters, gradients, optimizer state, and what one operator works on). Give a larger budget or a smaller "
         "batch."
     )
@@ -448,13 +448,13 @@ def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulati
     if saving_bytes < problem.min_saving_share * keep_all_bytes:
         return (
             f"it would save {format_bytes(max(saving_bytes, 0))} of a peak of {format_bytes(keep_all_bytes)}, less "
-            f"than the floor of {problem.min_saving_share:.0%} (min_saving){_what_stays(problem)}"
+            f"than min_saving={problem.min_saving_share:.0%} of it{_what_stays(problem)}"
         )
     lost_s = simulation.stall_s + problem.overhead_s * num_parked
     if problem.max_stall_share < 1 and lost_s > problem.max_stall_share * problem.step_s:
         return (
-            f"it would cost {lost_s:.3f} s of a step of {problem.step_s:.3f} s, more than the share of "
-            f"{problem.max_stall_share:.0%} (max_stall)"
+            f"it would cost {lost_s:.3f} s of a step of {problem.step_s:.3f} s, more than "
+            f"max_stall={problem.max_stall_share:.0%} of it; budget= offloads regardless of the time"
         )
     return ""
 

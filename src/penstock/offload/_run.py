@@ -145,8 +145,8 @@ class Offloader:
         self._is_closed = False
         if is_compiled(model):
             self._learner.decline(
-                "the model is one compiled region, which unpacks all that it saved before its backward starts. Compile "
-                "its blocks instead (`for block in model.blocks: block.compile()`); to plan the "
+                "the model is one compiled region, which unpacks all its saved tensors before its backward starts. "
+                "Compile its blocks instead (`for block in model.blocks: block.compile()`); to plan the "
                 "whole graph, torch.compile(model, backend='penstock', options={'budget': '6GiB'})"
             )
         charges = Charges(account, "offload")
@@ -167,8 +167,8 @@ class Offloader:
             )
         if self._hooks is not None:
             raise ValueError(
-                "this offloader is entered by another thread, and one thread at a time computes with it; make one for "
-                "each: penstock.offload.activations(model, ...)"
+                "another thread has entered this offloader, and only one thread at a time can use it; make one for "
+                "each thread: penstock.offload.activations(model, ...)"
             )
         self._scope.refresh()
         self._finish_cycle_if_drained()
@@ -184,7 +184,8 @@ class Offloader:
     ) -> None:
         if self._hooks is None or getattr(_active, "offloader", None) is not self:
             raise ValueError(
-                "this offloader cannot be left where it was not entered; use it around a step: `with offloader: ...`"
+                "this offloader cannot be exited in a thread that has not entered it; use it around a step: "
+                "`with offloader: ...`"
             )
         _active.offloader = None
         self._hooks.close()
@@ -209,7 +210,7 @@ class Offloader:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an offloader has lanes and files, which cannot be copied or pickled; make another one: "
+            "an offloader cannot be copied or pickled, since it owns lanes and files; make another one: "
             "penstock.offload.activations(model, ...)"
         )
 
@@ -377,7 +378,7 @@ class OffloadedModule(nn.Module):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "an offloaded module has lanes and files, which cannot be copied or pickled; take the module inside of it, "
+            "an offloaded module cannot be copied or pickled, since it owns lanes and files; use the module inside it, "
             "`offloaded.module`, or its state_dict()"
         )
 
@@ -439,7 +440,7 @@ def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
         raise BudgetError(
             f"the budget of {format_bytes(account.device_bytes)} cannot be met: this model needs at least "
             f"{static_bytes} bytes ({format_bytes(static_bytes)}) because its parameters and gradients alone take "
-            "them, and offloading moves activations only"
+            "that much, and offloading moves only activations"
         )
 
 
@@ -450,9 +451,9 @@ def _check_patterns(model: nn.Module, modules: Sequence[str] | None) -> None:
     """
     names = [name for name, _ in model.named_modules()]
     if modules is not None and not any(covers(pattern, name) for pattern in modules for name in names):
-        shown = ", ".join(repr(name) for name in names[1:5]) or "none but the model itself"
+        shown = ", ".join([*(repr(name) for name in names[1:5]), "..."]) if names[1:] else "no submodules"
         raise ValueError(
-            f"`modules` must name modules of the model, and {list(modules)} matches none ({shown}, ...): "
+            f"`modules` must match modules of the model, got {list(modules)}, and the model has {shown}: "
             "penstock.offload.activations(model, modules=['blocks.*'])"
         )
 
@@ -464,5 +465,5 @@ def _parameter_bytes(model: nn.Module) -> dict[int, int]:
 
 def _share(name: str, value: float) -> float:
     if not 0 <= value <= 1:
-        raise ValueError(f"{name} is a share between 0 and 1, such as 0.05, not {value!r}")
+        raise ValueError(f"`{name}` must be a share between 0 and 1, such as 0.05, got {value!r}")
     return float(value)

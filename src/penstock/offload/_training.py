@@ -202,8 +202,8 @@ class Training:
             if self._pages.others_bytes > account.device_bytes:
                 raise BudgetError(
                     f"`budget` must be more than {format_bytes(self._pages.others_bytes)}, got "
-                    f"{format_bytes(account.device_bytes)}: that is what is on the device already, which is not of "
-                    "this model or its optimizer, or too small to be moved"
+                    f"{format_bytes(account.device_bytes)}: the device already holds that much that cannot be "
+                    "moved, because it does not belong to this model or its optimizer, or is too small"
                 )
         except BaseException:
             self.close(discard=not isinstance(model, nn.Module))
@@ -214,7 +214,9 @@ class Training:
     def __enter__(self) -> Self:
         self._refuse_unusable()
         if self._thread != threading.get_ident():
-            raise ValueError("a training is entered in the thread that made it, which alone looks at operators")
+            raise ValueError(
+                "a training must be entered in the thread that made it: it sees no operators of other threads"
+            )
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
         if self._updates.is_broken:
@@ -257,7 +259,8 @@ class Training:
         if meter is not None and not measured and meter.peak_bytes > self._pages.budget_bytes:
             raise BudgetError(
                 f"`budget` must be at least {meter.peak_bytes} ({format_bytes(meter.peak_bytes)}), got "
-                f"{format_bytes(self._pages.budget_bytes)}: no tensor of this step has 16 KiB, and smaller ones stay"
+                f"{format_bytes(self._pages.budget_bytes)}: all tensors of this step "
+                "are smaller than 16 KiB, and such tensors stay on the device"
             )
 
     def _measure(self) -> None:
@@ -441,7 +444,7 @@ class Training:
         self._waterfall.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a training has lanes and files, which cannot be copied or pickled; make another: {CALL}")
+        raise TypeError(f"a training cannot be copied or pickled, since it owns lanes and files; make another: {CALL}")
 
     @contextlib.contextmanager
     def _room_for_parts(self) -> Iterator[int]:
@@ -454,7 +457,7 @@ class Training:
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_unusable()
         if self._is_entered:
-            raise ValueError(f"a training is {what} between two steps, outside of `with training:`")
+            raise ValueError(f"a training must be {what} between two steps, outside of `with training:`")
 
     def _refuse_parallel(self) -> None:
         """Raise ``ValueError`` if DDP would sum a gradient that an update in backward has already used."""
@@ -491,21 +494,23 @@ class Training:
             if not isinstance(model, nn.Module):
                 model = model()
                 if not isinstance(model, nn.Module):
-                    raise TypeError(f"`model` returned {type(model).__name__}, not a torch.nn.Module: {CALL}")
+                    raise TypeError(f"`model` must return a torch.nn.Module, got {type(model).__name__}: {CALL}")
                 if device_of(model) != self._device:
                     raise ValueError(
-                        f"`model` made a model on {device_of(model)}, and `device` is {self._device}; make it there: "
+                        f"`model` must return a model on `device`={self._device}, got one on {device_of(model)}: "
                         "with torch.device('cuda'): return Model()"
                     )
             if not isinstance(optimizer, torch.optim.Optimizer):
                 optimizer = optimizer(model.parameters())
                 if not isinstance(optimizer, torch.optim.Optimizer):
-                    raise TypeError(f"`optimizer` returned {type(optimizer).__name__}, not a torch optimizer: {CALL}")
+                    raise TypeError(
+                        f"`optimizer` must return a torch optimizer, got {type(optimizer).__name__}: {CALL}"
+                    )
             refuse_whole_optimizers(optimizer, CALL)
             if self._wants_host and any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups):
                 raise ValueError(
-                    "fused and capturable optimizers keep numbers on the device, with which the host cannot update: "
-                    f"make it without them, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
+                    "fused and capturable optimizers keep numbers on the device, which an update on the host cannot "
+                    f"use: make one without these options, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
                 )
         finally:
             self._pages.end_step((), is_whole=False)
@@ -544,9 +549,9 @@ class Training:
         below = sum(tier.capacity_bytes - tier.used_bytes for tier in self._waterfall.tiers)
         if own + trained_bytes + states > device_bytes + below:
             raise BudgetError(
-                f"training takes {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
-                f"{format_bytes(states)} of optimizer state, and there are {format_bytes(device_bytes)} on the device "
-                f"and {format_bytes(below)} below it. Give more room: {CALL}"
+                f"training needs {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
+                f"{format_bytes(states)} of optimizer state, but there are only {format_bytes(device_bytes)} on the "
+                f"device and {format_bytes(below)} in the tiers below it. Give more room: {CALL}"
             )
 
 

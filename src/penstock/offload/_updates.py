@@ -203,8 +203,8 @@ class Updates:
         if id(parameter) in self._updated:
             raise RuntimeError(
                 f"{self._taken.name(parameter)} got a second gradient in one step, after its update. "
-                "update_in_backward=True is for one backward per step, in which each parameter gets its gradient once: "
-                "leave it out, and go on from the last checkpoint"
+                "update_in_backward=True supports one backward per step, in which each parameter gets its gradient "
+                "once: leave it out, and continue from the last checkpoint"
             )
         self._updated.add(id(parameter))
         if self._is_small(parameter):

@@ -34,11 +34,11 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
     if max(held_bytes) != plan.peak_bytes:
         raise InternalError(f"predicted peak {plan.peak_bytes}, but its transfers imply {max(held_bytes)}")
     if sum(plan.peak_parts.values()) != plan.peak_bytes:
-        raise InternalError(f"a predicted peak of {plan.peak_bytes} in parts {dict(plan.peak_parts)}")
+        raise InternalError(f"predicted peak {plan.peak_bytes}, but its parts are {dict(plan.peak_parts)}")
     _check_gone(plan, clock.landed_s)
     keep_all_bytes = max(_held_bytes(problem, replace(plan, transfers=()), clock.landed_s))
     if keep_all_bytes != plan.keep_all_peak_bytes:
-        raise InternalError(f"peak if all is kept {plan.keep_all_peak_bytes}, but their lives imply {keep_all_bytes}")
+        raise InternalError(f"peak if all is kept {plan.keep_all_peak_bytes}, but lifetimes imply {keep_all_bytes}")
     if problem.budget_bytes is not None and plan.peak_bytes > problem.budget_bytes:
         raise InternalError(f"predicted peak {plan.peak_bytes} above the budget {problem.budget_bytes}")
 
@@ -96,7 +96,9 @@ def _check_decisions(problem: OffloadProblem, plan: OffloadPlan) -> None:
         if storage.must_keep:
             raise InternalError(f"storage {index} is parked but must be kept: {storage.must_keep}")
         if not storage.pack_event < plan.fetch_events[index] <= storage.need_event:
-            raise InternalError(f"storage {index} is fetched at event {plan.fetch_events[index]}, out of its life")
+            raise InternalError(
+                f"storage {index} is fetched at event {plan.fetch_events[index]}, outside of its lifetime"
+            )
 
 
 def _check_lanes(problem: OffloadProblem, plan: OffloadPlan) -> None:
@@ -143,7 +145,7 @@ def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
     """Raise ``InternalError`` unless each storage counts as gone from the first event after its copy out."""
     left = {one.index: one.out_end_s for one in plan.transfers if one.in_start_s < math.inf}
     if not set(left) <= set(plan.gone_events):
-        raise InternalError("a storage is fetched that never left")
+        raise InternalError("a storage that never left is fetched")
     for index, end_s in left.items():
         event = plan.gone_events[index]
         if end_s > landed_s[event] + _SLACK_S or (event and end_s < landed_s[event - 1] - _SLACK_S):

@@ -75,8 +75,8 @@ class Watch(TorchDispatchMode):
         if page.is_here and page.pending is None and page.scaling is None:
             return None
         raise ForkedProcessError(
-            f"{page.label} is in a tier of the process that this one was forked from. Work on it there, or have it on "
-            "the device when you fork: with training.whole(): ..."
+            f"{page.label} is in a tier of the parent process, from which this one was forked. Use it there, or bring "
+            "it to the device before you fork: with training.whole(): ..."
         )
 
     # any: PyTorch's

@@ -348,7 +348,7 @@ class _Books:
     def add(self, place: str, holder: str, size_bytes: int) -> None:
         held = self.charged.get((place, holder), 0) + size_bytes
         if held < 0:
-            raise InternalError(f"{-size_bytes} bytes given back to {place}, of which fewer were taken")
+            raise InternalError(f"{-size_bytes} bytes were given back to {place}, more than were taken")
         self.charged[place, holder] = held
         self.note(place, holder)
 
@@ -404,5 +404,5 @@ def _directories(disk: DiskSpec) -> dict[Path, int | None]:
     if isinstance(disk, list | tuple) and all(isinstance(path, str | os.PathLike) for path in disk):
         return {Path(path): None for path in disk}
     raise TypeError(
-        f"disk is a directory ('/nvme'), a list of them, or a dict of sizes ({{'/nvme': '1TiB'}}), not {disk!r}"
+        f"`disk` must be a directory ('/nvme'), a list of them, or a dict of sizes ({{'/nvme': '1TiB'}}), got {disk!r}"
     )

@@ -53,7 +53,7 @@ def waterfall_for(
     streams = backend.streams
     if not budget.leads_below(backend.device):
         raise ValueError(
-            "nothing below the device: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')"
+            "no tier is given below the device: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')"
             if streams is not None
             else "on a CPU the device is main memory and the tier below it is a disk: give a directory on an SSD, as "
             "in Budget(disk='/nvme') or activations(model, disk='/nvme')"
@@ -89,10 +89,12 @@ def waterfalls_for(
     """
     types = {device.type for device in devices}
     if len(types) != 1:
-        raise ValueError(f"a fleet's devices are all of one kind, not {sorted(types)}")
+        raise ValueError(f"a fleet's devices must all be of one kind, got {sorted(types)}")
     has_host = budget.host_bytes is not None
     if not (has_host or budget.disk_bytes or budget.tiers):
-        raise ValueError("nothing below the devices: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')")
+        raise ValueError(
+            "no tier is given below the devices: give host memory, Budget(host='8GiB'), or Budget(disk='/nvme')"
+        )
     return build(
         [backend_of(device).streams for device in devices],
         budget,

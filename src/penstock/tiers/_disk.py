@@ -211,7 +211,7 @@ class _File:
             return
         room = self.room_bytes()
         if room < missing:
-            raise OSError(errno.ENOSPC, f"{format_bytes(room)} left of what it may take")
+            raise OSError(errno.ENOSPC, f"only {format_bytes(room)} may still be used")
         try:
             self._grow(min(max(missing, _GROWTH_BYTES), room))
         except BudgetError:  # other holders have the rest of the budget

@@ -132,7 +132,7 @@ class Handle:
         """
         room = self._room
         if room is None or not (self.is_in_memory and self.is_settled):
-            raise ValueError(f"{self!r} is not settled in host memory")
+            raise ValueError(f"the handle must be settled and in host memory, got {self!r}")
         return room.tier.tensor(room.extent)[: self.size_bytes]
 
     @property

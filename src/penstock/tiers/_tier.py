@@ -124,8 +124,8 @@ class Tier(abc.ABC):
         Raises ``ValueError`` unless ``is_memory``.
         """
         raise ValueError(
-            f"the {extent.size_bytes} bytes of this extent are not in memory: tier.read(piece, memoryview(buffer)) "
-            f"brings those of one piece from this {self.name} tier"
+            f"the {extent.size_bytes} bytes of this extent are in this {self.name} tier, not in memory; read one "
+            "piece: tier.read(piece, memoryview(buffer))"
         )
 
     @checked("tier.write_storage(piece, storage)")
@@ -146,7 +146,7 @@ class Tier(abc.ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a {self.name} tier has memory or files of its own, which cannot be copied or pickled; make another one"
+            f"a {self.name} tier cannot be copied or pickled, since it owns memory or files; make another one"
         )
 
     @final
@@ -183,7 +183,7 @@ class Tier(abc.ABC):
                 reached = reached // self.alignment_bytes * self.alignment_bytes
             num_idle = 0 if reached > done else num_idle + 1
             if count <= 0 or num_idle >= _MAX_IDLE:
-                raise failure(**self._where(piece, done), reason=f"only {count} of the bytes came through")
+                raise failure(**self._where(piece, done), reason=f"only {count} of the bytes were transferred")
             done = reached
 
     def _measured(self) -> tuple[float, float]:
@@ -214,6 +214,6 @@ class Tier(abc.ABC):
 
 def _not_talking(tier: Tier, piece: Piece, storage: torch.UntypedStorage, instead: str) -> str:
     return (
-        f"this {tier.name} tier does not exchange the {piece.size_bytes} bytes of a piece with {storage.device} by "
-        f"itself: {instead} goes through host memory"
+        f"this {tier.name} tier cannot copy the {piece.size_bytes} bytes of a piece directly to or from "
+        f"{storage.device}; {instead} goes through host memory"
     )

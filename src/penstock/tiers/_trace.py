@@ -20,7 +20,7 @@ def write_trace(
     for event in events:
         if not isinstance(event, Event):
             raise must_be(
-                "events", "of penstock.tiers.Event", event, "write_trace('run.trace.json', offloader.trace())"
+                "events", "a list of penstock.tiers.Event", event, "write_trace('run.trace.json', offloader.trace())"
             )
     starts = [event.start_s for event in events] + [time_s for time_s, _ in memory[:1]]
     zero_s = min(starts, default=0.0)

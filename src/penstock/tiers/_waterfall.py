@@ -372,8 +372,8 @@ class Waterfall:
         self._has_warned = True
         warnings.warn(
             f"a storage could not be parked and stays on the device: {self._handles.troubles[0]} Training goes on, "
-            "with a higher peak. Free some space or give another directory; statistics().kept_bytes counts what "
-            "stays, and this is said once.",
+            "with a higher peak. Free some space or give another directory; statistics().kept_bytes counts the "
+            "bytes that stay. This warning is shown once.",
             TierDegradedWarning,
             stacklevel=4,
         )
@@ -386,7 +386,7 @@ class Waterfall:
             )
         if self._is_closed:
             raise ValueError(
-                "this waterfall is closed, and what was parked in it is gone; close it after the last get()"
+                "this waterfall is closed, and the bytes parked in it are gone; close it after the last get()"
             )
 
 

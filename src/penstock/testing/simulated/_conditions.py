@@ -35,9 +35,9 @@ def conditions(
         seed: Of delays and lateness.
     """
     if not 0 <= late <= 1:
-        raise ValueError(f"`late` is a share of operators from 0 to 1, got {late}")
+        raise ValueError(f"`late` must be a share of operators from 0 to 1, got {late}")
     if not 0 <= delay_us[0] <= delay_us[1]:
-        raise ValueError(f"`delay_us` is (least, most) in microseconds, got {delay_us}")
+        raise ValueError(f"`delay_us` must be (least, most) in microseconds, got {delay_us}")
     extension().set_conditions(
         *delay_us, lazy, round(100 * late), poison, check, parse_bytes(limit), float(patience_s), seed & 0xFFFFFFFF
     )
@@ -70,5 +70,5 @@ def num_pending(stream: torch.Stream) -> int:
 
 def _place(stream: torch.Stream) -> tuple[int, int]:
     if stream.device.type != torch.accelerator.current_accelerator().type:  # type: ignore[union-attr]
-        raise PenstockError(f"{stream} is no stream of the simulated accelerator")
+        raise PenstockError(f"{stream} is not a stream of the simulated accelerator")
     return int(stream.device.index or 0), int(stream.stream_id)

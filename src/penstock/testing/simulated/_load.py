@@ -42,7 +42,7 @@ def why_not() -> str | None:
         return "no C++ compiler was found (c++, g++ or clang++ on the path, or `$CXX`)"
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is not None and found.type != NAME:
-        return f"this machine has a real one, {found.type!r}"
+        return f"this machine has a real accelerator, {found.type!r}"
     return None
 
 
