@@ -69,7 +69,7 @@ def run(run_dir: Path, harm: Harm, **changes: Any) -> fleet.Results:
 
 
 def killed(run_dir: Path, choices: random.Random, least: int) -> tuple[fleet.Results, int]:
-    """Kills processes at random moments until one comes through, ``least`` of them at least."""
+    """Kill processes at random moments until one comes through, ``least`` of them at least."""
     num_kills = 0
     while True:
         child = subprocess.Popen([sys.executable, "-m", "benchmarks.fleet_faults", "--child", str(run_dir)])

@@ -57,7 +57,7 @@ class Findings:
 
 
 def read_damaged(one: Format, seed: int, numbers: range, folder: Path, out: Path) -> None:
-    """Reads damaged files one after the other, in this process."""
+    """Read damaged files one after the other, in this process."""
     findings = Findings(one, folder, out)
     pristine, work, canary = folder / "whole", folder / "work", folder / "canary"
     for path in (pristine, work, folder / "home", folder / "tmp"):

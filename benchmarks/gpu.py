@@ -114,7 +114,7 @@ def _read(process: "subprocess.Popen[str]", item: Item, out: Path, said: list[st
 
 
 def child(given: argparse.Namespace) -> None:
-    """Runs one item, and prints its rows."""
+    """Run one item, and print its rows."""
     if given.device == "sim":
         from penstock.testing import simulated
 

@@ -41,7 +41,7 @@ ON_A_GPU = [("RGAT", graph, 64) for graph in ("AM-like", "MAG", "WikiKG2-like")]
 
 
 def limit_bytes(device: str) -> int:
-    """What a peer may take."""
+    """Return the bytes that a peer may take."""
     return 18 * 2**30 if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
 
 
@@ -106,7 +106,7 @@ def machine_rates(device: str) -> tuple[float, float]:
 
 
 def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> float:
-    """How long our steps would take if each reached the machine's rate of products or of copies."""
+    """Return the seconds that our steps would take if each reached the machine's rate of products or of copies."""
     costs: list[Cost] = []
     run_compiled = Compiled.run
 
@@ -122,7 +122,7 @@ def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> 
 def in_child(
     kinds: list[str], layer: str, graph: str, width: int, rounds: int, device: str
 ) -> dict[str, dict[str, float]] | str:
-    """The same in a process of its own; a text where it did not end as it should."""
+    """Measure in a separate process; return a text if it did not end as it should."""
     request = json.dumps([kinds, layer, graph, width, rounds, device])
     try:
         done = subprocess.run(
@@ -138,7 +138,7 @@ def in_child(
 
 
 def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
-    """One line of the table."""
+    """Measure one line of the table."""
     edges = GRAPHS[graph]()
     name = f"{layer} {graph} {width}"
     by_hand = BY_HAND[layer] if edges.edge_index.shape[1] < 2_000_000 or device != "cpu" else []
@@ -223,7 +223,7 @@ def first_calls(graph: str, rows: list[Row], device: str) -> None:
 
 
 def first_call_s(layer: str, graph: str, width: int, device: str) -> float:
-    """In this process; the index tensors are there."""
+    """Return the seconds of a first call in this process, with index tensors at hand."""
     edges = GRAPHS[graph]()
     start_s = time.perf_counter()
     call, _ = make("penstock", layer, edges, width, device)

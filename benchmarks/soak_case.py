@@ -72,7 +72,7 @@ class Case:
             self.figures[f"faults: {kind}"] += count
 
     def equal(self, what: str, ours: Any, expected: Any) -> bool:
-        """Compares tensors, numbers, and lists and dictionaries of them, bit for bit."""
+        """Compare tensors, numbers, and lists and dictionaries of them, bit for bit."""
         if isinstance(expected, Mapping):
             if ours.keys() != expected.keys():
                 self.found("wrong value", f"{what}: {sorted(ours.keys() ^ expected.keys())} are only on one side")
@@ -104,7 +104,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def watched(case: Case, call: Callable[[Case], None]) -> None:
-    """Runs a case; what it raises and what it leaves behind become findings."""
+    """Run a case; what it raises and what it leaves behind become findings."""
     files, threads, held_bytes = _files(), set(threading.enumerate()), ledger.held_bytes
     trees = {name: _tree(case.folder / name) for name in ("home", "tmp", "cwd")}
     with no_writes_outside(case):
