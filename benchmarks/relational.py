@@ -48,7 +48,7 @@ def limit_bytes(device: str) -> int:
 def measure(
     kinds: list[str], layer: str, edges: Edges, width: int, rounds: int, device: str
 ) -> dict[str, dict[str, float]]:
-    """Median seconds and peak bytes of inference and training, of all ``kinds`` in turn."""
+    """Return median seconds and peak bytes of inference and training, for all ``kinds`` in alternation."""
     made = {kind: make(kind, layer, edges, width, device) for kind in kinds}
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
@@ -186,7 +186,7 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], devic
 
 
 def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
-    """Our layer with passes off, one process each, beside itself."""
+    """Compare our layer with and without passes, one process each."""
     name, lines = f"{layer} {graph} {width}", []
     whole = in_child(["penstock"], layer, graph, width, rounds, device)
     assert not isinstance(whole, str), whole

@@ -156,7 +156,7 @@ class Bench:
         return all(torch.equal(one, two) for one, two in pairs)
 
     def at_checkpoint(self, rounds: int) -> None:
-        """Beside a checkpoint per block, at its measured peak: time and planned extra operator seconds."""
+        """Compare with a checkpoint per block at its measured peak: time, and planned extra operator seconds."""
         wrapped = trainer(self.workload, self.device, lambda module: checkpointed(self.workload, module), self.batch)
         report = wrapped.peak()
         self.note("activation peak", report.activation_bytes, "bytes", method="checkpoint per block")

@@ -24,7 +24,7 @@ SETTLE_S = 5.0
 
 
 class Injected(Exception):
-    """What the campaign raises in the middle of a user's code."""
+    """The exception that the campaign raises in the middle of a user's code."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Case:
 
     seed: int
     folder: Path
-    """Of its own. ``home``, ``tmp`` and ``cwd`` in it must stay as they are, and ``disk*`` be empty at the end."""
+    """The case's own folder. ``home``, ``tmp`` and ``cwd`` in it must not change, and ``disk*`` must end empty."""
     figures: Counter[str] = field(default_factory=Counter)
     """Counts, by name."""
     findings: list[dict[str, str]] = field(default_factory=list)
-    """What is wrong: its kind, and what was seen."""
+    """Findings: the kind of fault, and a description."""
     drawn: dict[str, Any] = field(default_factory=dict)
-    """What was chosen, to be read."""
+    """Values that were drawn, for the reader."""
     budgets: list[Budget] = field(default_factory=list)
     """Accounts that must be back at zero."""
 
@@ -154,7 +154,7 @@ def _files() -> set[tuple[int, str]]:
 
 
 _OF_OTHERS = ("torchinductor", "torch_geometric.")
-"""What PyTorch and PyG write into the temporary folder."""
+"""Prefixes of files that PyTorch and PyG write to the temporary folder."""
 
 
 def _tree(folder: Path) -> set[str]:
