@@ -1,14 +1,15 @@
-"""Is `penstock.advise` right? Its pick, peaks and ratios against training with every option, on models and budgets.
+"""Accuracy of `penstock.advise`: its pick, peaks and ratios against training with every option, per model and budget.
 
-For each model and budget `advise` is asked once. Then every option trains as a user would write it (forward, backward,
-optimizer step), set up anew by the public functions, all in turn with plain PyTorch; those that keep the budget are
-ranked. Reported per case: the regret of the pick (its step over that of the best option that keeps the budget, both as
-paired medians), its predicted peak over the measured one, its predicted ratio to plain's step over the measured one.
+For each model and budget `advise` is called once. Then every option trains as a user would write it (forward, backward,
+optimizer step), set up from scratch with the public functions, in alternation with plain PyTorch. The options that keep
+the budget are ranked. Reported per case: the regret of the pick (its step time over that of the best option that keeps
+the budget, both as paired medians), its predicted peak over the measured one, and its predicted ratio to plain's step
+over the measured one.
 
     python -m benchmarks.advisor --disk /nvme --json FILE
 
-The cases run where malloc keeps what is freed; one alone, ``--case 6``, runs as the environment says. Page faults are
-reported for both (docs/design/main-memory.md).
+All cases run with a malloc that keeps freed memory; a single one, ``--case 6``, runs with the settings of your shell.
+Page faults are reported for both (docs/design/main-memory.md).
 """
 
 import argparse
@@ -39,18 +40,18 @@ from penstock.tiers import Budget
 from penstock.units import format_bytes
 
 _MODELS = ("GPT-2", "BERT", "ViT", "ResNet-50", "U-Net", "LSTM")
-_TIGHT = {"U-Net": 0.5, "LSTM": 0.65}  # below, no plan keeps them
+_TIGHT = {"U-Net": 0.5, "LSTM": 0.65}  # no plan keeps a smaller budget
 CASES = [(model, share) for model in _MODELS for share in (0.7, _TIGHT.get(model, 0.4))]
-"""Models, and the share of plain PyTorch's activation peak that their budgets leave."""
+"""Models, each with the share of plain PyTorch's activation peak that its budget allows."""
 
 
 _HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-"""Freed memory stays with the process, as a device's does with its allocator.
+"""Settings with which freed memory stays with the process, as on a device with its allocator.
 
-Otherwise page faults decide, and their number changes from one way to set a step up to another.
+Otherwise page faults decide, and their number differs between the ways to set a step up.
 """
 LEAST_S = 0.5
-"""Steps that take less are run several times in their turn."""
+"""Seconds of a turn: shorter steps are run several times in it."""
 REGRET, PEAK = "regret of the pick", "predicted peak over measured"
 RATIO = "predicted ratio to plain over measured"
 
@@ -65,7 +66,7 @@ class Trained:
     error: str = ""
     seconds: list[float] = field(default_factory=list)
     page_faults: list[int] = field(default_factory=list)
-    """Of each timed step."""
+    """Number of page faults of each timed step."""
 
     def timed_step(self) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -74,7 +75,7 @@ class Trained:
 
 
 def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
-    """Sets up ``name`` as a user would."""
+    """Set up the option ``name`` as a user would."""
     module, inputs = make_workload(workload, batch)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     if name.startswith("checkpoint"):
@@ -107,7 +108,7 @@ def train(name: str, workload: str, batch: int, budget: Budget) -> Trained:
 
 
 def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) -> list[Row]:
-    """One case."""
+    """Run one case and return its rows."""
     module, inputs = make_workload(workload, batch)
     module(*inputs).backward()
     plain = peak_bytes(lambda: module(*inputs).backward(), device="cpu")
@@ -154,7 +155,7 @@ def compare(workload: str, batch: int, share: float, disk: Path, rounds: int) ->
 
 
 def measure(names: list[str], workload: str, batch: int, budget: Budget, rounds: int) -> dict[str, Trained]:
-    """Every option that trains, timed."""
+    """Time every option that trains."""
     made: dict[str, Trained] = {}
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 def in_processes(given: argparse.Namespace, configuration: dict[str, object]) -> list[Row]:
-    """Each case in a process of its own, in which nothing of the others is left."""
+    """Run each case in its own process, so that no case affects another."""
     rows: list[Row] = []
     for case in range(len(CASES)):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -217,7 +218,7 @@ def in_processes(given: argparse.Namespace, configuration: dict[str, object]) ->
 
 
 def summarize(rows: list[Row]) -> None:
-    """A line per case."""
+    """Print a line per case."""
     cases = dict.fromkeys(one.name for one in rows)
     lines = []
     for case in cases:

@@ -1,4 +1,4 @@
-"""Pictures of what the command line prints, from real runs: `docs/pictures/cli-*.svg`.
+"""Pictures of the command line's output, from real runs: `docs/pictures/cli-*.svg`.
 
 python -m benchmarks.cli_pictures                  # all but the demo, which takes minutes
 python -m benchmarks.cli_pictures demo probe       # those
@@ -58,7 +58,7 @@ _PROBLEM = (
 
 
 def pictures(folder: Path, names: Sequence[str] = ()) -> list[Path]:
-    """Draws what each command in ``names`` prints into ``folder``; none: all but the demo."""
+    """Draw the output of each command in ``names`` into ``folder``; none: of all commands but the demo."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     with _workplace():
@@ -72,7 +72,7 @@ def pictures(folder: Path, names: Sequence[str] = ()) -> list[Path]:
 
 
 def _drawn(console: Console, title: str) -> str:
-    """Rich's picture, without the fonts that it would fetch."""
+    """Return rich's picture, without the fonts that it would fetch."""
     text = _ADDRESSES.sub("", console.export_svg(title=title)).replace("Fira Code", "monospace")
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -105,7 +105,7 @@ COMMANDS: dict[str, Callable[[Console], Answer]] = {
 
 @contextmanager
 def _workplace() -> Iterator[None]:
-    """A folder with what the commands read."""
+    """Enter a folder with the files that the commands read."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="penstock-pictures-") as folder:
         for name, text in {

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, the machine, interleaved timing, statistics of ratios, tables and JSON."""
+"""The shared parts of benchmarks: options, the machine, interleaved timing, statistics of ratios, tables and JSON."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ from penstock.remat import RematProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured number, as it goes into the JSON."""
+    """One measured number, in the form of the JSON."""
 
     name: str
     metric: str
@@ -30,7 +30,7 @@ class Row:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark takes. What is slower on this machine is said first."""
+    """Return the options that every benchmark takes. First say what is slower on this machine."""
     tell_what_is_slower(lambda text: print(f"note: {text}", file=sys.stderr))
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -41,7 +41,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def data_folder() -> Path:
-    """Where real data sets lie: ``$PENSTOCK_DATA``, by default ``shared/data`` beside the checkout."""
+    """Return the folder of real data sets: ``$PENSTOCK_DATA``, by default ``shared/data`` next to the checkout."""
     given = os.environ.get("PENSTOCK_DATA")
     return Path(given) if given else Path(__file__).parents[2] / "shared" / "data"
 
@@ -54,7 +54,7 @@ def interleaved(
     least_s: float = 0.0,
     after_round: Callable[[], None] | None = None,
 ) -> dict[str, list[float]]:
-    """`penstock.probe.in_rounds`, telling what it does."""
+    """Call `penstock.probe.in_rounds` and print its progress."""
 
     def told(number: int) -> None:
         if after_round is not None:
@@ -70,7 +70,7 @@ def synchronize(device: str) -> None:
 
 
 def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[str]:
-    """Forward operators that checkpoints of these modules run again: up to the last whose results backward reads."""
+    """Return the forward operators that checkpoints of these modules recompute: up to the last that backward reads."""
     found: list[str] = []
     for block in blocks:
         own = [at for at, one in enumerate(problem.operators) if f"{one.module}.".startswith(f"{block}.")]
@@ -82,7 +82,7 @@ def rerun_by_checkpoints(problem: RematProblem, blocks: Sequence[str]) -> list[s
 
 
 def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu") -> None:
-    """Writes machine, configuration and rows as JSON; ``device`` is what was measured."""
+    """Write machine, configuration and rows as JSON; ``device`` is the one that was measured."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,14 +93,14 @@ def write(path: Path | None, configuration: Mapping[str, Any], rows: Sequence[Ro
 def as_json(
     configuration: Mapping[str, Any], rows: Sequence[Row], *, device: str = "cpu", **more: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What `write` writes, and ``more`` that fits no row."""
+    """Return the text that `write` writes, with ``more`` for data that fit no row."""
     found = [asdict(row) for row in rows]
     content = {"machine": provenance(device), "configuration": dict(configuration), "rows": found, **more}
     return json.dumps(content, indent=1) + "\n"
 
 
 def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a table with aligned columns: the GPU machine has no more than PyTorch."""
+    """Print a table with aligned columns, without rich: the GPU machine has only PyTorch."""
     widths = [max(len(cell) for cell in column) for column in zip(header, *lines, strict=True)]
     print(f"\n{title}")
     for line in (header, ["-" * width for width in widths], *lines):

@@ -1,14 +1,14 @@
-"""Which architectures train through which door as plain PyTorch trains them, and within their budget.
+"""Coverage: which architectures train through which door like plain PyTorch, and within their budget.
 
     python -m benchmarks.coverage --json coverage.json          # rows that are in the file are not run again
     python -m benchmarks.coverage --model bert --door compile   # one case, with its message
     python -m benchmarks.coverage --library timm --again --json coverage.json
 
-Each case (an architecture and a door) runs in a process of its own under a time limit, forked from one that has
-imported the libraries, so that a crash is a row. Verdicts:
+Each case (an architecture and a door) runs in its own process under a time limit, forked from one that has imported
+the libraries, so that a crash is a row. Verdicts:
 
-- equal: losses, gradients of every step, parameters and buffers are those of plain PyTorch, to the bit;
-- close: the same within rounding, where plain PyTorch does not repeat itself either;
+- equal: losses, gradients of every step, parameters and buffers are bit-identical to plain PyTorch's;
+- close: they are equal within rounding, and plain PyTorch does not repeat itself exactly either;
 - refused: an error of Penstock's own, which says why;
 - failed: any other error; crashed: the process ended; hung: it ran past the limit;
 - not equal: it trained, and differs.
@@ -48,13 +48,13 @@ class Case:
     """An architecture and a door."""
 
     name: str
-    """Of the architecture."""
+    """Name of the architecture."""
     door: str
     """One of `coverage_case.NAMES`, or of its ``PEERS``."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells its row from others."""
+        """The key that identifies its row."""
         return self.name, self.door
 
 
@@ -70,7 +70,7 @@ def in_this_process(case: Case, folder: Path, share: float, num_each: int) -> di
 
 
 def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
-    """The process of a case: it leads a group, so that all that it starts ends with it."""
+    """Run a case in a forked process, which leads a group so that every process that it starts ends with it."""
     import faulthandler
 
     os.setsid()
@@ -85,7 +85,7 @@ def _child(case: Case, folder: Path, share: float, num_each: int) -> None:
 
 
 class Running:
-    """A case that runs in a process."""
+    """A case that is running in a process."""
 
     def __init__(self, context: ForkServerContext, case: Case, given: argparse.Namespace, scratch: Path):
         self.case = case
@@ -98,7 +98,7 @@ class Running:
 
     @property
     def left_s(self) -> float:
-        """Until its limit."""
+        """Seconds until its limit."""
         left_s: float = self._start_s + self._limit_s - time.monotonic()
         return max(0.0, left_s)
 
@@ -129,7 +129,7 @@ class Running:
 
 
 def _without_folders(found: Any) -> Any:
-    """Return ``found`` with absolute paths cut to their last two parts: where a machine has its files is its own."""
+    """Return ``found`` with absolute paths cut to their last two parts, without folders of this machine."""
     if isinstance(found, str):
         return _PATH.sub("", found)
     if isinstance(found, dict):
@@ -138,7 +138,7 @@ def _without_folders(found: Any) -> Any:
 
 
 def run(cases: Sequence[Case], given: argparse.Namespace, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Run cases, ``given.jobs`` at once, and yield each row when it is there."""
+    """Run cases, ``given.jobs`` at once, and yield each row when it is complete."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     waiting, running = list(reversed(cases)), list[Running]()
@@ -184,7 +184,7 @@ def _budget(row: dict[str, Any]) -> str:
 
 
 def chosen(given: argparse.Namespace) -> list[Case]:
-    """Return the cases that are asked for, as far as their library is installed."""
+    """Return the requested cases whose library is installed."""
     architectures = zoo.all_architectures()
     names = given.model or (_QUICK if given.quick else list(architectures))
     if unknown := set(names) - set(architectures):
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def _write(given: argparse.Namespace, cases: Sequence[dict[str, Any]]) -> None:
-    """Write all rows; what was there stays whole until they are."""
+    """Write all rows; the old file stays complete until the new one is."""
     if given.json is None:
         return
     draft = given.json.with_name(given.json.name + ".new")

@@ -1,8 +1,8 @@
-"""One case of the coverage: an architecture through a door, beside plain PyTorch in the same process.
+"""One case of the coverage: an architecture through a door, next to plain PyTorch in the same process.
 
-Both train the same batches from the same seeds: a size, another, a short last batch, and the first again. Plain
-training runs twice, so that it is known whether it repeats itself. The door is given a budget; where that is refused,
-or cannot be kept, with a number, it is given exactly that number, and has to hold it over the whole training.
+Both train the same batches from the same seeds: one size, another size, a short last batch, and the first size again.
+Plain training runs twice, to know whether it repeats itself exactly. The door gets a budget. If the door raises an
+error that names a budget that works, it gets exactly that budget, and has to keep it over the whole training.
 """
 
 import contextlib
@@ -27,39 +27,39 @@ from penstock import fleet, offload, probe, remat
 from penstock.errors import BudgetNotKeptWarning
 
 SIZES = (4, 3, 2)
-"""Samples of the first batches, of others, and of a short last one."""
+"""Samples in the first batches, in the others, and in a short last one."""
 NUM_EACH = 3
 """Steps with each size: plans settle in the first ones, and the last is measured."""
 MOST_ATTEMPTS = 4
-"""Budgets that are tried: each is the one that the attempt before named."""
+"""The most budgets that are tried: each is the one that the previous attempt's error named."""
 _NAMED = re.compile(r"(?:budget=|a budget of |at least )(\d+)(?!\d|\.\d| ?[KMG]iB)")
 
 Array = np.ndarray[Any, Any]
-"""What is kept to be compared is no tensor: living tensors of a process count in its peak."""
+"""Results to compare are kept as arrays, since live tensors of a process count in its peak."""
 Step = Callable[[Batch], torch.Tensor]
 """Runs forward and backward, and returns the loss."""
 Door = Callable[[nn.Module, int, Path], AbstractContextManager[Step]]
-"""Makes a step of a model within a budget, with a folder to spill to."""
+"""Makes a step of a model within a budget, with a folder to offload to."""
 
 
 @dataclass(kw_only=True)
 class Training:
-    """What a training left behind."""
+    """Results of a training."""
 
     losses: list[Array] = field(default_factory=list)
-    """Of every step."""
+    """Losses of every step."""
     gradients: list[list[Array]] = field(default_factory=list)
-    """Of every step, in the order of parameters; none for the fleet, which keeps them to itself."""
+    """Gradients of every step, in the order of parameters; none for the fleet, which does not show them."""
     state: dict[str, Array] = field(default_factory=dict)
     """Parameters and buffers at the end."""
     standing_bytes: int = 0
-    """Parameters, their gradients, buffers and the largest batch."""
+    """Bytes of parameters, their gradients, buffers and the largest batch."""
     peak_bytes: int = 0
-    """The highest of the measured steps, with all that stands."""
+    """The highest peak of the measured steps, standing bytes included."""
     first_s: float = 0.0
-    """Of the first step: in a door, of planning mostly."""
+    """Seconds of the first step; in a door mostly planning."""
     step_s: float = 0.0
-    """Of the fastest step."""
+    """Seconds of the fastest step."""
 
 
 Schedule = list[tuple[int, bool]]
@@ -72,7 +72,7 @@ def schedule(num_each: int = NUM_EACH, sizes: Sequence[int] = SIZES) -> Schedule
 
 
 class EnoughSeen(Exception):
-    """A training was left early, since it would be begun again with the budget that was named."""
+    """Raised to end a training early, when it will start again with a budget that an error named."""
 
 
 def _never() -> bool:
@@ -87,9 +87,9 @@ def train(
     steps: Schedule,
     is_enough: Callable[[], bool] = _never,
 ) -> Training:
-    """Train an architecture through a door, and measure what it takes.
+    """Train an architecture through a door, and measure its memory and time.
 
-    Raises: EnoughSeen, after a step for which ``is_enough`` says so.
+    Raises `EnoughSeen` after a step for which ``is_enough`` returns true.
     """
     torch.manual_seed(0)
     model = architecture.make().train()
@@ -131,7 +131,7 @@ def _state(model: nn.Module) -> dict[str, Array]:
 
 
 def _begin(architecture: Architecture, model: nn.Module, number: int, size: int) -> Batch:
-    """The batch of a step, with everything that draws numbers begun from the step's."""
+    """Return the batch of a step, with all random generators seeded by the step's number."""
     model.zero_grad(set_to_none=False)
     torch.manual_seed(1000 + number)
     batch = architecture.make_batch(size)
@@ -207,7 +207,7 @@ def compiled_by_name(model: nn.Module, budget_bytes: int, folder: Path) -> Itera
 
 @contextlib.contextmanager
 def by_aot_eager(model: nn.Module, _: int, folder: Path) -> Iterator[Step]:
-    """PyTorch's own tracing, and nothing of ours: what differs or fails here too is not of our making."""
+    """PyTorch's own tracing without our code: a difference or failure that occurs here too is not ours."""
     made: Any = torch.compile(model, backend="aot_eager")
     with plainly(made, 0, folder) as step:
         yield step
@@ -220,19 +220,19 @@ DOORS: dict[str, Door] = {
     "string": compiled_by_name,
     "aot_eager": by_aot_eager,
 }
-"""Those that take a training loop. The fleet has its own: `in_fleet`."""
+"""Doors that take a training loop. The fleet has its own loop: `in_fleet`."""
 PEERS = ("aot_eager",)
-"""Not ours, and without a budget: run where they are asked for."""
+"""Doors that are not ours and take no budget: they run only if requested."""
 NAMES = (*(one for one in DOORS if one not in PEERS), "fleet")
 
 
 CLIP_NORM = 1.0
 JOB_TRAINS_WITH = "AdamW, 2 batches accumulated, clipped"
-"""Everything that takes bytes beside the model: a state, gradients that stay, and norms of them."""
+"""A training with everything that takes memory next to the model: state, accumulated gradients, and their norms."""
 
 
 def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, Training]:
-    """Return a job for the fleet, as `JOB_TRAINS_WITH` says, and what plain PyTorch makes of it."""
+    """Return a job for the fleet, as `JOB_TRAINS_WITH` says, and the results of plain PyTorch for it."""
 
     def data() -> list[Batch]:
         generator = torch.random.get_rng_state()
@@ -270,7 +270,7 @@ def plain_job(architecture: Architecture, steps: Schedule) -> tuple[fleet.Job, T
 
 
 def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
-    """Train a job in a fleet of one device, and measure what its units take. Raises what the job failed with."""
+    """Train a job in a fleet of one device, and measure its units. Raises the error with which the job failed."""
     device = fleet.Device(name="cpu", threads=1)
     start_s = time.perf_counter()
     results = fleet.run([job], [device], budget_bytes, host_budget="1GiB", progress=None, verify=True)
@@ -290,7 +290,7 @@ class FleetFailure(Exception):
 
 
 def difference(expected: Training, actual: Training) -> float | None:
-    """Return the largest difference relative to a tensor's largest number, ``None`` where all bits are the same."""
+    """Return the largest difference relative to a tensor's largest number; ``None`` if all bits are equal."""
     pairs = list(zip(expected.losses, actual.losses, strict=True))
     for mine, other in zip(expected.gradients, actual.gradients, strict=False):
         pairs += zip(mine, other, strict=True)
@@ -316,7 +316,7 @@ def _relative(one: Array, other: Array) -> float:
 def case(
     architecture: Architecture, door: str, folder: Path, *, share: float = 0.05, steps: Schedule | None = None
 ) -> dict[str, Any]:
-    """Train plainly twice and through the door, and return what came of it."""
+    """Train plainly twice and once through the door, and return the row."""
     steps = steps or schedule()
     expected, again = (train(architecture, plainly, 0, folder, steps) for _ in range(2))
     control = difference(expected, again)
@@ -344,11 +344,11 @@ def case(
 
 
 Run = Callable[[int, Callable[[], bool]], Training]
-"""Trains within a budget, until it is enough."""
+"""Trains within a budget, until a function says that it is enough."""
 
 
 def _through(run: Run, expected: Training, control: float | None, budget_bytes: int) -> dict[str, Any]:
-    """Run within a budget, and then within the one that was named, until nothing is named any more."""
+    """Run within a budget, then within the one that the error names, until no error names one."""
     row: dict[str, Any] = {}
     tried: list[dict[str, Any]] = []
     for attempt in range(1, MOST_ATTEMPTS + 1):
@@ -401,7 +401,7 @@ def _compared(expected: Training, result: Training, control: float | None) -> di
 
 
 def failed(error: BaseException) -> dict[str, Any]:
-    """Return the verdict on what a door raised, and the whole text."""
+    """Return the verdict on an error of a door, and its whole text."""
     cause = _cause(error)
     text, kind = str(cause), f"{type(cause).__module__}.{type(cause).__name__}"
     if isinstance(cause, FleetFailure):
@@ -418,7 +418,7 @@ def failed(error: BaseException) -> dict[str, Any]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised inside a backend, without Dynamo's wrapping."""
+    """Return the error that was raised inside a backend, without Dynamo's wrapper."""
     inner = getattr(error, "inner_exception", None)
     return error if inner is None else _cause(inner)
 

@@ -1,4 +1,4 @@
-"""What a process has imported before cases are forked from it; it starts no thread."""
+"""Imports of the process from which cases are forked; it starts no thread."""
 
 import gc
 import importlib

@@ -1,8 +1,8 @@
 """The schedule of many models on few devices, on a virtual clock with unit times measured on this machine.
 
 The setting of Hydra's paper: 12 jobs (6 learning rates x 2 batch sizes) of a GPT on 8 devices, each model cut into
-shards, with AdamW. Forward and backward of every shard are timed on one core; the links carry what is asked for. The
-same unit times hold for all contenders, and what ours recomputes is charged to it.
+shards, with AdamW. Forward and backward of every shard are timed on one core; the links have the given bandwidths. All
+contenders use the same unit times, and ours also pays for its recomputation.
 """
 
 import itertools
@@ -23,12 +23,12 @@ from penstock.report import gantt
 from penstock.testing import GPT
 
 LINKS_BYTES_PER_S = (0.5e9, 2e9, 8e9)
-"""A slow SSD, a fast one, a share of PCIe."""
+"""Bandwidths of a slow SSD, a fast SSD, and a share of PCIe."""
 RUNS = 5
 
 
 class _Head(nn.Module):
-    """The end of a GPT, with the loss."""
+    """The last layers of a GPT, with the loss."""
 
     def __init__(self, model: GPT):
         super().__init__()
@@ -52,14 +52,14 @@ class _Beginning(nn.Module):
 
 
 def shards_of(model: GPT, num_shards: int) -> list[nn.Module]:
-    """Consecutive layers, blocks spread evenly."""
+    """Return shards of consecutive layers, with the blocks spread evenly."""
     layers: list[nn.Module] = [_Beginning(model), *model.blocks, _Head(model)]
     cuts = [round(at * len(layers) / num_shards) for at in range(num_shards + 1)]
     return [nn.Sequential(*layers[begin:end]) for begin, end in itertools.pairwise(cuts)]
 
 
 def measured(batch: int, given: Any) -> tuple[fleet.ShardCost, ...]:
-    """Costs of every shard of the benchmark's GPT on a batch."""
+    """Measure the costs of every shard of the benchmark's GPT on a batch."""
     torch.manual_seed(0)
     model = GPT(num_layers=given.layers, width=given.width, num_heads=4, context=given.length).to(given.device)
     x: torch.Tensor = torch.randint(256, (batch, given.length), device=given.device)
@@ -114,7 +114,7 @@ def _seconds(run: Callable[[], Any], device: str) -> float:
 
 
 def problem_of(costs: dict[int, tuple[fleet.ShardCost, ...]], given: Any, link: float) -> fleet.FleetProblem:
-    """6 learning rates x 2 batch sizes; both batch sizes see the same number of samples."""
+    """Return the problem of 6 learning rates x 2 batch sizes; both batch sizes see the same number of samples."""
     largest = max(costs)
     jobs = tuple(
         fleet.JobCost(name=f"batch {batch}, lr {rate}", shards=shards, num_steps=given.steps * largest // batch)
@@ -135,20 +135,20 @@ def problem_of(costs: dict[int, tuple[fleet.ShardCost, ...]], given: Any, link: 
 
 
 def recomputing(problem: fleet.FleetProblem) -> fleet.FleetProblem:
-    """The same with every shard run again in backward."""
+    """Return the problem with every shard recomputed in backward."""
     jobs = [replace(job, shards=tuple(replace(one, recomputes=True) for one in job.shards)) for job in problem.jobs]
     return replace(problem, jobs=tuple(jobs))
 
 
 def cheapest(problem: fleet.FleetProblem) -> fleet.FleetProblem:
-    """Parks or recomputes inside of shards, whichever ends the fleet sooner."""
+    """Return the problem with activations parked or recomputed, whichever ends the fleet sooner."""
     other = recomputing(problem)
     ends = [fleet.simulate(one, records=False).makespan_s for one in (problem, other)]
     return problem if ends[0] <= ends[1] else other
 
 
 def contenders(problem: fleet.FleetProblem, ours: fleet.FleetProblem) -> dict[str, float]:
-    """When each ends, in seconds; ``ours`` is the problem with activations parked or recomputed as is cheapest."""
+    """Return the makespan of each in seconds; ``ours`` has activations parked or recomputed, as is cheaper."""
     found = {"Penstock": fleet.simulate(ours, records=False).makespan_s}
     for name in ("sharded-lrtf", "fifo", "shortest-first", "random"):
         found[f"scheduler {name}"] = fleet.simulate(ours, name, records=False).makespan_s  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ def contenders(problem: fleet.FleetProblem, ours: fleet.FleetProblem) -> dict[st
 
 
 def draw(path: Path, problem: fleet.FleetProblem, schedule: fleet.Schedule) -> None:
-    """The last twentieth of our schedule, where it has to come out even."""
+    """Draw the last twentieth of our schedule, in which all devices should end together."""
     rows: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for unit in schedule.units:
         if unit.end_s > 0.95 * schedule.makespan_s:
@@ -213,7 +213,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
 
 def _large() -> list[Row]:
-    """2,000 jobs on 256 devices."""
+    """Simulate 2,000 jobs on 256 devices."""
     shard = fleet.ShardCost(forward_s=1.0, backward_s=2.0)
     jobs = tuple(fleet.JobCost(name=str(at), shards=(shard,) * 8, num_steps=3 + at % 6) for at in range(2000))
     devices = tuple(fleet.DeviceCost(name=str(at)) for at in range(256))

@@ -37,7 +37,7 @@ KINDS = ("kill", "exception", "not a number", "full tiers", "full disk of checkp
 
 
 class Harm:
-    """What happens to a job of this process, and when."""
+    """A fault of a job in this process, and its time."""
 
     def __init__(self, kind: str = "", name: str = "", step: int = 0):
         self.kind, self.name, self.step = kind, name, step
@@ -69,7 +69,7 @@ def run(run_dir: Path, harm: Harm, **changes: Any) -> fleet.Results:
 
 
 def killed(run_dir: Path, choices: random.Random, least: int) -> tuple[fleet.Results, int]:
-    """Kills processes at random moments until one comes through, ``least`` of them at least."""
+    """Kill processes at random moments until one comes through, ``least`` of them at least."""
     num_kills = 0
     while True:
         child = subprocess.Popen([sys.executable, "-m", "benchmarks.fleet_faults", "--child", str(run_dir)])
@@ -109,7 +109,7 @@ def trial(kind: str, choices: random.Random, run_dir: Path, least_kills: int) ->
 
 
 def with_full_disk(run_dir: Path, after: int) -> fleet.Results:
-    """From some file on, none can be written for a while."""
+    """Make writes fail for a while, after some number of files."""
     from penstock.fleet import _checkpoint
 
     original, calls = _checkpoint.save_file, Counter[str]()
@@ -128,7 +128,7 @@ def with_full_disk(run_dir: Path, after: int) -> fleet.Results:
 
 
 def check(results: fleet.Results, may_fail: str, expected: dict[str, list[float]]) -> list[str]:
-    """What is wrong, in words."""
+    """Return what is wrong, in words."""
     wrong = []
     for name, one in results.items():
         losses = list(one.losses)

@@ -19,7 +19,7 @@ NUM_CLASSES = 10
 
 
 def text_file() -> Path:
-    """What jobs train on, where it is there."""
+    """Return the path of the text on which jobs train; the file may be missing."""
     return data_folder() / "tinyshakespeare" / "input.txt"
 
 

@@ -1,4 +1,4 @@
-"""What fleets are compared with, each in processes of one thread a device.
+"""Peers of the fleet, each with one single-threaded process per device.
 
 - ``plain``: one training a device, side by side, as if everything fitted.
 - ``one``: one such training alone: model parallelism, of whose devices one works at a time.
@@ -32,7 +32,7 @@ Step = Callable[[tuple[torch.Tensor, ...]], None]
 
 
 def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0)) -> float:
-    """Samples per second of all processes of the peer ``kind`` together.
+    """Return the samples per second of all processes of the peer ``kind`` together.
 
     ``moved``: bytes out and in per sample that each moves beside its steps, in vain.
     """
@@ -54,7 +54,7 @@ def throughput(given: Any, kind: str, steps: int, moved: tuple[int, int] = (0, 0
 
 
 class Traffic:
-    """So many bytes that leave and come back beside a step, on lanes of their own, and that nobody needs."""
+    """Dummy traffic: bytes that leave and come back during a step, on separate lanes, and that nothing needs."""
 
     def __init__(self, disk: Path, out_bytes: int, in_bytes: int):
         (self._waterfall,) = waterfalls_for([torch.device("cpu")], Budget(disk=disk))

@@ -1,11 +1,12 @@
-"""Twelve jobs, each several times a device's budget, beside what else trains them, and with parts switched off.
+"""Twelve jobs, each several times a device's budget, against other ways to train them, and with parts switched off.
 
-The setting of Hydra's paper at a machine's size: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads of
-one core each, or CUDA devices under a cap; below them is a disk, or host memory and a disk. Peers run in turn with the
-fleet, several rounds: plain training of two such models side by side, each in a process and on a core of its own (what
-two devices could reach if everything fitted); the same with as many bytes moved beside them as the fleet moves, in vain
-(on a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines do not); one
-model at a time on one device after the other; a pipeline; FSDP2 with CPU offload (benchmarks/fleet_peers.py).
+The setting of Hydra's paper, scaled to this machine: 6 learning rates x 2 batch sizes, AdamW. Devices are CPU threads
+of one core each, or CUDA devices under a cap; offloaded bytes go to a disk, or to host memory and a disk. Peers run in
+alternation with the fleet, for several rounds: plain training of two such models in parallel, each in its own process
+on its own core (what two devices could reach if everything fitted); the same with dummy traffic of as many bytes as
+the fleet moves (on a CPU lanes take cores, caches and memory bandwidth from the computation, which a GPU's copy engines
+do not); one model at a time, on one device after the other; a pipeline; FSDP2 with CPU offload
+(benchmarks/fleet_peers.py).
 """
 
 import multiprocessing
@@ -62,7 +63,7 @@ class Run:
         warm = self._warm_units(num_units)
         warm_samples = sum(batch_of[one.job] / num_units[one.job] for one in warm)
         self.warm_samples_per_s = warm_samples / sum(one.end_s - one.start_s for one in warm) * len(by_device)
-        """Past the first mini-batches of each job."""
+        """Samples per second without the first mini-batches of each job."""
         total_s = span_s * len(by_device)
         self.stall_share = sum(one.stall_s for one in inside) / total_s
         self.recompute_share = sum(one.recompute_s for one in inside) / total_s
@@ -74,7 +75,7 @@ class Run:
             int(sum(one.parked_bytes for one in devices) / all_samples),
             int(sum(one.fetched_bytes for one in devices) / all_samples),
         )
-        """Bytes out and in per sample."""
+        """Bytes copied out and in per sample."""
 
     def _warm_units(self, num_units: dict[str, int]) -> list[fleet.UnitRecord]:
         by_job: dict[str, list[fleet.UnitRecord]] = defaultdict(list)
@@ -85,7 +86,7 @@ class Run:
 
 
 def units_of_a_batch(records: list[fleet.UnitRecord], job: str) -> int:
-    """Units that one mini-batch of a job takes: all its shards forward but the last, and all backward."""
+    """Return the number of units per mini-batch of a job: forward of all shards but the last, and backward of all."""
     num_shards = 1 + max(one.shard for one in records if one.job == job)
     return 2 * num_shards - 1
 
@@ -97,7 +98,7 @@ def devices_of(given: Any) -> list[fleet.Device]:
 
 
 def rounds_of(given: Any, rows: list[Row]) -> None:
-    """The fleet and its peers in turn."""
+    """Run the fleet and its peers in alternation."""
     ours, warm, shares = [], [], []
     theirs: dict[str, list[float]] = defaultdict(list)
     side_by_side = f"{given.devices} plain trainings side by side"
@@ -152,7 +153,7 @@ def rounds_of(given: Any, rows: list[Row]) -> None:
 
 
 def ablations(given: Any, rows: list[Row]) -> None:
-    """What each part brings: the same few jobs, one thing switched off."""
+    """Measure the gain of each part: the same few jobs with one part switched off."""
     jobs = jobs_of(given, min(4, given.jobs), max(1, given.steps // 2))
     off: dict[str, Callable[[], dict[str, Any]]] = {
         "all on": dict,
@@ -193,7 +194,7 @@ def ablations(given: Any, rows: list[Row]) -> None:
 
 
 def scaling(given: Any, rows: list[Row]) -> None:
-    """Over the number of jobs, of devices, and the size of a model, all with the same budget."""
+    """Vary the number of jobs, the number of devices, and the size of a model, all with the same budget."""
     table = []
     cases = {f"{count} jobs": {"jobs": count} for count in (1, 2, 4, 8)}
     cases |= {f"{count} devices": {"devices": count} for count in (1, 2) if given.device == "cpu"}
@@ -217,7 +218,7 @@ def scaling(given: Any, rows: list[Row]) -> None:
 
 
 def equality(given: Any, rows: list[Row]) -> None:
-    """Losses of two jobs at once equal to the loop's, and the measured peak."""
+    """Compare the losses of two concurrent jobs with the plain loop's, and measure the peak."""
     jobs = jobs_of(given, 2, 3)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -233,7 +234,7 @@ def equality(given: Any, rows: list[Row]) -> None:
 
 
 def draw(path: Path, run: Run) -> None:
-    """Units per device in the middle of the run, and the losses."""
+    """Draw units per device in the middle of the run, and the losses."""
     middle_s = (run.begin_s + run.end_s) / 2
     rows: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for one in sorted(run.records, key=lambda record: record.start_s):

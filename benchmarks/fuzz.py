@@ -1,11 +1,11 @@
-"""Damaged, hostile and absurd files for everything that Penstock reads: a correct read, or a documented error.
+"""A fuzz test of every format that Penstock reads: a damaged file gives a correct read or a documented error.
 
     python -m benchmarks.fuzz --minutes 5 --seed 0 --json benchmarks/results/fuzz.json
     python -m benchmarks.fuzz --format "saved graph" --case 17     # one case again
 
-A case damages one file of a whole one (bytes, text, values inside under fresh checksums, or something else in its
+A case damages one intact file (its bytes, its text, values inside with fresh checksums, or puts something else in its
 place) and reads it in a process with a limit on memory and time. Content is never executed, nothing is written outside
-of the given folder, and what is raised is a `PenstockError`, ``ValueError`` or ``OSError`` that names the file.
+of the given folder, and every error is a `PenstockError`, ``ValueError`` or ``OSError`` that names the file.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from penstock.errors import PenstockError
 
 LIMIT_S = 12.0
 MEMORY_BYTES = 3 * 2**30
-"""That a case may take beyond what the process has."""
+"""Bytes that a case may take in addition to the process's own."""
 BATCH = 100
 FLUSH_S = 60.0
 
 
 class Findings:
-    """What is wrong in one process, written at once."""
+    """Findings of one process, each written at once."""
 
     def __init__(self, one: Format, folder: Path, out: Path):
         self.format, self.folder, self.out, self.number, self.damage = one, folder, out, -1, ""
@@ -57,7 +57,7 @@ class Findings:
 
 
 def read_damaged(one: Format, seed: int, numbers: range, folder: Path, out: Path) -> None:
-    """Reads damaged files one after the other, in this process."""
+    """Read damaged files one after the other, in this process."""
     findings = Findings(one, folder, out)
     pristine, work, canary = folder / "whole", folder / "work", folder / "canary"
     for path in (pristine, work, folder / "home", folder / "tmp"):
@@ -93,7 +93,7 @@ def read_damaged(one: Format, seed: int, numbers: range, folder: Path, out: Path
 
 
 def damage(one: Format, choices: random.Random, work: Path, canary: Path) -> str:
-    """Damages one file in ``work``; says how."""
+    """Damage one file in ``work``, and return how."""
     files = sorted(path for path in work.rglob("*") if path.is_file())
     path = choices.choice(files)
     how = choices.choice(("bytes", "bytes", "inside", "inside", "payload", "place"))
@@ -133,7 +133,7 @@ def _outcome(one: Format, findings: Findings, work: Path, expected: Any) -> str:
 
 
 def batch(one: Format, seed: int, numbers: range, folder: Path) -> list[dict[str, Any]]:
-    """What came of some cases, in processes of their own: one that ends early is followed by another."""
+    """Run some cases in child processes, and yield their outcomes; a child that ends early is followed by another."""
     found: list[dict[str, Any]] = []
     while numbers:
         out = folder / "out.jsonl"
@@ -167,7 +167,7 @@ def batch(one: Format, seed: int, numbers: range, folder: Path) -> list[dict[str
 
 
 def _waited(child: int, num_cases: int) -> int | None:
-    """Its exit status; ``None`` where even its own time limit did not end it."""
+    """Return the child's exit status; ``None`` if even its own time limit did not end it."""
     end_s = time.monotonic() + LIMIT_S * (1 + num_cases)
     while time.monotonic() < end_s:
         done, status = os.waitpid(child, os.WNOHANG)

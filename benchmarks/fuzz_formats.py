@@ -1,4 +1,4 @@
-"""Every format that Penstock reads: how a whole one is made, and how it is read to the end."""
+"""The formats that Penstock reads: for each, how to write an intact file and how to read it completely."""
 
 import gzip
 import json
@@ -30,17 +30,17 @@ class Format:
 
     name: str
     make: Callable[[Path], None]
-    """Writes a whole one into a folder."""
+    """Writes an intact file into a folder."""
     read: Callable[[Path], Any]
-    """Reads it, as far as reading goes; what it returns is compared."""
+    """Reads the file completely; the result is compared."""
     inside: Inside | None = None
-    """Damage that keeps the outer form: lengths and checksums are made anew."""
+    """Damages the content but keeps the outer form: lengths and checksums are made consistent."""
     is_checked: bool = False
-    """Whether damage is told, so that a read that succeeds gives what was written."""
+    """Whether damage is detected, so that a read that succeeds returns what was written."""
     never_fails: bool = False
-    """Whether damaged files are passed over: reading raises nothing."""
+    """Whether damaged files are skipped: reading raises nothing."""
     speed: float = 1.0
-    """How many of its cases there are for each of another's."""
+    """Number of its cases relative to that of other formats."""
 
 
 def _sweep(name: str, text: str) -> Format:
@@ -213,7 +213,7 @@ def _train(run_dir: Path, jobs: Sequence[fleet.Job]) -> dict[str, Any]:
 
 
 def _make_run(folder: Path) -> None:
-    """A run that stands in the middle, of a process that was killed."""
+    """Write an unfinished run, of a process that was killed."""
     _train(folder / "run", [job(steps=4)])
     with sqlite3.connect(folder / "run" / "fleet.db") as database:
         database.execute("UPDATE jobs SET state = 'running', num_steps = 8")
@@ -269,7 +269,7 @@ def _read_state(folder: Path) -> Any:
 
 
 def in_database(path: Path, choices: random.Random) -> str:
-    """Other values in rows that hold together."""
+    """Change values in rows of the database, which stays consistent."""
     odd = choices.choice(
         (
             None,
@@ -396,7 +396,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 def damaged_inside(one: Format, path: Path, choices: random.Random) -> str | None:
-    """Damage that keeps the outer form of a file; ``None`` where there is none."""
+    """Damage a file but keep its outer form; return ``None`` if the format has no such damage."""
     if path.suffix == ".db":
         return in_database(path, choices)
     inside: Inside | None = one.inside

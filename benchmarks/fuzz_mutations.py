@@ -1,4 +1,4 @@
-"""How files are damaged: bytes, text, what JSON says, and what stands in a file's place."""
+"""Damage to files: to their bytes, their text and JSON values, or by something else in a file's place."""
 
 import json
 import os
@@ -24,7 +24,7 @@ ODD_TEXTS = (
 
 
 class Explosive:
-    """Executed by whoever unpickles it."""
+    """An object whose unpickling executes code, which must never happen."""
 
     def __init__(self, command: str):
         self.command = command
@@ -34,7 +34,7 @@ class Explosive:
 
 
 def payloads(canary: Path) -> dict[str, bytes]:
-    """Whole files that are something else."""
+    """Return complete files of other kinds."""
     touch = f"touch '{canary}'"
     return {
         "nothing": b"",
@@ -79,7 +79,7 @@ def _objects(touch: str) -> bytes:
 
 
 def damaged_bytes(raw: bytes, choices: random.Random) -> tuple[str, bytes]:
-    """One of many small damages, and its name."""
+    """Apply one of many small damages, and return the bytes and its name."""
     size = len(raw)
     at = choices.choice(_interesting(raw, choices)) if size else 0
     match choices.choice(
@@ -130,7 +130,7 @@ def _interesting(raw: bytes, choices: random.Random) -> list[int]:
 
 
 def damaged_json(value: Any, choices: random.Random) -> Any:
-    """The same with one part replaced, left out, doubled or renamed."""
+    """Return the value with one part replaced, left out, doubled or renamed."""
     places: list[tuple[Any, Any]] = []
 
     def walk(one: Any) -> None:
@@ -166,7 +166,7 @@ def json_text(value: Any) -> bytes:
 
 
 def in_safetensors(raw: bytes, choices: random.Random) -> bytes:
-    """Another header, with the length that goes with it."""
+    """Return the file with another header and the matching length."""
     length = int.from_bytes(raw[:8], "little")
     header = damaged_json(json.loads(raw[8 : 8 + length]), choices)
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
@@ -177,7 +177,7 @@ def in_safetensors(raw: bytes, choices: random.Random) -> bytes:
 
 
 def in_rows(raw: bytes, choices: random.Random) -> bytes:
-    """Another header of a file of aligned rows, with its checksum."""
+    """Return a file of aligned rows with another header and its checksum."""
     length = int.from_bytes(raw[8:12], "little")
     text = json_text(damaged_json(json.loads(raw[16 : 16 + length]), choices))[: 4096 - 16]
     if choices.random() < 0.1:
@@ -198,7 +198,7 @@ def in_json_lines(raw: bytes, choices: random.Random) -> bytes:
 
 
 def in_place_of(path: Path, choices: random.Random) -> str:
-    """Something else than a file, or another one, stands there."""
+    """Replace the file by another one, or by something that is not a file."""
     kind = choices.choice(("folder", "pipe", "loop", "nowhere", "endless", "nothing"))
     path.unlink()
     match kind:

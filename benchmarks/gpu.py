@@ -1,11 +1,11 @@
-"""What a GPU has to show, in the order of what is worth most: `make gpu`.
+"""Everything to measure on a GPU, the most important first: `make gpu`.
 
     python -m benchmarks.gpu                          # all phases, half an hour
-    python -m benchmarks.gpu --phase 2 --minutes 5    # one of them
+    python -m benchmarks.gpu --phase 2 --minutes 5    # one phase
     python -m benchmarks.gpu --device sim --quick     # on the simulated device: shows that everything runs
 
-Each item (`benchmarks.gpu_items`) runs in a process of its own, within what is left of its phase. Every row is written
-when it is known; a failure is a row and stops nothing; an item that has come to its end is not run again, unless
+Each item (`benchmarks.gpu_items`) runs in its own process, within the time left of its phase. Every row is written as
+soon as it is known; a failure is a row and stops nothing; an item that has ended is not run again, unless you give
 ``--again``. The folder then has ``gpu.json`` and ``gpu.md``, with hardware and versions.
 """
 
@@ -23,13 +23,13 @@ from penstock.devices import kinds
 from penstock.probe import provenance
 
 _ROW = "ROW "
-"""Begins a line of a child's output that is a row."""
+"""The prefix of a line of a child's output that is a row."""
 _LEAST_S = 5.0
-"""An item is not begun with less left of its phase."""
+"""Seconds that must be left of its phase for an item to start."""
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    """Runs what is asked for; returns the rows of the folder."""
+    """Run the requested items and return the rows of the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phase", type=int, choices=PHASES, action="append", help="only this one; may be repeated")
     parser.add_argument("--minutes", type=float, help="of each phase, instead of its own")
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
 
 
 def run_phase(phase: int, given: argparse.Namespace) -> None:
-    """Its items in order, as far as the time goes."""
+    """Run the items of a phase in order, as far as the time allows."""
     ends_s = time.monotonic() + 60 * (PHASES[phase] if given.minutes is None else given.minutes)
     for item in ITEMS:
         if item.phase != phase or has_ended(given.out, item.name) or (given.quick and not item.is_quick):
@@ -64,7 +64,7 @@ def run_phase(phase: int, given: argparse.Namespace) -> None:
 
 
 def run_item(item: Item, given: argparse.Namespace, limit_s: float) -> None:
-    """In a process of its own; each of its rows is kept at once."""
+    """Run an item in its own process, and keep each of its rows at once."""
     said: list[str] = []
     about = {"item": item.name, "phase": item.phase, "headline": item.headline, "paper": item.paper}
 
@@ -85,7 +85,7 @@ def run_item(item: Item, given: argparse.Namespace, limit_s: float) -> None:
 
 
 def child(name: str, given: argparse.Namespace) -> None:
-    """Runs one item, and prints its rows."""
+    """Run one item, and print its rows."""
     if given.device == "sim":
         from penstock.testing import simulated
 
@@ -99,13 +99,13 @@ def child(name: str, given: argparse.Namespace) -> None:
 
 
 def keep(out: Path, row: dict[str, Any]) -> None:
-    """At the end of the folder's rows."""
+    """Append a row to the folder's rows."""
     with (out / "rows.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
-    """All rows so far; a line that was cut short is none."""
+    """Return all rows so far, without lines that were cut short."""
     file, found = out / "rows.jsonl", []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
@@ -116,7 +116,7 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 
 
 def has_ended(out: Path, name: str) -> bool:
-    """Whether an item has come to its end. One that failed or was late is run again."""
+    """Whether an item has ended. One that failed or was late is run again."""
     return any(row["item"] == name and row.get("state") == "done" for row in rows_of(out))
 
 
@@ -125,7 +125,7 @@ def _end(item: Item, state: str, note: str) -> dict[str, Any]:
 
 
 def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """The two tables. A simulated device has no speed, so its numbers are left out."""
+    """Write the JSON file and the table. A simulated device has no speed, so its numbers are left out."""
     about = provenance("cuda" if given.device == "cuda" else "cpu")
     is_measured = given.device == "cuda" and not given.quick
     document = {"provenance": about, "device": given.device, "quick": given.quick, "rows": rows}
@@ -150,7 +150,7 @@ def write(given: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def shown(value: float | None, unit: str) -> str:
-    """A number with its unit."""
+    """Return a number with its unit."""
     if value is None:
         return ""
     text = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -1,6 +1,6 @@
-"""The items of `benchmarks.gpu`: each measures one thing beside what people would use instead, and plain PyTorch.
+"""The items of `benchmarks.gpu`: each measures one thing against the usual alternatives and plain PyTorch.
 
-Models are made on the device; medians are of rounds in which all ways take turns.
+Models are created on the device; medians are over rounds in which all ways run in alternation.
 """
 
 import functools
@@ -29,7 +29,7 @@ from penstock.tiers import Budget
 
 ROOT = Path(__file__).parents[1]
 PHASES = {1: 5.0, 2: 5.0, 3: 8.0, 4: 6.0, 5: 6.0, 6: 4.0}
-"""Minutes of each."""
+"""Minutes per phase."""
 
 
 # 1: does it work, does it race
@@ -74,7 +74,7 @@ def _tests(name: str, *, sanitized: bool = False) -> Callable[[Context], Iterato
 
 
 def link(context: Context) -> Iterator[Found]:
-    """What the link carries, and what reading rows in place reaches of it."""
+    """Measure the link's bandwidth, and the rate of reading rows in place over it."""
     device = torch.device(context.device, 0)
     rate = probe.link_rate_bytes_per_s(device)
     yield Found(name="pinned copy", ours=(rate or 0.0) / 1e9, unit="GB/s")
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
 
 def wide(context: Context) -> tuple[nn.Sequential, torch.Tensor]:
-    """SSDTrain's smallest setting with three layers."""
+    """Return a model in SSDTrain's smallest setting, with three layers, and its input."""
     hidden, batch, length = (128, 2, 64) if context.quick else (8192, 16, 1024)
     dtype = torch.float32 if context.quick else torch.bfloat16
     with torch.device(context.device):
@@ -156,7 +156,7 @@ def _offloaders(context: Context, model: nn.Module) -> dict[str, Any]:
 
 
 def activations(context: Context) -> Iterator[Found]:
-    """Peaks and times of a step, ours beside what PyTorch has."""
+    """Measure peaks and times of a step, ours and those of PyTorch's own methods."""
     model, x = wide(context)
     offloaders = _offloaders(context, model)
 
@@ -231,7 +231,7 @@ _OURS = "penstock"
 
 
 def _edges(context: Context, graph: str) -> Edges:
-    """FB15k-237 where it is there, else a graph with its numbers; others are made."""
+    """Return FB15k-237 if it is available, otherwise a graph of its size; other graphs are synthetic."""
     if graph != "FB15k-237":
         return GRAPHS[graph]()
     if context.data is not None:
@@ -247,7 +247,7 @@ def _edges(context: Context, graph: str) -> Edges:
 
 
 def fleets(context: Context) -> Iterator[Found]:
-    """Four models, each larger than the budget, with the engine's parts switched off in turn."""
+    """Train four models, each larger than the budget, with parts of the engine switched off one at a time."""
     layers, width, length = (4, 64, 32) if context.quick else (24, 1024, 512)
     budget, host = ("1536KiB", "64MiB") if context.quick else ("2GiB", "64GiB")
     generator = torch.Generator().manual_seed(0)
@@ -305,7 +305,7 @@ def fleets(context: Context) -> Iterator[Found]:
 
 
 def batches(context: Context) -> Iterator[Found]:
-    """The largest batch whose step stays below a cap, plainly and by a plan; each is trained and measured."""
+    """Find the largest batch whose step stays below a cap, plainly and by a plan; train and measure each."""
     layers, width, length, cap = (2, 64, 64, 4 * MIB) if context.quick else (12, 1024, 512, 8 * GIB)
     with torch.device(context.device):
         torch.manual_seed(0)
@@ -337,7 +337,7 @@ def batches(context: Context) -> Iterator[Found]:
 
 
 def budgets(context: Context) -> Iterator[Found]:
-    """A GPT in shares of its peak, by recomputing and by swapping too."""
+    """Train a GPT in shares of its peak, by recomputing alone and with swapping."""
     layers, width, batch, length = (2, 64, 4, 64) if context.quick else (12, 1024, 16, 1024)
     with torch.device(context.device):
         torch.manual_seed(0)

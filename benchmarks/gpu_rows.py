@@ -1,4 +1,4 @@
-"""What items of `benchmarks.gpu` are, and the rows that they give."""
+"""Items of `benchmarks.gpu`, and the rows that they yield."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -13,7 +13,7 @@ MIB, GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Where and how items run."""
+    """The device, the folder and the options with which items run."""
 
     device: str
     quick: bool
@@ -22,11 +22,11 @@ class Context:
 
     @property
     def rounds(self) -> int:
-        """Of timing."""
+        """Number of timed rounds."""
         return 1 if self.quick else 7
 
     def timed(self, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """The median seconds of each, after one run that warms up."""
+        """Return the median seconds of each, after one run to warm up."""
         for way in ways.values():
             way()
         return {
@@ -46,7 +46,7 @@ class Found:
     note: str = ""
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the row for JSON."""
         return asdict(self)
 
 
@@ -60,4 +60,4 @@ class Item:
     paper: str
     run: Callable[[Context], Iterator[Found]]
     is_quick: bool = True
-    """Whether ``--quick`` runs it too: one of a kind is enough to show that it runs."""
+    """Whether ``--quick`` runs it too: one item of a kind is enough to show that it runs."""

@@ -1,6 +1,6 @@
 """Items of `benchmarks.gpu` on one model whose parameters, gradients and Adam's state exceed a budget.
 
-Each way has a model of its own, one after the other: two at once would change each other's peak. Steps are timed
+Each way has its own model, one after the other: two at once would change each other's peak. Several steps are timed
 together, from an idle device to an idle device.
 """
 
@@ -31,7 +31,7 @@ class _Case:
     device: str
 
     def model(self) -> GPT:
-        """With checkpointed blocks, on the device."""
+        """Return a model with checkpointed blocks, on the device."""
         with torch.device(self.device):
             torch.manual_seed(0)
             return GPT(
@@ -43,14 +43,14 @@ class _Case:
             )
 
     def batch(self) -> torch.Tensor:
-        """Tokens, which are their own targets."""
+        """Return tokens, which are also the targets."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(256, self.tokens, generator=generator).to(self.device)
 
 
 @dataclass(slots=True)
 class _Run:
-    """Steps of one way."""
+    """Measured steps of one way."""
 
     step_s: float = math.nan
     peak_bytes: int = 0
@@ -59,7 +59,7 @@ class _Run:
 
 
 def larger(context: Context) -> Iterator[Found]:
-    """Steps within budgets that hold a part of the state, beside plain training and FSDP2 with its offloading."""
+    """Measure steps within budgets that hold a part of the state, plain training, and FSDP2 with its offloading."""
     backward, host = {"update_in_backward": True}, {"update_in_backward": True, "update": "host"}
     ways = [(0.25, {}), (0.25, backward), (0.25, host), (0.125, backward)]
     layers, width = (2, 64) if context.quick else (24, 2048)
@@ -157,7 +157,7 @@ def _trained(
     optimizer: torch.optim.Optimizer,
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> _Run:
-    """A few steps to warm up, then some that are timed."""
+    """Run a few steps to warm up, then time some."""
     batch, run = case.batch(), _Run()
     losses: list[torch.Tensor] = []
 

@@ -1,15 +1,15 @@
-"""Misuse of everything public: each call answers with right numbers, or with an error that names what is wrong.
+"""Misuse of every public name: each call gives right numbers, or an error that names what is wrong.
 
     python -m benchmarks.misuse --json benchmarks/results/misuse.json
     python -m benchmarks.misuse --room offload            # one room
     python -m benchmarks.misuse --case "offload.activations(model=None)"   # one case again, with its traceback
 
 From one working call per public name (`misuse_table`) the campaign derives arguments of wrong types and at their edges,
-calls in wrong order, twice, after close, from other threads, in forked children, of copies and inside of each other;
-`misuse_scenes` adds objects that two of ours share. Each case runs in a forked process with a time limit. Its outcome
-is right, our error (which names the argument or says what works), an error of PyTorch's or Python's that says it better
-(`misuse_theirs` lists them with reasons), or a fault. Rows are kept beside the JSON file until the campaign has come to
-its end, so one that was stopped goes on where it was.
+calls in wrong order, twice, after close, from other threads, in forked children, on copies and inside of each other;
+`misuse_scenes` adds objects that two objects of ours share. Each case runs in a forked process with a time limit. Its
+outcome is right, our error (which names the argument or says what works), an error of PyTorch or Python that says it
+better (`misuse_theirs` lists them with reasons), or a fault. Rows are kept next to the JSON file until the campaign has
+ended, so a campaign that was stopped continues where it was.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from benchmarks.soak_case import Case, watched
 
 LIMIT_S = 20.0
 _MOST_SAID = 200
-"""Characters of what a fault said, in the JSON."""
+"""The most characters of a fault's text in the JSON."""
 _RANK = {kind: rank for rank, kind in enumerate(("wrong number", "leak", "outside"))}
 
 
 def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
-    """Runs a case: its outcome, and what was said."""
+    """Run a case, and return its outcome and text."""
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("home", "tmp", "cwd", "out"):
         (folder / name).mkdir(parents=True)
@@ -75,7 +75,7 @@ def in_this_process(misuse: Misuse, folder: Path) -> dict[str, str]:
 
 
 def forked(cases: Sequence[Misuse], folder: Path) -> Iterator[tuple[Misuse, dict[str, str]]]:
-    """What came of some cases. They share a process until one of them shows a fault; the next begins in a new one."""
+    """Yield the outcomes of some cases. They share a process until one shows a fault; the next starts in a new one."""
     waiting = list(cases)
     while waiting:
         log, report = folder / "log.txt", folder / "report.jsonl"
@@ -119,7 +119,7 @@ def _in_child(cases: Sequence[Misuse], folder: Path, log: Path, report: Path) ->
 
 
 def _waited(child: int, num_cases: int) -> int | None:
-    """Its exit status; ``None`` where even its own time limit did not end it."""
+    """Return the child's exit status; ``None`` if even its own time limit did not end it."""
     end_s, pause_s = time.monotonic() + LIMIT_S * (1 + num_cases), 0.001
     while time.monotonic() < end_s:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -133,7 +133,7 @@ def _waited(child: int, num_cases: int) -> int | None:
 
 
 class Campaign:
-    """What came of each case so far, kept in a file. Rooms that are not run again stay as the JSON file has them."""
+    """Outcomes of all cases so far, kept in a file. Rooms that are not run again keep their rows in the JSON file."""
 
     def __init__(self, given: argparse.Namespace):
         self.given = given
@@ -160,7 +160,7 @@ class Campaign:
             print(f"{result['outcome']}: {misuse.name}: {result['text'].strip()[-600:]}", flush=True)
 
     def finish(self) -> list[Row]:
-        """Writes the JSON and removes what was kept meanwhile."""
+        """Write the JSON and remove the file of outcomes."""
         kinds = ("cases", *OUTCOMES, *FAULTS)
         rows: list[Row] = []
         for room in ROOMS:
@@ -182,7 +182,7 @@ class Campaign:
 
 
 def _shown(text: str) -> str:
-    """Of what a fault said, the beginning, without folders of this machine."""
+    """Return the beginning of a fault's text, without folders of this machine."""
     return re.sub(r"(/[\w.@+-]+)+/", "", text.strip())[:_MOST_SAID]
 
 
@@ -218,7 +218,7 @@ def run(given: argparse.Namespace) -> list[Row]:
 
 
 def _warm_up(rooms: Iterable[str]) -> None:
-    """What cases import, once. Nothing here starts a thread."""
+    """Import once what cases need. Nothing here starts a thread."""
     import tqdm
     from torch._dynamo import testing  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""One misuse: what is called, and what is to be said of what came of it."""
+"""One misuse: the call, and the judgement of its outcome."""
 
 import copy
 import inspect
@@ -36,18 +36,18 @@ from penstock.errors import InternalError, PenstockError
 
 SOURCE = str(Path(penstock.__file__).parent)
 OUTCOMES = ("right", "our error", "their error")
-"""What is as it should be."""
+"""Outcomes that are as they should be."""
 FAULTS = ("raw", "silent", "wrong number", "leak", "outside", "crash", "hang")
-"""What is not. Silent: a value of a type that the annotation excludes was taken without a word."""
+"""Outcomes that are not. Silent: a value of a type that the annotation excludes was accepted without an error."""
 _HELPS = re.compile(
     r"must|expected|such as|penstock\.|[Gg]ive |[Uu]se |[Mm]ake |[Rr]ead |[Cc]all |cannot|pip install|not |\w\(.*\)"
 )
-"""Words of a message that says what works, or shows a call."""
+"""Words in a message that says what works, or shows a call."""
 
 WORKS = ": as it should be"
-"""Ends the names of cases in which nothing is wrong."""
+"""The suffix of names of cases in which nothing is wrong."""
 _RAW = ("AttributeError", "KeyError", "IndexError", "AssertionError", "ZeroDivisionError", "NameError", "InternalError")
-"""Errors that nobody means."""
+"""Errors that are never raised on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +56,21 @@ class Misuse:
 
     room: str
     name: str
-    """As it is shown, and found again."""
+    """The name with which a case is shown and can be run again."""
     run: Callable[[Case], object]
-    """Does it. What it raises is judged."""
+    """Runs the misuse. Its error is judged."""
     public: str = ""
-    """The name in its table."""
+    """The public name, as in its table."""
     parameter: str = ""
-    """The argument that is wrong; empty where the order or the sharing is."""
+    """The argument that is wrong; empty if the order or the sharing is wrong."""
     value: str = ""
-    """Its label in the pool."""
+    """The label of the wrong value in the pool."""
     is_excluded: bool = False
-    """Whether the annotation excludes the value, so that taking it is silent."""
+    """Whether the annotation excludes the value, so that accepting it counts as silent."""
 
 
 def misuses(*, quick: bool = False, rooms: tuple[str, ...] = ROOMS) -> Iterator[Misuse]:
-    """All cases, room by room."""
+    """Return all cases, room by room."""
     for room in rooms:
         for name, value in public_names(room).items():
             full = f"{room}.{name}"
@@ -115,7 +115,7 @@ def _called(use: Use, parameter: str = "", label: str = "") -> Callable[[Case], 
 
 
 def invoke(call: Callable[..., Any], arguments: Arguments) -> Any:
-    """Calls by keyword, but what has to come by place."""
+    """Call with keyword arguments, except for positional-only ones."""
     places, keywords = [], dict(arguments)
     for one in parameters_of(call):
         if one.kind is one.VAR_POSITIONAL:
@@ -128,7 +128,7 @@ def invoke(call: Callable[..., Any], arguments: Arguments) -> Any:
 
 
 def parameters_of(call: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Of a function, or of a class's own ``__init__`` where another library's ``__new__`` hides it."""
+    """Return parameters of a function, or of a class's own ``__init__`` if another library's ``__new__`` hides it."""
     if inspect.isclass(call) and inspect.isfunction(call.__init__):
         return list(inspect.signature(call.__init__).parameters.values())[1:]
     return list(inspect.signature(call).parameters.values())
@@ -191,7 +191,7 @@ def _of_method_arguments(
 
 
 def _exhaust(result: Any) -> Any:
-    """Enters and iterates what came back, so that it cannot be wrong later."""
+    """Enter and iterate the result, so that it cannot fail later."""
     if isinstance(result, types.GeneratorType):
         return [one for one, _ in zip(result, range(100), strict=False)]
     if hasattr(result, "__enter__") and type(result).__module__ in ("contextlib", "_contextlib"):
@@ -379,7 +379,7 @@ def _of_record(room: str, full: str, make: Callable[[], Any]) -> Iterator[Misuse
 
 
 def in_thread(call: Callable[[], object]) -> None:
-    """Calls in another thread, and raises here what it raised there."""
+    """Call in another thread, and raise here the error that it raised there."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -396,11 +396,11 @@ def in_thread(call: Callable[[], object]) -> None:
 
 
 class InChild(Exception):
-    """What a forked child raised: its outcome and its text."""
+    """The error of a forked child: its outcome and its text."""
 
 
 def in_child(call: Callable[[], object]) -> None:
-    """Calls in a forked child, and raises here how it went wrong there."""
+    """Call in a forked child, and raise here the error from there."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -430,7 +430,7 @@ def in_child(call: Callable[[], object]) -> None:
 
 
 def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]:
-    """The outcome that an error is, and its text."""
+    """Return the outcome for an error, and its text."""
     if isinstance(error, InChild):
         return error.args[0], error.args[1]
     text = f"{type(error).__name__}: {error}"
@@ -468,7 +468,7 @@ def judged(error: BaseException, public: str, parameter: str) -> tuple[str, str]
 
 
 def outcome_of(misuse: Misuse, case: Case) -> tuple[str, str]:
-    """Runs a misuse and judges it."""
+    """Run a misuse and judge its outcome."""
     try:
         misuse.run(case)
     except BaseException as error:

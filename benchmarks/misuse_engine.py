@@ -30,7 +30,7 @@ def gradients_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def plain(module: nn.Module) -> list[torch.Tensor]:
-    """Gradients of a copy of the module, by plain PyTorch."""
+    """Return gradients of a copy of the module, from plain PyTorch."""
     other = copy.deepcopy(module)
     other.zero_grad()
     other(batch()).square().mean().backward()
@@ -43,7 +43,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor], what: str) -> Non
 
 
 def trains(offloader: Any, module: nn.Module, num_steps: int = 3) -> None:
-    """Steps inside of an offloader have plain PyTorch's gradients."""
+    """Require that steps inside of an offloader have plain PyTorch's gradients."""
     expected = plain(module)
     for _ in range(num_steps):
         module.zero_grad()
@@ -125,7 +125,7 @@ def _on_meta() -> torch.nn.Module:
 
 
 def _trained(training: Any, arguments: Arguments) -> None:
-    """Steps inside of a training are plain PyTorch's."""
+    """Require that steps inside of a training equal plain PyTorch's."""
     module, optimizer = arguments["model"], arguments["optimizer"]
     try:
         with training.whole():
@@ -144,7 +144,7 @@ def _trained(training: Any, arguments: Arguments) -> None:
 
 
 def _meta_step() -> Arguments:
-    """A step without bytes, on a machine that is not here."""
+    """Return a step on tensors without bytes, for a machine by its data sheet."""
     with torch.device("meta"):
         model, batch = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3))), torch.empty(1024, 1024)
     step = lambda: model(batch).sum().backward()  # noqa: E731
@@ -266,7 +266,7 @@ def loss_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def steps(step: Any, module: nn.Module, what: str) -> None:
-    """A planned step has plain PyTorch's gradients."""
+    """Require that a planned step has plain PyTorch's gradients."""
     expected = plain(module)
     for _ in range(2):
         module.zero_grad()
@@ -320,7 +320,7 @@ def _problem_file() -> Path:
 
 
 def _remat_options(case: Case) -> Arguments:
-    """All that `compile` takes behind its ``**options``."""
+    """Return every option that `compile` takes in its ``**options``."""
     return {
         "budget": case.budget(device="1GiB"), "optimizer": None, "reserve": 0, "disk": None, "host": None,
         "accumulates": True, "adds_gradients": True, "method": "hybrid", "profile": None, "compiler": "eager",
@@ -332,7 +332,7 @@ def compiling(
     model: Any, budget: Any, optimizer: Any, reserve: Any, disk: Any, host: Any, accumulates: Any, adds_gradients: Any,
     method: Any, profile: Any, compiler: Any, verify: Any, strict: Any, as_eager: Any, **potatoes: Any,
 ) -> Any:  # fmt: skip
-    """`remat.compile` with its options as parameters, from which misuses are derived."""
+    """Call `remat.compile` with its options as parameters, from which misuses are derived."""
     options = {name: value for name, value in locals().items() if name not in ("model", "potatoes")}
     return remat.compile(model, **options, **potatoes)
 

@@ -42,7 +42,7 @@ def job(**changes: Any) -> fleet.Job:
 
 
 def plain_losses(given: Arguments) -> list[float]:
-    """Of the loop that a job stands for."""
+    """Return the losses of the plain loop that a job stands for."""
     torch.manual_seed(given["seed"])
     module = given["model"]()
     optimizer = given["optimizer"](module.parameters())
@@ -66,7 +66,7 @@ def options(case: Case) -> Arguments:
 
 
 def trained(results: Any, _: Arguments) -> None:
-    """Jobs are done, with plain training's losses."""
+    """Require that jobs are done, with plain training's losses."""
     require(len(results), "a result per job")
     for one in results.values():
         if one.state is fleet.JobState.FAILED:
@@ -79,7 +79,7 @@ def running(
     stopper: Any, checkpoint_every: Any, keep: Any, trackers: Any, progress: Any, verify: Any, ablation: Any,
     **potatoes: Any,
 ) -> Any:  # fmt: skip
-    """`fleet.run` with its options as parameters, from which misuses are derived."""
+    """Call `fleet.run` with its options as parameters, from which misuses are derived."""
     given = {name: value for name, value in locals().items() if name != "potatoes"}
     return fleet.run(**given, **potatoes)
 

@@ -38,7 +38,7 @@ def typed() -> relational.RelationalGraph:
 
 
 def equal_rows(table: Any, expected: torch.Tensor) -> None:
-    """Rows that a table gives are the source's."""
+    """Require that a table's rows equal the source's."""
     index = torch.tensor([0, len(expected) - 1, 0] if len(expected) else [], dtype=torch.int64)
     require(torch.equal(torch.as_tensor(table[index]), expected[index]), "rows differ from the source's")
 
@@ -232,7 +232,7 @@ def x() -> torch.Tensor:
 
 
 def copied_sums(g: Any, x: Any) -> Any:
-    """A layer of a user's."""
+    """Return the result of a user's layer."""
     for e in g.edges():
         message = x[e.src]
     for n in g.nodes():
@@ -249,7 +249,7 @@ def _layer(layer: Any, _: Arguments) -> None:
 
 
 def language(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the language, called inside of a layer; the values that it takes are an edge's."""
+    """Wrap a function of the language so that it is called inside of a layer, on values of edges."""
 
     def run(*by_place: Any, **by_name: Any) -> torch.Tensor:
         given = dict(inspect.signature(call).bind(*by_place, **by_name).arguments)

@@ -202,7 +202,7 @@ def _loops(loop: Any, arguments: Arguments) -> None:
 
 
 class _Entering:
-    """A loop's offloader, entered anew for every step."""
+    """An offloader of a loop, entered again for every step."""
 
     def __init__(self, loop: Any):
         self._loop = loop

@@ -18,7 +18,7 @@ def run(case: Case, *jobs: fleet.Job, **changes: Any) -> fleet.Results:
 
 
 def finished(results: fleet.Results) -> None:
-    """All are done, or the first failure is raised."""
+    """Require that all jobs are done, or raise the first failure."""
     for one in results.values():
         if one.state is fleet.JobState.FAILED:
             raise Told(one.error)

@@ -1,8 +1,8 @@
-"""How to make a working call of every public name, from which the campaign derives its misuses.
+"""A working call of every public name, from which the campaign derives its misuses.
 
 A public name is one that a room's ``__init__.py`` maps. Each is in exactly one of three tables: `USES` (how it is
-called, and what proves that it worked), `RECORDS` (what Penstock returns and nobody makes by hand) or `UNCALLED` (names
-that are no calls, each with a reason). `missing` lists what is in none.
+called, and what proves that it worked), `RECORDS` (classes that Penstock returns and users do not create) or `UNCALLED`
+(names that are not callable, each with a reason). `missing` lists the names in none of them.
 """
 
 import importlib
@@ -21,15 +21,15 @@ Arguments = dict[str, Any]
 
 
 class Wrong(Exception):
-    """Numbers differ from plain PyTorch's, or what a call promises does not hold."""
+    """Raised if numbers differ from plain PyTorch's, or a call does not do what it promises."""
 
 
 class Told(Exception):
-    """An error that was not raised but told, as a fleet tells why a job failed; its text alone is judged."""
+    """An error that was reported, not raised, as a fleet reports why a job failed; only its text is judged."""
 
 
 def require(holds: object, what: str) -> None:
-    """Raises `Wrong` unless it holds."""
+    """Raise `Wrong` unless the condition holds."""
     if not holds:
         raise Wrong(what)
 
@@ -39,17 +39,17 @@ class Use:
     """A working call."""
 
     call: Callable[..., Any]
-    """What is called: the public name itself, or for methods' sake a function that makes the object."""
+    """The callable: the public name itself, or, to test methods, a function that creates the object."""
     good: Callable[[Case], Arguments]
-    """Arguments that work, by parameter, made anew for each case; those after ``*`` under ``"*name"``."""
+    """Working arguments by parameter, created for each case; those of ``*name`` are under ``"*name"``."""
     check: Callable[[Any, Arguments], object] = lambda _result, _arguments: None
-    """Uses what came back, compares it with plain PyTorch and closes it. Raises `Wrong`."""
+    """Uses the result, compares it with plain PyTorch and closes it. Raises `Wrong`."""
     methods: Mapping[str, Callable[[Any], Arguments]] = field(default_factory=dict)
-    """Working arguments of methods that need any, from the object."""
+    """Functions from the object to working arguments, for methods that need arguments."""
     close: Callable[[Any], object] = lambda made: made.close() if callable(getattr(made, "close", None)) else None
-    """Ends what was made."""
+    """Closes the created object."""
     made_by: str = ""
-    """Who makes it, for classes that users do not call; then its own parameters are nobody's to misuse."""
+    """The maker of a class that users do not call; its own parameters are then not misused."""
     skips: frozenset[str] = frozenset()
     """Methods that a machine without CUDA cannot call, or that belong to a subclass's author."""
 
@@ -58,11 +58,11 @@ USES: dict[str, Use] = {}
 RECORDS: dict[str, Callable[[], Any]] = {}
 UNCALLED: dict[str, str] = {}
 SCENES: dict[str, Callable[[Case], object]] = {}
-"""Misuses that no signature shows, by room and what is done."""
+"""Misuses that no signature shows, by room and action."""
 
 
 def scene(name: str) -> Callable[[Callable[[Case], object]], Callable[[Case], object]]:
-    """Puts a function into `SCENES`."""
+    """Register a function in `SCENES`."""
 
     def put(function: Callable[[Case], object]) -> Callable[[Case], object]:
         SCENES[name] = function
@@ -72,7 +72,7 @@ def scene(name: str) -> Callable[[Callable[[Case], object]], Callable[[Case], ob
 
 
 def public_names(room: str) -> dict[str, Any]:
-    """Names that a room maps, with what they stand for."""
+    """Return the names that a room maps, with their objects."""
     module = importlib.import_module(f"penstock.{room}")
     return {
         name: value
@@ -84,7 +84,7 @@ def public_names(room: str) -> dict[str, Any]:
 
 
 def public_methods(kind: type) -> list[str]:
-    """Methods, and operators such as ``[...]``, that a class of ours offers."""
+    """Return the methods of a class of ours, including operators such as ``[...]``."""
     own = [one for one in kind.__mro__ if one.__module__.startswith("penstock.")]
     return sorted({name for one in own for name in vars(one) if _is_method(kind, name)})
 
@@ -106,7 +106,7 @@ def _is_method(kind: type, name: str) -> bool:
 
 
 def missing() -> list[str]:
-    """Public names and methods for which no table says how they are called."""
+    """Return public names and methods for which no table says how they are called."""
     load()
     found = []
     for room in ROOMS:
@@ -126,7 +126,7 @@ def _unknown_methods(use: Use, kind: type) -> Iterator[str]:
 
 
 def needs_arguments(kind: type, method: str) -> bool:
-    """Whether a method cannot be called without any."""
+    """Whether a method cannot be called without arguments."""
     bound = isinstance(inspect.getattr_static(kind, method), classmethod | staticmethod)
     parameters = list(inspect.signature(getattr(kind, method)).parameters.values())[0 if bound else 1 :]
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -134,7 +134,7 @@ def needs_arguments(kind: type, method: str) -> bool:
 
 
 def load() -> None:
-    """Fills the tables."""
+    """Fill the tables."""
     for name in (
         "engine",
         "tiers",

@@ -1,4 +1,4 @@
-"""Where PyTorch's or Python's own error says it better, and values that are taken although an annotation excludes them.
+"""Errors of PyTorch or Python that stand as they are, and values that are accepted though the annotation excludes them.
 
 Every entry has its reason.
 """
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 
 class Theirs(NamedTuple):
-    """Errors of others that stand as they are."""
+    """Errors of other libraries that stand as they are."""
 
     public: str
-    """Regular expression for the public name, methods included."""
+    """A regular expression for the public name, methods included."""
     parameter: str
-    """The same for the argument."""
+    """A regular expression for the argument."""
     text: str
-    """The same for the error's type and message."""
+    """A regular expression for the error's type and message."""
     reason: str
-    """Why ours would say no more."""
+    """The reason why an error of ours would not say more."""
 
 
 _USERS = "the user's own function raised it, and its traceback says where"
@@ -64,14 +64,14 @@ ENDLESS: frozenset[tuple[str, str, str]] = frozenset(
         ("remat.max_batch", "budget", "2**70"),
     }
 )
-"""Calls that do what they are asked for longer than anybody waits: public name, parameter, value."""
+"""Calls that do as they are told for longer than the campaign waits: public name, parameter, value."""
 
 ACCEPTED: dict[tuple[str, str], str] = {}
-"""Values that are taken although the annotation excludes them: public name and parameter, and why."""
+"""Values that are accepted though the annotation excludes them: public name and parameter, to the reason."""
 
 
 def reason_for(error: BaseException, public: str, parameter: str) -> str:
-    """Why an error of others stands; empty where it does not."""
+    """Return why another library's error stands; empty if it does not."""
     text = f"{type(error).__name__}: {error}"
     for one in THEIRS:
         if re.fullmatch(one.public, public) and re.fullmatch(one.parameter, parameter) and re.match(one.text, text):

@@ -33,18 +33,18 @@ def _all_park(waterfalls: Any, _: Arguments) -> None:
 
 
 def _left(waterfall: tiers.Waterfall) -> tiers.Handle:
-    """A handle whose copy out has ended."""
+    """Return a handle whose copy out has ended."""
     handle = waterfall.park(torch.arange(100_000).untyped_storage())
     waterfall.drain()
     return handle
 
 
 _waterfalls: list[tiers.Waterfall] = []
-"""Of handles that `parked` made, in a case's own process."""
+"""Waterfalls of handles that `parked` made, in a case's own process."""
 
 
 def parked(case: Case) -> tiers.Handle:
-    """A handle."""
+    """Return a handle."""
     _waterfalls.append(tiers.waterfall_for("cpu", tiers.Budget(disk=case.disk())))
     return _waterfalls[-1].park(torch.arange(100_000).untyped_storage(), "numbers")
 
@@ -55,7 +55,7 @@ def end_waterfalls(_: Any) -> None:
 
 
 def buffer(size_bytes: int) -> memoryview:
-    """Memory as direct I/O wants it."""
+    """Return memory aligned for direct I/O."""
     return memoryview(mmap.mmap(-1, size_bytes))
 
 
@@ -103,7 +103,7 @@ def _budget_charged(budget: Any) -> Arguments:
 
 
 class Generators:
-    """A user's own."""
+    """Random generators of a user's own."""
 
     def __init__(self) -> None:
         self.state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Values that are wrong for most arguments, and whether an annotation admits one."""
+"""Values that are wrong for most arguments, and a check of whether an annotation admits a value."""
 
 import inspect
 import math
@@ -42,7 +42,7 @@ def fits(annotation: Any, value: Any) -> bool:
     """Whether a value is of the type that an annotation names, as far as that can be told; NaN fits no number."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if isinstance(annotation, str):
-        return True  # of a library that is imported for type checkers alone
+        return True  # a type from a library imported only for type checkers
     if annotation in (inspect.Parameter.empty, Any, object) or isinstance(annotation, typing.TypeVar):
         return True
     if annotation is None or annotation is type(None):
@@ -80,7 +80,7 @@ def _fits_class(kind: Any, parts: tuple[Any, ...], value: Any) -> bool:
 
 
 def annotations_of(function: Any) -> dict[str, Any]:
-    """Annotations by parameter; text where they cannot be resolved here."""
+    """Return annotations by parameter, as text if they cannot be resolved here."""
     try:
         return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except (NameError, TypeError, AttributeError):

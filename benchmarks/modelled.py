@@ -1,10 +1,10 @@
-"""The papers' workloads on machines by their data sheets: what our planners would reach beside what was reported.
+"""The papers' workloads on machines by their data sheets: results that our planners predict, next to reported ones.
 
     python -m benchmarks.modelled --json benchmarks/results/modelled.json
     python -m benchmarks.modelled --only ssdtrain
 
-Nothing here is measured: times are those of `penstock.machines`, and plans those of the pure planners. Workloads are
-below, with their sources; what the papers leave open is said beside them.
+Nothing here is measured: times come from `penstock.machines`, and plans from the pure planners. The workloads are
+below with their sources; comments next to them say what the papers leave open.
 """
 
 import argparse
@@ -36,17 +36,17 @@ class Row:
     """One comparison."""
 
     headline: str
-    """What the paper claims, by its short name."""
+    """The paper's claim, by a short name."""
     setting: str
     """The workload."""
     machine: str
-    """By name in `penstock.machines`."""
+    """Name of the machine in `penstock.machines`."""
     ours: float
-    """By our defaults, under the model."""
+    """The result with our defaults, under the model."""
     best: float | None
-    """By the best schedule that was found under the same model; ``None`` where there is but one."""
+    """The result of the best schedule found under the same model; ``None`` if there is only one schedule."""
     paper: str
-    """As it was reported, on the paper's machine."""
+    """The result as reported, on the paper's machine."""
     what: str
     """The unit of ``ours`` and ``best``."""
     note: str = ""
@@ -56,7 +56,7 @@ class Row:
 
 
 class Attention(nn.Module):
-    """One half of a layer of Megatron's with two-way tensor parallelism: half of the heads."""
+    """The attention of a Megatron layer with two-way tensor parallelism: half of the heads."""
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
-    """The other half."""
+    """The feed-forward part of such a layer."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -88,7 +88,7 @@ class Feedforward(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Layers alone: the papers' embeddings and heads are small beside layers of this width."""
+    """The layers alone: the papers' embeddings and heads are small compared with layers of this width."""
 
     def __init__(self, hidden: int, layers: int):
         super().__init__()
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SsdTrain:
-    """A setting of SSDTrain's evaluation: sequences of 1,024, batches of 16, float16, two A100s side by side."""
+    """A setting of SSDTrain's evaluation: sequences of 1,024, batches of 16, float16, two A100s in parallel."""
 
     name: str
     hidden: int
@@ -111,7 +111,7 @@ class SsdTrain:
     length: int = 1024
 
     def problem(self, machine: Machine, *, to_disk: bool, max_in_flight_bytes: int | None = None) -> OffloadProblem:
-        """What the offloader would plan with."""
+        """Return the problem that the offloader would plan."""
         with torch.device("meta"):
             model = Transformer(self.hidden, self.layers).to(torch.float16)
             x = torch.empty(self.batch, self.length, self.hidden, dtype=torch.float16, requires_grad=True)
@@ -126,12 +126,12 @@ SSDTRAIN = [
 ]
 """Wu et al., arXiv 2408.10013: hidden 8,192 to 16,384, two to four layers. T5 is left out.
 
-PyTorch counts as many operations for attention with a mask as without, so BERT and GPT are one here.
+PyTorch counts as many operations for attention with a mask as without, so BERT and GPT are the same here.
 """
 
 
 def best_schedule(problem: OffloadProblem) -> OffloadPlan:
-    """The lowest peak without a stall of all bounds on bytes in flight, by powers of two up to all that is saved."""
+    """Return the plan with the lowest peak without a stall, over bounds on bytes in flight that are powers of two."""
     total = sum(one.size_bytes for one in problem.storages)
     bounds = [2**power for power in range(24, max(25, total.bit_length() + 1))]
     plans = [offload_plan(replace(problem, max_in_flight_bytes=bound)) for bound in bounds]
@@ -139,7 +139,7 @@ def best_schedule(problem: OffloadProblem) -> OffloadPlan:
 
 
 def ssdtrain() -> Iterator[Row]:
-    """Activation peaks without a stall."""
+    """Yield activation peaks without a stall."""
     for machine, to_disk in (("a100-40gb-optane", True), ("h200", False), ("rtx4090", False), ("gh200", False)):
         for one in SSDTRAIN:
             problem = one.problem(MACHINES[machine], to_disk=to_disk)
@@ -170,31 +170,31 @@ def _saving(one: OffloadPlan) -> float:
 _HIDDEN, _LENGTH, _LAYERS = 1600, 1024, 48
 """GPT-2 XL. Hydra (Nagrecha and Kumar, arXiv 2110.08633): 12 models of this size, 6 learning rates by 2 batch sizes."""
 _STEPS = 100
-"""Of each job: the ratios do not change with more."""
+"""Steps per job: the ratios do not change with more."""
 _SCHEDULERS: tuple[fleet.SchedulerName, ...] = ("fair", "sharded-lrtf", "fifo", "shortest-first", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How the twelve are trained."""
+    """The bytes with which the twelve jobs are trained."""
 
     name: str
     dtype: torch.dtype
     parameter_bytes: int
-    """Of each parameter; its gradient takes as many."""
+    """Bytes per parameter; its gradient takes as many."""
     state_bytes: int
-    """Of the optimizer, for each parameter."""
+    """Bytes of optimizer state per parameter."""
 
 
 HYDRA = (
     Training(name="SGD, float32", dtype=torch.float32, parameter_bytes=4, state_bytes=0),
     Training(name="Adam, bfloat16", dtype=torch.bfloat16, parameter_bytes=2, state_bytes=12),
 )
-"""As the published code has it, and as people train today: with float32 copies and moments."""
+"""Training as in the published code, and as is usual today: with float32 copies and moments."""
 
 
 def gpt2_xl_job(machine: Machine, training: Training, name: str, batch: int, *, layers_per_shard: int) -> fleet.JobCost:
-    """One of the twelve; backward recomputes, as Hydra's."""
+    """Return one of the twelve jobs; backward recomputes, as in Hydra."""
     num_parameters = 12 * _HIDDEN**2
     flops = batch * _LENGTH * (2 * num_parameters + 4 * _LENGTH * _HIDDEN)
     saved_bytes = 17 * training.parameter_bytes * batch * _LENGTH * _HIDDEN
@@ -217,7 +217,7 @@ def gpt2_xl_job(machine: Machine, training: Training, name: str, batch: int, *, 
 
 
 def hydra_problem(machine: Machine, training: Training) -> fleet.FleetProblem:
-    """Twelve jobs and eight devices, in shards of four layers."""
+    """Return the problem of twelve jobs on eight devices, in shards of four layers."""
     jobs = tuple(
         gpt2_xl_job(machine, training, f"{batch}-{rate}", batch, layers_per_shard=4)
         for batch in (8, 16)
@@ -234,7 +234,7 @@ def hydra_problem(machine: Machine, training: Training) -> fleet.FleetProblem:
 
 
 def hydra() -> Iterator[Row]:
-    """Twelve fine-tunes on eight devices."""
+    """Yield the results of twelve fine-tuning jobs on eight devices."""
     for name in ("a100", "rtx4090"):
         for training in HYDRA:
             problem = hydra_problem(MACHINES[name], training)
@@ -269,7 +269,7 @@ LIBRA = ("VGG-16", "ResNet-50", "BERT", "GPT-2")
 
 
 def libra() -> Iterator[Row]:
-    """Batches by what a sample takes at the smallest peak, beside what it takes in plain PyTorch."""
+    """Yield batch ratios: the bytes of a sample in plain PyTorch over those at the smallest peak."""
     for name in LIBRA:
         model, inputs = make(name, 4)
         step = remat.optimize(model, list(inputs), Budget(host=2**40), machine=MACHINES["h200"], fullgraph=True)
@@ -291,7 +291,7 @@ def libra() -> Iterator[Row]:
 
 
 def _smallest(problem: remat.RematProblem, method: remat.Method, at_most: float | None) -> remat.RematPlan:
-    """The plan with the smallest peak that costs no more than that share of the step."""
+    """Return the plan with the smallest peak that costs at most the given share of the step."""
     least, most = remat.smallest_budget_bytes(problem, method=method), remat.plan(problem, 2**62).keep_all_peak_bytes
     budgets = [least + (most - least) * part // 8 for part in range(9)]
     plans = [one for one in remat.pareto(problem, budgets, method=method) if one is not None]
@@ -304,7 +304,7 @@ def _smallest(problem: remat.RematProblem, method: remat.Method, at_most: float 
 
 @relational.layer
 def rgcn(g, x, weight, norm):  # type: ignore[no-untyped-def]
-    """Messages of one relation's matrix."""
+    """Compute messages with the matrix of the edge's relation."""
     for e in g.edges():
         message = norm[e] * (x[e.src] @ weight[e.etype])
     for n in g.nodes():
@@ -314,7 +314,7 @@ def rgcn(g, x, weight, norm):  # type: ignore[no-untyped-def]
 
 @relational.layer
 def rgat(g, x, weight, at_source, at_target):  # type: ignore[no-untyped-def]
-    """Attention over all edges that enter a node, with a vector of each relation."""
+    """Compute attention over all edges that enter a node, with a vector per relation."""
     for e in g.edges():
         source, target = x[e.src] @ weight[e.etype], x[e.dst] @ weight[e.etype]
         score = relational.dot(source, at_source[e.etype]) + relational.dot(target, at_target[e.etype])
@@ -326,7 +326,7 @@ def rgat(g, x, weight, at_source, at_target):  # type: ignore[no-untyped-def]
 
 @relational.layer
 def hgt(g, key, query, value, to_key, to_message, prior):  # type: ignore[no-untyped-def]
-    """Attention of keys and messages that each relation maps."""
+    """Compute attention with keys and messages that each relation maps."""
     for e in g.edges():
         score = relational.dot(key[e.src] @ to_key[e.etype], query[e.dst]) * prior[e.etype]
         message = relational.softmax(score).unsqueeze(-1) * (value[e.src] @ to_message[e.etype])
@@ -337,17 +337,17 @@ def hgt(g, key, query, value, to_key, to_message, prior):  # type: ignore[no-unt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelationalSetting:
-    """A graph by its published counts, reverse edges included."""
+    """A graph described by its published counts, reverse edges included."""
 
     name: str
     num_nodes: int
     num_edges: int
     num_types: int
     pairs_per_edge: float = 0.34
-    """Distinct pairs of source and type for each edge. That of FB15k-237, counted; the others' were not published."""
+    """Distinct pairs of source and type per edge. Counted for FB15k-237; those of other graphs were not published."""
 
     def graph(self) -> relational.RelationalGraph:
-        """One with these counts, drawn evenly."""
+        """Return a graph with these counts, drawn uniformly."""
         generator = torch.Generator().manual_seed(0)
 
         def drawn(below: int, count: int) -> torch.Tensor:
@@ -374,7 +374,7 @@ _PASSES = ("compact", "reorder", "sum_first")
 
 
 def relational_layers(num_nodes: int, num_edges: int, num_types: int) -> dict[str, tuple[Layer, list[torch.Tensor]]]:
-    """The three layers, with tensors that have no bytes."""
+    """Return the three layers, on tensors without bytes."""
 
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(*shape, device="meta", requires_grad=True)
@@ -390,7 +390,7 @@ def relational_layers(num_nodes: int, num_edges: int, num_types: int) -> dict[st
 def relational_step_s(
     layer: Layer, graph: relational.RelationalGraph, tensors: list[torch.Tensor], machine: Machine
 ) -> float:
-    """Seconds of forward and backward, each step of which reads and writes what it cannot avoid."""
+    """Return seconds of forward and backward, in which each step reads and writes only what it must."""
     return sum(
         machine.operator_s(flops=one.flops, size_bytes=one.bytes, dtype=torch.float32)
         for one in layer.costs(graph, *tensors)
@@ -398,7 +398,7 @@ def relational_step_s(
 
 
 def hector() -> Iterator[Row]:
-    """A training step with our passes, beside one with none and the best choice of passes."""
+    """Yield a training step with our passes, against one without passes and the best choice of passes."""
     machine = MACHINES["h200"]
     for setting in HECTOR:
         graph = setting.graph()
@@ -442,7 +442,7 @@ _LINE_BYTES = 128
 
 
 def pytorch_direct() -> Iterator[Row]:
-    """What of the bytes on the link is wanted: lines of 128 bytes are read whole."""
+    """Yield the share of bytes on the link that was requested: lines of 128 bytes are read whole."""
     for setting in PYTORCH_DIRECT:
         row_bytes, item = 4 * setting.width, _LINE_BYTES // 4
         firsts = torch.arange(item) * setting.width * 4
@@ -472,7 +472,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Row]]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the table, and writes it."""
+    """Print the table, and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=SECTIONS, action="append", help="a section")
     parser.add_argument("--json", type=Path, help="where to write the rows")
@@ -488,12 +488,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def shown(row: Row, value: float) -> str:
-    """With its unit."""
+    """Return a value with its unit."""
     return f"{value:.2f}x" if row.what == "x" else f"{value:.1%}"
 
 
 def vars_of(row: Row) -> dict[str, object]:
-    """For JSON, as all benchmarks have it; ``ratio`` is over the best schedule."""
+    """Return the row for JSON, as in all benchmarks; ``ratio`` is over the best schedule."""
     return {
         "name": f"{row.setting}, {row.machine}",
         "metric": row.headline,

@@ -23,9 +23,9 @@ _MICRO_BATCH = 16_384
 """Tokens of a micro-batch at most."""
 _TOKENS = (1_024, 4_096, 16_384, 65_536, 262_144, 524_288)
 _HOST_BYTES_PER_S = {"rtx4090": 60e9, "h200": 250e9}
-"""What the host's memory carries under an update, ours to assume: two channels of DDR5, and eight."""
+"""Bandwidth of host memory during an update, our assumption: two channels of DDR5, and eight."""
 _UPDATE_BYTES = 4 * 4 + 3 * 4 + 2 * 2
-"""Of AdamW in host memory, for each parameter: reads weight, gradient and moments, writes three, and the casts."""
+"""Bytes per parameter of AdamW in host memory: reads of weight, gradient and moments, three writes, and casts."""
 _PUBLISHED = {
     "rtx4090": "2,800 tokens/s, bfloat16, 0.5 million tokens a step (LLMQ, Qwen2.5-7B)",
     "h200": "",
@@ -38,11 +38,11 @@ class Way:
 
     name: str
     into: tuple[float, float]
-    """Of each micro-batch, and once a step."""
+    """Bytes in per micro-batch, and once per step."""
     out: tuple[float, float]
     updates_on_host: bool
     resident_bytes: float
-    """Of what is read in every micro-batch, for each parameter: what a larger budget keeps first."""
+    """Bytes per parameter of what every micro-batch reads: a larger budget keeps these first."""
 
 
 WAYS = (

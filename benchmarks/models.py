@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 NUM_CLASSES = 1000
 VOCABULARY = 4096
 LENGTH = 128
-"""Tokens of a text that the transformers read."""
+"""Tokens per text for the transformers."""
 NUM_STEPS = 24
-"""Tokens of a text that the LSTM reads."""
+"""Tokens per text for the LSTM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,21 +28,21 @@ class Workload:
     """A model to train, its batches, and where people would checkpoint it."""
 
     name: str
-    """As papers write it."""
+    """The name, as papers write it."""
     make: Callable[[], nn.Module]
-    """A new module; ``forward(*batch)`` returns the loss, a scalar."""
+    """Makes a new module; ``forward(*batch)`` returns the loss, a scalar."""
     make_batch: Callable[[int], tuple[torch.Tensor, ...]]
-    """Random tensors for a number of samples."""
+    """Makes random tensors for a number of samples."""
     batch: int
-    """Samples of a step that suit a CPU with two cores."""
+    """Samples per step that suit a CPU with two cores."""
     blocks: Callable[[nn.Module], list[tuple[nn.Module, str]]]
-    """``(parent, name of the child)`` of everything that activation checkpointing per block wraps."""
+    """Returns ``(parent, name of the child)`` of every module that activation checkpointing per block wraps."""
     block: str
-    """What a block is."""
+    """A description of a block."""
 
 
 def make(name: str, batch: int | None = None) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """The module and a batch of ``WORKLOADS[name]``, on the CPU and the same every time."""
+    """Return the module and a batch of ``WORKLOADS[name]``, on the CPU and the same every time."""
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     module = workload.make()
@@ -50,7 +50,7 @@ def make(name: str, batch: int | None = None) -> tuple[nn.Module, tuple[torch.Te
 
 
 def checkpointed(workload: Workload, module: nn.Module) -> nn.Module:
-    """``module`` itself, with each of the workload's blocks recomputed in backward.
+    """Return ``module`` itself, with each of the workload's blocks recomputed in backward.
 
     Loss and gradients stay the same; running statistics of batch normalization in a block are updated twice a step.
     """
@@ -60,14 +60,14 @@ def checkpointed(workload: Workload, module: nn.Module) -> nn.Module:
 
 
 class Checkpointed(nn.Module):
-    """A block of which only the inputs are saved."""
+    """A block that saves only its inputs for backward."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
         self.block = block
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the block returns."""
+        """Return the result of the block."""
         return checkpoint(self.block, *args, use_reentrant=False, **kwargs)
 
 
@@ -79,36 +79,36 @@ class Classifier(nn.Module):
         self.model = model
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         return functional.cross_entropy(self.model(inputs), labels)
 
 
 class HuggingFace(nn.Module):
-    """The loss that a Hugging Face model computes itself."""
+    """A Hugging Face model, with the loss that it computes itself."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         loss: torch.Tensor = self.model(inputs, labels=labels).loss
         return loss
 
 
 def convolution(inputs: int, outputs: int, size: int, *, stride: int = 1) -> list[nn.Module]:
-    """Convolution and batch normalization; the image keeps its size at stride 1."""
+    """Return convolution and batch normalization; the image keeps its size at stride 1."""
     layer = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
     return [layer, nn.BatchNorm2d(outputs)]
 
 
 def activated(inputs: int, outputs: int, size: int, *, stride: int = 1) -> list[nn.Module]:
-    """Convolution, batch normalization and ReLU."""
+    """Return convolution, batch normalization and ReLU."""
     return [*convolution(inputs, outputs, size, stride=stride), nn.ReLU(inplace=True)]
 
 
 def vgg16(image: int) -> nn.Module:
-    """Configuration D of Simonyan and Zisserman, arXiv:1409.1556, table 1."""
+    """Return configuration D of Simonyan and Zisserman, arXiv:1409.1556, table 1."""
     stages = nn.Sequential()
     inputs = 3
     for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
@@ -123,7 +123,7 @@ def vgg16(image: int) -> nn.Module:
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut; the stride is at the 3 x 3."""
+    """Three convolutions with a shortcut; the 3 x 3 one has the stride."""
 
     def __init__(self, inputs: int, width: int, stride: int):
         super().__init__()
@@ -139,7 +139,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """He et al., arXiv:1512.03385, table 1."""
+    """Return the ResNet-50 of He et al., arXiv:1512.03385, table 1."""
     blocks = nn.Sequential()
     inputs = 64
     for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
@@ -151,7 +151,7 @@ def resnet50() -> nn.Module:
 
 
 def pooled_head(features: int, dropout: float = 0.0) -> nn.Sequential:
-    """Scores from the mean over the image."""
+    """Return a head that computes scores from the mean over the image."""
     last = nn.Linear(features, NUM_CLASSES)
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *([nn.Dropout(dropout)] if dropout else []), last)
 
@@ -172,7 +172,7 @@ class DenseLayer(nn.Sequential):
 
 
 class DenseBlock(nn.Module):
-    """Layers that each read the features of all before."""
+    """Layers that each read the features of all earlier ones."""
 
     def __init__(self, inputs: int, num_layers: int, growth: int):
         super().__init__()
@@ -187,7 +187,7 @@ class DenseBlock(nn.Module):
 
 
 def densenet121() -> nn.Module:
-    """DenseNet-BC with growth 32 and compression 1/2: Huang et al., arXiv:1608.06993, table 1."""
+    """Return DenseNet-BC with growth 32 and compression 1/2: Huang et al., arXiv:1608.06993, table 1."""
     stem = nn.Sequential(*activated(3, 64, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1))
     layers: list[nn.Module] = []
     width = 64
@@ -204,7 +204,7 @@ def densenet121() -> nn.Module:
 
 
 class Inception(nn.Module):
-    """Four branches side by side: 1 x 1, 3 x 3, 5 x 5 and pooling."""
+    """Four parallel branches: 1 x 1, 3 x 3, 5 x 5 and pooling."""
 
     def __init__(self, inputs: int, one: int, three: tuple[int, int], five: tuple[int, int], pool: int):
         super().__init__()
@@ -223,7 +223,7 @@ class Inception(nn.Module):
 
 
 def googlenet() -> nn.Module:
-    """Szegedy et al., arXiv:1409.4842, table 1, with batch normalization in place of local response normalization."""
+    """Return Szegedy et al., arXiv:1409.4842, table 1, with batch normalization for local response normalization."""
     stages = [
         [(192, 64, (96, 128), (16, 32), 32), (256, 128, (128, 192), (32, 96), 64)],
         [
@@ -267,7 +267,7 @@ class UNet(nn.Module):
 
 
 def double(inputs: int, outputs: int) -> list[nn.Module]:
-    """What the U-Net has at each level: two convolutions."""
+    """Return one level of the U-Net: two convolutions."""
     return [*activated(inputs, outputs, 3), *activated(outputs, outputs, 3)]
 
 
@@ -309,7 +309,7 @@ class LSTM(nn.Module):
 
 
 def vit() -> nn.Module:
-    """Hugging Face's, with the dropout that its paper trains with on ImageNet; the default configuration has none."""
+    """Return Hugging Face's ViT, with the paper's dropout for ImageNet; the default configuration has none."""
     import transformers
 
     sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -325,7 +325,7 @@ def vit() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """Hugging Face's, for masked language modeling."""
+    """Return Hugging Face's BERT, for masked language modeling."""
     import transformers
 
     sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -336,7 +336,7 @@ def bert() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Hugging Face's, for language modeling."""
+    """Return Hugging Face's GPT-2, for language modeling."""
     import transformers
 
     config = transformers.GPT2Config(
@@ -351,41 +351,41 @@ def gpt2() -> nn.Module:
         attn_implementation="sdpa",
     )
     model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # its default, but said: it would warn, and a warning breaks the graph
+    model.loss_type = "ForCausalLM"  # its default, but if unset it warns, and a warning breaks the graph
     return HuggingFace(model)
 
 
 def images(size: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
-    """Batches of square images and their classes."""
+    """Return a maker of batches of square images and their classes."""
     return lambda batch: (torch.randn(batch, 3, size, size), torch.randint(NUM_CLASSES, (batch,)))
 
 
 def pixels(size: int) -> Callable[[int], tuple[torch.Tensor, ...]]:
-    """Batches of square images and a class, of two, for each pixel."""
+    """Return a maker of batches of square images with one of two classes for each pixel."""
     return lambda batch: (torch.randn(batch, 3, size, size), torch.randint(2, (batch, size, size)))
 
 
 def texts(batch: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, and the same as labels: the model shifts them itself."""
+    """Return tokens, and the same as labels: the model shifts them itself."""
     tokens = torch.randint(VOCABULARY, (batch, LENGTH))
     return tokens, tokens.clone()
 
 
 def masked_texts(batch: int) -> tuple[torch.Tensor, ...]:
-    """Tokens of which every seventh is masked, and labels that say what stood there."""
+    """Return tokens, every seventh of them masked, and labels with the masked tokens."""
     tokens = torch.randint(1, VOCABULARY, (batch, LENGTH))
     is_masked = torch.arange(LENGTH) % 7 == 3
     return tokens.masked_fill(is_masked, 0), tokens.masked_fill(~is_masked, -100)
 
 
 def next_tokens(batch: int) -> tuple[torch.Tensor, ...]:
-    """Tokens, and those that follow them."""
+    """Return tokens, and the tokens that follow them."""
     tokens = torch.randint(VOCABULARY, (batch, NUM_STEPS + 1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def children(*paths: str) -> Callable[[nn.Module], list[tuple[nn.Module, str]]]:
-    """All children of the submodules at ``paths``."""
+    """Return a function that lists all children of the submodules at ``paths``."""
     return lambda module: [
         (parent, name)
         for path in paths
@@ -395,7 +395,7 @@ def children(*paths: str) -> Callable[[nn.Module], list[tuple[nn.Module, str]]]:
 
 
 def instances(*kinds: type[nn.Module]) -> Callable[[nn.Module], list[tuple[nn.Module, str]]]:
-    """All submodules of these classes."""
+    """Return a function that lists all submodules of these classes."""
     return lambda module: [
         (parent, name)
         for parent in module.modules()
@@ -481,4 +481,4 @@ WORKLOADS: dict[str, Workload] = {
         ),
     )
 }
-"""By name."""
+"""Workloads by name."""

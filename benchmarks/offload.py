@@ -4,7 +4,7 @@
     python -m benchmarks.offload --device cuda          # a slice of a large model, bf16
     python -m benchmarks.offload --quick                # seconds
 
-All methods train the same model from the same weights on the same batches, in turn, in one process.
+All methods train the same model from the same weights on the same batches, in alternation, in one process.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def size_of(device: str, quick: bool) -> Size:
 
 
 class Method:
-    """A way to train: its own copy of the model, and what surrounds forward and backward."""
+    """A way to train: its own copy of the model, and the context around forward and backward."""
 
     def __init__(self, name: str, size: Size, device: str, disk: Path, quick: bool):
         self.name = name
@@ -139,7 +139,7 @@ def batch_of(size: Size, batch: int, device: str) -> tuple[torch.Tensor, torch.T
 
 
 def compare(size: Size, device: str, disk: Path, quick: bool) -> list[Row]:
-    """The largest batch: paired times, peaks, and equality of every loss and gradient with plain training."""
+    """Compare methods at the largest batch: paired times, peaks, and equality of losses and gradients with plain."""
     methods = [Method(name, size, device, disk, quick) for name in methods_for(device)]
     batch = batch_of(size, size.batches[-1], device)
     for method in methods:  # two steps to record, plan and warm up
@@ -246,7 +246,7 @@ def _hidden_fraction(
 
 
 def curve(size: Size, device: str, disk: Path, quick: bool, picture: Path | None) -> list[Row]:
-    """Throughput against activation peak at several batch sizes: keep, recompute, offload."""
+    """Measure throughput against activation peak at several batch sizes: keep, recompute, offload."""
     rows: list[Row] = []
     lines: list[list[str]] = []
     points: dict[str, list[tuple[float, float, str]]] = {}
@@ -282,11 +282,11 @@ def curve(size: Size, device: str, disk: Path, quick: bool, picture: Path | None
 
 
 def lanes(device: str, disk: Path, quick: bool) -> list[Row]:
-    """What the lanes carry, with nothing computing, beside what the probe measures on the same disk in the same round.
+    """Measure the lanes' bandwidth without computation, and the probe's on the same disk in the same round.
 
-    Twice: with every storage freed as soon as it has left, as in training, and with storages that somebody holds, as
-    the probe's are. On a CPU, giving pages back takes time and the lock that direct I/O needs to pin others. The first
-    round is not counted: it writes blocks that the file system has not written before.
+    It is measured twice: with every storage freed as soon as it has left, as in training, and with storages that stay
+    referenced, as the probe's are. On a CPU, giving pages back takes time, and holds the lock that direct I/O needs to
+    pin others. The first round is not counted: it writes blocks that the file system has not written before.
     """
     size_bytes = (4 if quick else 64) * 2**20
     waterfall = waterfall_for(device, Budget(disk=disk), max_in_flight=8 * size_bytes)
@@ -311,7 +311,7 @@ def lanes(device: str, disk: Path, quick: bool) -> list[Row]:
 
 
 def _move_some(waterfall: Waterfall, device: str, size_bytes: int, *, is_held: bool) -> None:
-    """Parks 24 storages and fetches them again, four ahead."""
+    """Park 24 storages and fetch them again, four ahead."""
     storages = [torch.ones(size_bytes, dtype=torch.uint8, device=device).untyped_storage() for _ in range(24)]
     held = list(storages) if is_held else []
     handles = []
@@ -327,7 +327,7 @@ def _move_some(waterfall: Waterfall, device: str, size_bytes: int, *, is_held: b
 
 
 def _rate(events: list[Event]) -> float:
-    """Bytes per second of the time in which at least one copy was under way."""
+    """Return bytes per second of the time in which at least one copy was in progress."""
     busy_s = covered_s = 0.0
     for event in sorted(events, key=lambda event: event.start_s):
         busy_s += max(0.0, event.end_s - max(event.start_s, covered_s))

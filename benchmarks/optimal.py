@@ -17,7 +17,7 @@ from penstock import fleet, remat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimum:
-    """What the solver found for one budget."""
+    """The solver's result for one budget."""
 
     extra_s: float
     """Seconds recomputed by the best plan found."""
@@ -31,7 +31,7 @@ def fastest(problem: remat.RematProblem, budget_bytes: int, limit_s: float = 300
 
 
 def shortest_makespan_s(problem: fleet.FleetProblem, limit_s: float = 60.0) -> float | None:
-    """When the last unit ends in the best schedule, on equal devices without copies; whole seconds, few units.
+    """Return when the last unit ends in the best schedule, on equal devices without copies; whole seconds, few units.
 
     A variable says whether a unit begins at a time; units of a job follow each other, and no more compute at a time
     than there are devices.

@@ -24,12 +24,12 @@ from penstock import advise, fleet, offload, probe, remat, report, tiers, unifie
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
 MOST_BYTES = 300_000
-"""Of a picture."""
+"""The most bytes of a picture."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """How a page is looked at."""
+    """A view of a page for a screenshot."""
 
     name: str
     width: int = 1100
@@ -146,7 +146,7 @@ def _unified_page(folder: Path) -> Path:
 
 
 def _advice_page(folder: Path) -> Path:
-    """What is advised for a step, and the account of two rooms that share one."""
+    """Make a page with the advice for a step, and the budget that two rooms share."""
     torch.manual_seed(0)
     Path("nvme").mkdir()
     account = tiers.Budget(device="512MiB", disk={"nvme": "1GiB"})

@@ -43,14 +43,14 @@ ON_A_GPU = [("RGAT", graph, 64) for graph in ("AM-like", "MAG", "WikiKG2-like")]
 
 
 def limit_bytes(device: str) -> int:
-    """What a peer may take."""
+    """Return the bytes that a peer may take."""
     return 18 * 2**30 if device == "cpu" else torch.cuda.get_device_properties(device).total_memory
 
 
 def measure(
     kinds: list[str], layer: str, edges: Edges, width: int, rounds: int, device: str
 ) -> dict[str, dict[str, float]]:
-    """Median seconds and peak bytes of inference and training, of all ``kinds`` in turn."""
+    """Return median seconds and peak bytes of inference and training, for all ``kinds`` in alternation."""
     made = {kind: make(kind, layer, edges, width, device) for kind in kinds}
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
@@ -108,7 +108,7 @@ def machine_rates(device: str) -> tuple[float, float]:
 
 
 def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> float:
-    """How long our steps would take if each reached the machine's rate of products or of copies."""
+    """Return the seconds that our steps would take if each reached the machine's rate of products or of copies."""
     costs: list[Cost] = []
     run_compiled = Compiled.run
 
@@ -124,7 +124,7 @@ def limit_s(run: Callable[[], None], flops_per_s: float, bytes_per_s: float) -> 
 def in_child(
     kinds: list[str], layer: str, graph: str, width: int, rounds: int, device: str
 ) -> dict[str, dict[str, float]] | str:
-    """The same in a process of its own; a text where it did not end as it should."""
+    """Measure in a separate process; return a text if it did not end as it should."""
     request = json.dumps([kinds, layer, graph, width, rounds, device])
     child = Forked(main, ["--child", request])
     status = child.wait(LIMIT_S)
@@ -137,7 +137,7 @@ def in_child(
 
 
 def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
-    """One line of the table."""
+    """Measure one line of the table."""
     edges = GRAPHS[graph]()
     name = f"{layer} {graph} {width}"
     by_hand = BY_HAND[layer] if edges.edge_index.shape[1] < 2_000_000 or device != "cpu" else []
@@ -185,7 +185,7 @@ def case(layer: str, graph: str, width: int, rounds: int, rows: list[Row], devic
 
 
 def ablation(layer: str, graph: str, width: int, rounds: int, rows: list[Row], device: str) -> None:
-    """Our layer with passes off, one process each, beside itself."""
+    """Compare our layer with and without passes, one process each."""
     name, lines = f"{layer} {graph} {width}", []
     whole = in_child(["penstock"], layer, graph, width, rounds, device)
     assert not isinstance(whole, str), whole
@@ -222,7 +222,7 @@ def first_calls(graph: str, rows: list[Row], device: str) -> None:
 
 
 def first_call_s(layer: str, graph: str, width: int, device: str) -> float:
-    """In this process; the index tensors are there."""
+    """Return the seconds of a first call in this process, with index tensors at hand."""
     edges = GRAPHS[graph]()
     start_s = time.perf_counter()
     call, _ = make("penstock", layer, edges, width, device)

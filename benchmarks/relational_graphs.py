@@ -1,7 +1,7 @@
-"""Graphs that relational layers are measured on: the real ones beside the checkout, and synthetic ones.
+"""Graphs on which relational layers are measured: real ones next to the checkout, and synthetic ones.
 
 A synthetic graph has the published numbers of nodes, edges and types, and a stated share of distinct (source, type)
-pairs, since compaction lives on it: with a ratio of 1 nothing is shared.
+pairs, since compaction depends on it: with a ratio of 1 nothing is shared.
 """
 
 from collections.abc import Callable
@@ -18,39 +18,39 @@ class Edges:
     """Index tensors, before any index is built."""
 
     name: str
-    """Of the graph."""
+    """Name of the graph."""
     edge_index: torch.Tensor
-    """``int64 [2, edges]``."""
+    """Source and target of each edge, ``int64 [2, edges]``."""
     edge_type: torch.Tensor
-    """``int64 [edges]``."""
+    """Type of each edge, ``int64 [edges]``."""
     num_nodes: int
-    """Rows of features."""
+    """Number of nodes, which is the number of rows of features."""
     num_edge_types: int
-    """Matrices of a layer."""
+    """Number of edge types, which is the number of matrices of a layer."""
     node_type: torch.Tensor | None = None
     """``int64 [num_nodes]``, for layers that know node types; ``None``: one for all."""
 
     @property
     def distinct(self) -> float:
-        """Pairs of a source and a type that occur, over edges."""
+        """Return the number of distinct pairs of source and type over the number of edges."""
         return len(torch.unique(self.edge_type * self.num_nodes + self.edge_index[0])) / self.edge_index.shape[1]
 
     def to(self, device: str) -> "Edges":
-        """The same on another device."""
+        """Return the tensors on another device."""
         node_type = None if self.node_type is None else self.node_type.to(device)
         return replace(
             self, edge_index=self.edge_index.to(device), edge_type=self.edge_type.to(device), node_type=node_type
         )
 
     def graph(self) -> RelationalGraph:
-        """Without any index yet."""
+        """Return the graph, without any index yet."""
         return RelationalGraph(
             self.edge_index, self.edge_type, num_nodes=self.num_nodes, num_edge_types=self.num_edge_types
         )
 
 
 def knowledge_graph(folder: str) -> Edges:
-    """The training triples, as they are."""
+    """Return the training triples, unchanged."""
     triples = read_id_file(data_folder() / folder / "train2id.txt")
     counts = {"fb15k237": (14_541, 237), "wn18rr": (40_943, 11)}[folder]
     return Edges(
@@ -63,7 +63,7 @@ def knowledge_graph(folder: str) -> Edges:
 
 
 def aifb() -> Edges:
-    """With inverses."""
+    """Return AIFB with inverse edges."""
     found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     return Edges(
         name="AIFB",
@@ -75,7 +75,7 @@ def aifb() -> Edges:
 
 
 def aifb_by_class() -> Edges:
-    """With inverses, and nodes typed by the first ``rdf:type`` they are given; those without are of one more type."""
+    """Return AIFB with inverse edges, nodes typed by their first ``rdf:type``; nodes without one get an extra type."""
     found = read_ntriples(data_folder() / "aifb" / "aifb_stripped.nt.gz", inverses=True)
     relation = next(number for name, number in found.relations.items() if name.endswith("22-rdf-syntax-ns#type>"))
     chosen = found.edge_type == relation

@@ -1,4 +1,4 @@
-"""What `benchmarks.relational` compares: our layers, whole and with passes off, PyG's, DGL's, and PyTorch by hand."""
+"""The peers of `benchmarks.relational`: our layers, whole and with passes off, PyG's, DGL's, and PyTorch by hand."""
 
 import importlib.util
 from collections.abc import Callable
@@ -17,7 +17,7 @@ PEERS = {
     "RGAT": ["RGATConv", "RGATConv, compiled"],
     "HGT": ["HGTConv", "HGTConv, compiled"],
 }
-"""Each in a process of its own; "compiled" is under `torch.compile`."""
+"""Peers, each in its own process; "compiled" is under `torch.compile`."""
 ABLATIONS = {
     "without compaction": {"compact": False},
     "without reordering": {"reorder": False},
@@ -34,7 +34,7 @@ def is_installed(variant: str) -> bool:
 
 
 def predicted_bytes(variant: str, edges: Edges, width: int) -> int:
-    """What a peer's largest tensors take at once in a training step: matrices gathered for every edge, rows of all
+    """Return bytes of a peer's largest tensors in a training step: matrices gathered for every edge, rows of all
     nodes for every relation.
     """
     num_edges, variant = edges.edge_index.shape[1], variant.removesuffix(", compiled")
@@ -44,7 +44,7 @@ def predicted_bytes(variant: str, edges: Edges, width: int) -> int:
 
 
 def hetero(edges: Edges) -> tuple[dict[str, int], dict[tuple[str, str, str], torch.Tensor]]:
-    """The graph as PyG's HGT wants it: nodes numbered inside of their type, edges by theirs and both ends'."""
+    """Return the graph for PyG's HGT: nodes numbered within their type, edges by their type and both ends' types."""
     node_type = torch.zeros(edges.num_nodes, dtype=torch.int64) if edges.node_type is None else edges.node_type
     counts = node_type.bincount()
     order = node_type.argsort(stable=True)
@@ -61,7 +61,7 @@ def hetero(edges: Edges) -> tuple[dict[str, int], dict[tuple[str, str, str], tor
 
 
 def make(kind: str, layer: str, edges: Edges, width: int, device: str) -> tuple[Call, torch.Tensor]:
-    """A forward pass, and the input whose gradient it wants, on the device."""
+    """Return a forward pass, and the input that requires a gradient, on the device."""
     with torch.device(device):
         return _made(kind, layer, edges.to(device), width)
 
@@ -113,7 +113,7 @@ def by_dgl(edges: Edges, width: int, x: torch.Tensor) -> Call:
 
 
 def with_other_passes(options: dict[str, object]) -> None:
-    """From now on, in this process, our layers are compiled so."""
+    """Compile our layers with other passes, from now on in this process."""
     for module in (_rgcn, _rgat, _hgt):
         for name, one in list(vars(module).items()):
             if isinstance(one, Layer):

@@ -138,7 +138,7 @@ class Bench:
         return outcomes
 
     def _gives_equal_gradients(self, made: Trainer) -> bool:
-        """Compares what ``made`` left; where eager differs from itself with several threads, both again on one."""
+        """Compare what ``made`` left; where eager differs from itself with several threads, both again on one."""
         if self.is_repeatable:
             return self._equals(made)
         num_threads = torch.get_num_threads()
@@ -156,7 +156,7 @@ class Bench:
         return all(torch.equal(one, two) for one, two in pairs)
 
     def at_checkpoint(self, rounds: int) -> None:
-        """Beside a checkpoint per block, at its measured peak: time and planned extra operator seconds."""
+        """Compare with a checkpoint per block at its measured peak: time, and planned extra operator seconds."""
         wrapped = trainer(self.workload, self.device, lambda module: checkpointed(self.workload, module), self.batch)
         report = wrapped.peak()
         self.note("activation peak", report.activation_bytes, "bytes", method="checkpoint per block")
@@ -267,7 +267,7 @@ class Bench:
 
 
 def _min_cut(runs_again: list[str], *, decomposes: bool) -> Callable[[nn.Module], Callable[..., Any]]:
-    """Compiles with PyTorch's partitioner and boxed runners; ``runs_again`` gets the names of backward's nodes."""
+    """Compile with PyTorch's partitioner and boxed runners; ``runs_again`` gets the names of backward's nodes."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table

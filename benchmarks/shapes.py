@@ -1,4 +1,4 @@
-"""Shapes that come later: a plan from the profile of another batch, beside one that was measured for it.
+"""Later shapes: a plan from the profile of another batch, compared with one that was measured for its own batch.
 
 For each model the step is planned at its batch, and then at three quarters of it, from the first profile. The predicted
 peak is compared with the measured one of the planned step, the predicted time of operators with a profile of that

@@ -1,12 +1,13 @@
-"""A long random campaign over all rooms, alone and together, under faults: nothing may differ, leak, hang or crash.
+"""A long random test of all rooms, alone and together, under faults: nothing may differ, leak, hang or crash.
 
     python -m benchmarks.soak --minutes 60 --seed 0 --json benchmarks/results/soak.json
     python -m benchmarks.soak --case 17            # one case again, with what it found
     python -m benchmarks.soak --tiers --fleet-faults   # the campaigns of one room
 
-Each case draws a model, a loop, rooms, budgets and faults from its seed, runs in a process of its own under a time
-limit, and is compared with plain PyTorch bit for bit. After it, accounts are at zero, no thread, open file or file is
-left, and nothing was written outside of the folders given. Findings do not end the campaign; they make its exit code 1.
+Each case draws a model, a loop, rooms, budgets and faults from its seed, runs in its own process under a time limit,
+and is compared with plain PyTorch bit for bit. Afterwards all budgets must be at zero, no thread, open file or file may
+be left, and nothing may have been written outside of the given folders. Findings do not end the campaign; they make its
+exit code 1.
 """
 
 import argparse
@@ -46,17 +47,17 @@ PLACES: dict[str, tuple[int, Callable[[Case], None]]] = {
     "mix: two offloaders": (2, soak_mixes.two_offloaders),
     "mix: fleet and features": (2, soak_mixes.fleet_and_features),
 }
-"""How often, and what."""
+"""Weights of the places, and the functions that run them."""
 
 
 def place_of(seed: int) -> str:
-    """Which rooms a case is about; every place comes early, and often as its weight says."""
+    """Return the rooms of a case; every place comes early, and then as often as its weight says."""
     names = [name for name, (weight, _) in PLACES.items() for _ in range(weight)]
     return names[(seed * 11) % len(names)]  # 11 and their number have no common factor
 
 
 def in_this_process(seed: int, folder: Path, report: Path) -> None:
-    """Runs a case, and writes what came of it."""
+    """Run a case, and write its outcome."""
     for name in ("home", "tmp", "cwd"):
         (folder / name).mkdir(parents=True)
     os.environ.update(
@@ -78,7 +79,7 @@ def in_this_process(seed: int, folder: Path, report: Path) -> None:
 
 
 def forked(seed: int, folder: Path, limit_s: float) -> dict[str, Any]:
-    """What came of a case in a process of its own. This one has one thread, so that a fork is whole."""
+    """Return the outcome of a case in a forked process. The parent has one thread, so that the fork is safe."""
     assert threading.active_count() == 1
     log, report = folder / "log.txt", folder / "report.json"
     folder.mkdir()
@@ -151,7 +152,7 @@ class Campaign:
 
 
 def campaign(given: argparse.Namespace, folder: Path) -> list[Row]:
-    """Cases until the time is over."""
+    """Run cases until the time is over."""
     found = Campaign(given)
     end_s, flushed_s, number = found.start_s + 60 * given.minutes, found.start_s, 0
     while (time.monotonic() < end_s) if given.cases is None else (number < given.cases):
@@ -178,7 +179,7 @@ def _remove(folder: Path) -> None:
 
 
 def _warm_up() -> None:
-    """What cases import, once. Nothing here starts a thread."""
+    """Import once what cases need. Nothing here starts a thread."""
     import tqdm
     import transformers  # noqa: F401
     from torch._dynamo import testing  # noqa: F401

@@ -24,7 +24,7 @@ SETTLE_S = 5.0
 
 
 class Injected(Exception):
-    """What the campaign raises in the middle of a user's code."""
+    """The exception that the campaign raises in the middle of a user's code."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Case:
 
     seed: int
     folder: Path
-    """Of its own. ``home``, ``tmp`` and ``cwd`` in it must stay as they are, and ``disk*`` be empty at the end."""
+    """The case's own folder. ``home``, ``tmp`` and ``cwd`` in it must not change, and ``disk*`` must end empty."""
     figures: Counter[str] = field(default_factory=Counter)
     """Counts, by name."""
     findings: list[dict[str, str]] = field(default_factory=list)
-    """What is wrong: its kind, and what was seen."""
+    """Findings: the kind of fault, and a description."""
     drawn: dict[str, Any] = field(default_factory=dict)
-    """What was chosen, to be read."""
+    """Values that were drawn, for the reader."""
     budgets: list[Budget] = field(default_factory=list)
     """Accounts that must be back at zero."""
 
@@ -72,7 +72,7 @@ class Case:
             self.figures[f"faults: {kind}"] += count
 
     def equal(self, what: str, ours: Any, expected: Any) -> bool:
-        """Compares tensors, numbers, and lists and dictionaries of them, bit for bit."""
+        """Compare tensors, numbers, and lists and dictionaries of them, bit for bit."""
         if isinstance(expected, Mapping):
             if ours.keys() != expected.keys():
                 self.found("wrong value", f"{what}: {sorted(ours.keys() ^ expected.keys())} are only on one side")
@@ -104,7 +104,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def watched(case: Case, call: Callable[[Case], None]) -> None:
-    """Runs a case; what it raises and what it leaves behind become findings."""
+    """Run a case; what it raises and what it leaves behind become findings."""
     files, threads, held_bytes = _files(), set(threading.enumerate()), ledger.held_bytes
     trees = {name: _tree(case.folder / name) for name in ("home", "tmp", "cwd")}
     with no_writes_outside(case):
@@ -154,7 +154,7 @@ def _files() -> set[tuple[int, str]]:
 
 
 _OF_OTHERS = ("torchinductor", "torch_geometric.")
-"""What PyTorch and PyG write into the temporary folder."""
+"""Prefixes of files that PyTorch and PyG write to the temporary folder."""
 
 
 def _tree(folder: Path) -> set[str]:

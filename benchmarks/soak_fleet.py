@@ -229,7 +229,7 @@ def _refused(
 
 
 def _killed(case: Case, run: Any, how: str) -> int:
-    """Kills processes that train, at random moments. Nothing has started a thread in this one yet."""
+    """Kill processes that train, at random moments. Nothing has started a thread in this one yet."""
     for number in range(case.choices.randint(1, 3)):
         start_s, child = time.time(), os.fork()
         if child == 0:

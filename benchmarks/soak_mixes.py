@@ -68,7 +68,7 @@ def offloaded_relational_features(case: Case) -> None:
 
 
 def planned_beside_a_fleet(case: Case) -> None:
-    """A planned step in a thread of its own, while a fleet trains."""
+    """Run a planned step in its own thread, while a fleet trains."""
     jobs, _ = draw_jobs(case, 2, 2)
     losses = expected_losses(jobs)
     workload = draw(case, ("gpt", "mlp"))
@@ -114,7 +114,7 @@ def planned_beside_a_fleet(case: Case) -> None:
 
 
 def two_offloaders(case: Case) -> None:
-    """Two models, each with an offloader, in turn or in two threads; one account."""
+    """Train two models, each with an offloader, in alternation or in two threads, with one budget."""
     budget = case.budget(disk={case.disk(): None})
     workloads = [draw(case, ("gpt", "mlp", "convnet", "rgcn")) for _ in range(2)]
     in_threads = case.draw("threads", (False, True))

@@ -29,7 +29,7 @@ class Workload:
     """The same parameters every time."""
     batches: Sequence[Batch]
     dtype: torch.dtype | None
-    """Of autocast."""
+    """The dtype of autocast."""
 
     def loss(self, model: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         with torch.autocast("cpu", dtype=self.dtype or torch.bfloat16, enabled=self.dtype is not None):
@@ -196,7 +196,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass
 class Trained:
-    """What a training left behind."""
+    """Results of a training."""
 
     losses: list[torch.Tensor] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Loop:
-    """How it is trained."""
+    """Options of the training loop."""
 
     num_steps: int
     accumulate: int

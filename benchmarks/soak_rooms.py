@@ -33,7 +33,7 @@ from _helpers import everything_parked  # one way to make plans park all
 
 TIER_FAULTS = ("full", "write_error", "read_error", "short_write", "short_read", "corrupt")
 TIMES = 2
-"""A step may fail so often before faults stop."""
+"""Number of failures of a step after which faults stop."""
 
 
 class Faults:

@@ -1,10 +1,11 @@
-"""A model whose parameters, gradients and Adam's state are a multiple of main memory, in a loop of one's own.
+"""A model whose parameters, gradients and Adam's state are a multiple of main memory, in the user's own loop.
 
-Each way to train is a process of its own. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on what they may take
-beside the interpreter and its libraries: the state of the model is 2, 4 and 8 times it. Plain training has no cap; it
-is shown to die under the largest. All take the same steps in turn, and have to give the same losses to the bit. A fleet
-of one job has the same budget and its own runs, since it owns its loop. Where DeepSpeed is installed, its ZeRO stage 3
-with parameters and optimizer state on NVMe trains in turn with the others, on its CPU accelerator and without a cap.
+Each way to train has its own process. Those of Penstock have a hard cap, ``RLIMIT_DATA``, on their memory in addition
+to the interpreter and its libraries: the state of the model is 2, 4 and 8 times the cap. Plain training has no cap; it
+is shown to die under the largest. All take the same steps in alternation, and must give bit-identical losses. A fleet
+of one job has the same budget and its own runs, since it owns its loop. If DeepSpeed is installed, its ZeRO stage 3
+with parameters and optimizer state on NVMe trains in alternation with the others, on its CPU accelerator and without a
+cap.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from penstock.units import format_bytes
 
 _WARM_STEPS = 4
 _BUDGET_SHARE = 0.7
-"""Of the cap. The rest is for what PyTorch's allocator does not count: threads, buffers of libraries, fragments."""
+"""Budget as a share of the cap. The rest is for memory that PyTorch does not count: threads, libraries, fragments."""
 _STACK_BYTES = 2**18
-"""Of a thread: the kernel counts the whole of it."""
+"""Stack size of a thread: the kernel counts all of it."""
 _FACTORS = (2, 4, 8)
 _answers = os.fdopen(os.dup(1), "w")
 
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compared(given: argparse.Namespace, tokens: int) -> list[common.Row]:
-    """All ways, in turn."""
+    """Compare all ways, in alternation."""
     state = 4 * _num_parameters(given) * 4
     ways: dict[str, tuple[str, int | None]] = {"plain, no cap": ("plain", None)}
     for factor in _FACTORS:
@@ -140,7 +141,7 @@ def _model(given: argparse.Namespace) -> nn.Module:
 
 
 class _Process:
-    """One way to train, in a process of its own."""
+    """One way to train, in its own process."""
 
     def __init__(self, given: argparse.Namespace, method: str, cap: int | None, tokens: int):
         command = [sys.executable, "-m", "benchmarks.training", "--child", method, "--tokens", str(tokens)]
@@ -241,7 +242,7 @@ def _trainer(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch
 
 
 def _deepspeed(given: argparse.Namespace, directory: str) -> tuple[Callable[[torch.Tensor], float], Callable[[], Any]]:
-    """As its documentation has it for models beyond memory; what it keeps live is a block or two."""
+    """Return the configuration that DeepSpeed documents for models beyond memory; it keeps a block or two live."""
     os.environ.update(
         DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(_free_port()),
@@ -317,7 +318,7 @@ def _fleet(given: argparse.Namespace, directory: str, batches: Callable[[], Iter
 
 
 def _warm_up(directory: str) -> None:
-    """Threads, kernels and buffers of libraries exist from here on: a small model has trained in the same way."""
+    """Train a small model in the same way, so that threads, kernels and buffers of libraries exist."""
     model = GPT(num_layers=1, width=128, num_heads=8, context=256)
     optimizer = torch.optim.AdamW(model.parameters())
     training = offload.training(model, optimizer, probe.held_bytes("cpu") + 2**25, disk=directory)
@@ -331,13 +332,13 @@ def _warm_up(directory: str) -> None:
 
 
 def _data_bytes() -> int:
-    """What the kernel counts against ``RLIMIT_DATA``."""
+    """Return the bytes that the kernel counts against ``RLIMIT_DATA``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
 
 
 def _most_resident_bytes() -> int:
-    """Of main memory that the process ever had at once."""
+    """Return the most bytes of main memory that the process ever held at once."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,4 +1,4 @@
-"""What the host spends on an operator inside of `penstock.offload.training`, and which operators a step has.
+"""Host time per operator inside of `penstock.offload.training`, and the operators of a step.
 
 On a GPU the host is ahead of the device as long as it spends less than the device does. Each operator is timed in plain
 PyTorch, under a dispatch mode that does nothing, and in a training whose order is known and whose pages are all there.

@@ -25,7 +25,7 @@ from penstock.testing import GPT
 
 _NUM_STEPS = 30
 _LONGEST_S = 1.0
-"""From a process's first step until it is killed, at most."""
+"""The most seconds from a process's first step until it is killed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Eight architectures of transformers, six ways to train them, in a loop of one's own and through the Trainer.
+"""Eight architectures of transformers, six ways to train them, in a plain training loop and through the Trainer.
 
 Every case takes 20 optimizer steps plainly, and 20 inside of `penstock.offload.training` (through the Trainer: with
 `PenstockCallback(method="training")`) within a share of the plain peak, or the next larger share where that is refused.
@@ -51,7 +51,7 @@ class Lion(torch.optim.Optimizer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How a model is trained."""
+    """A way to train a model."""
 
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
     micro_batches: int = 1
@@ -59,7 +59,7 @@ class Way:
     is_half: bool = False
     """Whether autocast computes in bfloat16."""
     has_adapters: bool = False
-    """Whether LoRA is trained beside a frozen base (PEFT)."""
+    """Whether LoRA adapters on a frozen base are trained (PEFT)."""
 
 
 WAYS = {
@@ -80,7 +80,7 @@ LOOPS = ("own loop", "Trainer")
 
 
 def make_models() -> dict[str, Callable[[], nn.Module]]:
-    """By architecture. Tied weights: GPT-2, BERT, T5, Gemma, OPT."""
+    """Return makers of models by architecture. Tied weights: GPT-2, BERT, T5, Gemma, OPT."""
     import transformers as tf
 
     llama_like = {
@@ -338,7 +338,7 @@ def through_the_trainer(name: str, way: Way, budget: int | None) -> dict[str, An
 
 
 def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> bytes:
-    """Of all parameters and states."""
+    """Return the bits of all parameters and states."""
     states = [one for state in optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
     return b"".join(
         one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Where the time of a step goes that is trained within a share of its state: waits, processor time, page faults.
+"""The parts of the time of a step within a share of its state: waits, processor time, page faults.
 
 Plain steps come first, then those of `penstock.offload.training`, in one process. Variables of the environment
 (``OMP_WAIT_POLICY=passive``, ``MALLOC_TRIM_THRESHOLD_``, ``OMP_NUM_THREADS``) show what each part costs.

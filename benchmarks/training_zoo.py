@@ -1,4 +1,4 @@
-"""Models from elsewhere in a loop of one's own, with parameters, gradients, states and activations leaving the device.
+"""Models from other libraries in a plain training loop, with parameters, gradients, states and activations offloaded.
 
 Each model of `benchmarks.zoo` that is installed takes five AdamW steps with clipping plainly, and five inside of
 `penstock.offload.training` within a share of what the plain steps took, or the next larger share where that is refused.

@@ -37,7 +37,7 @@ from penstock.unified._rows import RowType
 ROW_BYTES = (64, 256, 1024, 4096)
 COUNTS = (10_000, 100_000, 1_000_000)
 MOST_BYTES = 2 * 2**30
-"""Of a table in memory, and of a result."""
+"""The most bytes of a table in memory, and of a result."""
 
 
 def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -49,7 +49,7 @@ def rows_like(access: str, num_rows: int, count: int, generator: torch.Generator
 
 
 def turns(calls: dict[str, Callable[[], Any]], rounds: int, device: str = "cpu") -> dict[str, list[float]]:
-    """Seconds of each in every round, in turn."""
+    """Return the seconds of each call in every round; the calls alternate."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
@@ -176,7 +176,7 @@ def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compile
 
 
 def depth(given: argparse.Namespace, rows: list[Row]) -> None:
-    """What open requests bring, and what a row costs the processor."""
+    """Measure the gain from open requests, and the processor time per row."""
     path, table, generator = given.disk / "benchmark-depth.rows", [], torch.Generator().manual_seed(2)
     blocks = (torch.randn(4096, 2048) for _ in range(max(1, given.file_bytes // (4096 * 8192))))
     found = find_table(unified.write_features(path, blocks))
@@ -231,7 +231,7 @@ def _report(
 
 
 def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
-    """The example's training under several budgets, in turn, from the same seeds."""
+    """Run the example's training under several budgets, in alternation, from the same seeds."""
     example = _example()
     graph, classes = example.made_up_graph(given.nodes, 20 * given.nodes, 16, 4.0)
     path = example.made_up_features(given.disk / f"epochs-{given.nodes}-{given.width}.rows", classes, given.width)
@@ -315,12 +315,12 @@ class _Copied:
 
 
 def _resident_bytes() -> int:
-    """Of this process, now."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cached_bytes() -> int:
-    """Of the page cache."""
+    """Return the bytes in the page cache."""
     (line,) = [one for one in Path("/proc/meminfo").read_text().splitlines() if one.startswith("Cached:")]
     return int(line.split()[1]) * 1024
 

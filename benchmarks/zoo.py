@@ -29,7 +29,7 @@ class Architecture:
     """A model to train, and batches of any size for it."""
 
     name: str
-    """As its library calls it."""
+    """The name in its library."""
     library: str
     """One of `LIBRARIES`."""
     make: Callable[[], nn.Module]
@@ -39,7 +39,7 @@ class Architecture:
 
     @property
     def is_installed(self) -> bool:
-        """Whether its library is there."""
+        """Whether its library is installed."""
         return importlib.util.find_spec(self.library) is not None
 
 

@@ -1,4 +1,4 @@
-"""torchvision and torchaudio beside a PyTorch that their compiled operators do not fit.
+"""Fixes for torchvision and torchaudio with a PyTorch for which their compiled operators are not built.
 
 Their wheels are built against PyTorch for CUDA. Beside a PyTorch for the CPU alone the compiled libraries do not load:
 torchvision then fails to import, since it describes operators that do not exist, and torchaudio fails because it takes
@@ -27,7 +27,7 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _libraries: list[torch.library.Library] = []
-"""What they define goes when they do."""
+"""Libraries of operators, kept alive because their definitions vanish with them."""
 
 
 @functools.cache

@@ -51,7 +51,7 @@ _PATCHES = {
 
 
 def waves(batch: int) -> Batch:
-    """Sounds, and what is said in them."""
+    """Return sounds, and the text spoken in them."""
     return {"input_values": torch.randn(batch, 2000), "labels": torch.randint(1, 32, (batch, 8))}
 
 
@@ -61,7 +61,7 @@ def spectrograms(batch: int) -> Batch:
 
 
 def spectrograms_with_texts(batch: int) -> Batch:
-    """Spectrograms as Whisper takes them, and what is said in them."""
+    """Return spectrograms for Whisper, and the text spoken in them."""
     return {"input_features": torch.randn(batch, 8, 64), "labels": torch.randint(5, VOCABULARY, (batch, 16))}
 
 

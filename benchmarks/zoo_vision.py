@@ -1,4 +1,4 @@
-"""Models of images from transformers, and of images beside texts."""
+"""Models of images from transformers, and of images with texts."""
 
 from collections.abc import Callable
 from typing import Any

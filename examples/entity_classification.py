@@ -28,13 +28,13 @@ class Classifier(nn.Module):
         self.second = RGCNConv(hidden, num_classes, len(triples.relations))
 
     def forward(self, graph: RelationalGraph) -> torch.Tensor:
-        """Scores, ``[num_nodes, num_classes]``."""
+        """Return scores, ``[num_nodes, num_classes]``."""
         scores: torch.Tensor = self.second(torch.relu(self.first(None, graph)), graph)
         return scores
 
 
 def labels(path: Path, triples: Triples, classes: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes and their classes, of a table with columns ``person`` and ``label_affiliation``."""
+    """Return nodes and their classes from a table with columns ``person`` and ``label_affiliation``."""
     with path.open() as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     nodes = [triples.nodes[f"<{row['person']}>"] for row in rows]

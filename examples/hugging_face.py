@@ -1,4 +1,4 @@
-"""Trains a GPT-2 built from a configuration with Hugging Face's Trainer and its activations on disk.
+"""Train a GPT-2, built from a configuration, with Hugging Face's Trainer and its activations on disk.
 
 Needs the `hf` extra.
 

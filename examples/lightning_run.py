@@ -1,4 +1,4 @@
-"""Trains a GPT with Lightning and its activations on disk. Needs the `lightning` extra.
+"""Train a GPT with Lightning and its activations on disk. Needs the `lightning` extra.
 
 python examples/lightning_run.py --disk /nvme
 """

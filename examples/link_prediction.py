@@ -3,12 +3,12 @@
     python examples/link_prediction.py --data folder/with/fb15k237 --picture curve.png
 
 The folder has `train2id.txt`, `valid2id.txt` and `test2id.txt` (a count, then `head tail relation` in each line). Every
-relation has an inverse, so heads are asked for as tails are. A batch's own edges are left out of the graph that
-encodes it, through edge norms of 0: the answer is not among the messages, and the graph's indexes stay as they are.
+relation has an inverse, so that heads are predicted in the same way as tails. A batch's own edges are left out of the
+graph that encodes it, by edge norms of 0: the answer is not among the messages, and the graph's indexes do not change.
 
-Reported is the filtered mean reciprocal rank over all entities, of heads and tails (other known answers do not count;
-equal scores share their mean rank), and how many answers rank among the first ten. `--encoder none` is DistMult alone,
-`--encoder plain` the same R-GCN in plain PyTorch.
+The script reports the filtered mean reciprocal rank over all entities, for heads and tails (other known answers do not
+count; equal scores share their mean rank), and how many answers rank among the first ten. `--encoder none` is DistMult
+alone, `--encoder plain` is the same R-GCN in plain PyTorch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from penstock.relational import RelationalGraph, RGCNConv, read_id_file
 
 
 class Queries:
-    """(subject, relation) with the object asked for, in both directions, ``int64 [2 * triples]`` each."""
+    """Queries (subject, relation) with the object to predict, in both directions, ``int64 [2 * triples]`` each."""
 
     def __init__(self, triples: torch.Tensor, num_relations: int):
         head, tail, relation = triples.t()
@@ -40,7 +40,7 @@ class Queries:
 
 
 class PlainRGCN(nn.Module):
-    """What `RGCNConv` computes, edges sorted by relation and a product for each, in plain PyTorch."""
+    """The layer `RGCNConv` in plain PyTorch, with edges sorted by relation and one product per relation."""
 
     def __init__(self, like: RGCNConv, graph: RelationalGraph):
         super().__init__()
@@ -64,7 +64,7 @@ class PlainRGCN(nn.Module):
 
 
 class Model(nn.Module):
-    """Entities, encoded by their neighbours; relations as DistMult's diagonal matrices."""
+    """A model of entities, encoded from their neighbors, and relations, as DistMult's diagonal matrices."""
 
     def __init__(self, graph: RelationalGraph, width: int, bases: int, encoder: str, dropout: float):
         super().__init__()
@@ -78,7 +78,7 @@ class Model(nn.Module):
             self.conv = None
 
     def forward(self, graph: RelationalGraph, edge_norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Entities as they are scored, ``[num_nodes, width]``."""
+        """Return the encoded entities, ``[num_nodes, width]``."""
         if self.conv is None:
             return self.dropout(self.entities)
         return self.dropout(self.entities + torch.tanh(self.conv(self.entities, graph, edge_norm=edge_norm)))
@@ -89,7 +89,7 @@ def batches(queries: Queries, size: int) -> Iterator[torch.Tensor]:
 
 
 def loss_of(model: Model, encoded: torch.Tensor, queries: Queries, batch: torch.Tensor, negatives: int) -> torch.Tensor:
-    """The answer against entities drawn for the whole batch, by cross entropy."""
+    """Return the cross entropy of the answer against entities drawn for the whole batch."""
     asked = encoded[queries.subject[batch]] * model.relations[queries.relation[batch]]
     right = (asked * encoded[queries.object[batch]]).sum(1, keepdim=True)
     wrong = asked @ encoded[torch.randint(len(encoded), (negatives,))].t()
@@ -97,7 +97,7 @@ def loss_of(model: Model, encoded: torch.Tensor, queries: Queries, batch: torch.
 
 
 class Known:
-    """Every answer that some split has, to leave out of the ranking of the others."""
+    """All answers in any split, which are left out of the ranking of the others."""
 
     def __init__(self, splits: list[Queries], num_entities: int):
         keys = torch.cat([one.relation * num_entities + one.subject for one in splits])
@@ -106,7 +106,7 @@ class Known:
         self.num_entities = num_entities
 
     def of(self, subject: torch.Tensor, relation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the question and columns of the answers, one pair for each known answer."""
+        """Return rows of queries and columns of answers, one pair for each known answer."""
         keys = relation * self.num_entities + subject
         first, last = torch.searchsorted(self.keys, keys), torch.searchsorted(self.keys, keys, right=True)
         counts = last - first
@@ -117,7 +117,7 @@ class Known:
 
 @torch.no_grad()
 def ranks(model: Model, graph: RelationalGraph, queries: Queries, known: Known) -> torch.Tensor:
-    """Filtered ranks from 1, ties at their mean, ``float [queries]``."""
+    """Return filtered ranks from 1, with ties at their mean, ``float [queries]``."""
     model.eval()
     encoded, found = model(graph), []
     for batch in torch.arange(len(queries)).split(512):

@@ -2,10 +2,10 @@
 
     python examples/minibatch_attention.py --epochs 5 --host 12MiB --disk /nvme --picture curve.png
 
-The graph is made up, so that accuracy means something: a node's class is the class that most of its neighbours of a
-telling relation were drawn for, and the other relations lead anywhere. Features lie on an SSD but for the rows that
-are wanted most; mini-batches are sampled and read beside the step. A mini-batch has a block for each layer, whose
-targets are the first of its sources. Layers are compiled once and run on every block.
+The graph is synthetic, so that accuracy means something: a node's class is that of most of its neighbors over one
+relation, and the other relations are random. Features are on an SSD, except for the most frequently used rows;
+mini-batches are sampled and read while the step runs. A mini-batch has a block for each layer, whose targets are the
+first of its sources. Layers are compiled once and run on every block.
 """
 
 import argparse
@@ -30,13 +30,13 @@ class Data:
     kinds: torch.Tensor
     """Edge types, ``int64 [edges]``."""
     features: torch.Tensor
-    """``float [nodes, width]``."""
+    """Features, ``float [nodes, width]``."""
     classes: torch.Tensor
-    """``int64 [nodes]``."""
+    """Classes, ``int64 [nodes]``."""
 
 
 def made_up(num_nodes: int, degree: int, num_types: int, num_classes: int, width: int) -> Data:
-    """Edges of type 0 come from nodes of the target's class in four cases of five; features say little."""
+    """Return a synthetic graph: four of five edges of type 0 come from the target's class; features say little."""
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(num_classes, (num_nodes,), generator=generator)
     target = torch.arange(num_nodes).repeat_interleave(degree)
@@ -56,7 +56,7 @@ def made_up(num_nodes: int, degree: int, num_types: int, num_classes: int, width
 
 
 def blocks_of(sample: unified.Sample, kinds: torch.Tensor, num_types: int) -> list[RelationalGraph]:
-    """A graph for each layer: sources, of which the first are the targets."""
+    """Return a graph for each layer, with its sources, of which the first are the targets."""
     blocks = [sample.block(layer) for layer in range(2)]
     return [
         RelationalGraph(
@@ -67,7 +67,7 @@ def blocks_of(sample: unified.Sample, kinds: torch.Tensor, num_types: int) -> li
 
 
 class Classifier(nn.Module):
-    """Two layers of attention, each added to what the node is itself."""
+    """Two layers of attention, each added to the node's own features."""
 
     def __init__(self, width: int, hidden: int, num_classes: int, num_types: int, heads: int):
         super().__init__()
@@ -76,7 +76,7 @@ class Classifier(nn.Module):
         self.own = nn.ModuleList([nn.Linear(width, heads * hidden), nn.Linear(heads * hidden, num_classes)])
 
     def forward(self, blocks: list[RelationalGraph], x: torch.Tensor) -> torch.Tensor:
-        """Scores of the last block's targets, ``[targets, classes]``; ``x``: features of the first one's sources."""
+        """Return scores of the last block's targets, ``[targets, classes]``; ``x``: features of the first's sources."""
         hidden = functional.elu(self.first(x, blocks[0]) + self.own[0](x[: blocks[0].num_targets]))
         scores: torch.Tensor = self.second(hidden, blocks[1]) + self.own[1](hidden[: blocks[1].num_targets])
         return scores

@@ -1,10 +1,10 @@
-"""A relational layer of one's own in ten lines, beside the same layer in plain PyTorch: equal, and trained.
+"""Write your own relational layer in ten lines, compare it with the same layer in plain PyTorch, and train it.
 
     python examples/own_layer.py --epochs 60 --picture curves.png
 
-The layer is a gated one: a message is what its relation makes of the source, times a gate that source and target open
-together; a node takes the largest message and the mean. The task is made up: a node's class is written in those of its
-neighbours that one relation connects it with.
+The layer is gated: a message is the source mapped by its relation, times a gate computed from source and target; a node
+takes the largest message and the mean. The task is synthetic: a node's class follows from the features of the neighbors
+that one relation connects it with.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def gated(g: Any, x: Any, weight: Any, at_source: Any, at_target: Any) -> Any:
 def gated_plainly(
     graph: RelationalGraph, x: torch.Tensor, weight: torch.Tensor, at_source: torch.Tensor, at_target: torch.Tensor
 ) -> torch.Tensor:
-    """The same by gathering a matrix for every edge."""
+    """Compute the same layer by gathering a matrix for every edge."""
     (source, target), kind = graph.edge_index, graph.edge_type
     score = (x[source] * at_source[kind]).sum(1) + (x[target] * at_target[kind]).sum(1)
     message = torch.sigmoid(score).unsqueeze(1) * torch.bmm(x[source].unsqueeze(1), weight[kind]).squeeze(1)
@@ -56,13 +56,13 @@ class Classifier(nn.Module):
         self.last = nn.Linear(2 * hidden, num_classes)
 
     def forward(self, graph: RelationalGraph, x: torch.Tensor, call: Any = gated) -> torch.Tensor:
-        """Scores, ``[num_nodes, classes]``."""
+        """Return scores, ``[num_nodes, classes]``."""
         scores: torch.Tensor = self.last(call(graph, x, self.weight, self.at_source, self.at_target))
         return scores
 
 
 def made_up(num_nodes: int, num_types: int, num_classes: int) -> tuple[RelationalGraph, torch.Tensor, torch.Tensor]:
-    """A graph, features and classes: the relation 0 leads from nodes whose features show the target's class."""
+    """Return a graph, features and classes: relation 0 comes from nodes whose features show the target's class."""
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(num_classes, (num_nodes,), generator=generator)
     shown = torch.randint(num_classes, (num_nodes,), generator=generator)

@@ -12,7 +12,7 @@ VOCABULARY, LENGTH = 64, 16
 
 
 def make_job(lr: float, batch: int, width: int = 32, steps: int = 5) -> Job:
-    """A GPT that learns to count upward from a random token."""
+    """Make the job of a GPT that learns to count upward from a random token."""
 
     def batches():
         begins = torch.randint(VOCABULARY, (16, batch, 1), generator=torch.Generator().manual_seed(0))

@@ -1,10 +1,10 @@
-"""GraphSAGE on a graph whose features exceed the memory they are given: hot rows in memory, the others on an SSD.
+"""GraphSAGE on a graph whose features exceed their memory budget: hot rows in memory, the others on an SSD.
 
     python examples/tiered_graphsage.py --disk /nvme --host 1GiB --epochs 3 --picture curve.png
 
-The graph is made up, so that accuracy means something: 2^20 nodes and 20M edges, whose sources follow a power law and
-are in four cases of five of the target's class; features are 2,048 numbers of noise with a little of the class in them,
-8 GiB in all, which are written once and never in memory together. Sampling, reading and training run beside each other.
+The graph is synthetic, so that accuracy means something: it has 2^20 nodes and 20M edges. Sources follow a power law,
+and four of five are of the target's class. Features are 2,048 numbers of noise with a little of the class in them, 8
+GiB in total, which are written once and are never all in memory. Sampling, reading and training run concurrently.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from torch.nn import functional
 from penstock import unified
 
 CHUNK = 4096
-"""Rows that are made up at once."""
+"""Rows that are generated at once."""
 
 
 def made_up_graph(num_nodes: int, num_edges: int, num_classes: int, skew: float) -> tuple[unified.Graph, torch.Tensor]:
-    """The graph and the class of every node."""
+    """Return a synthetic graph and the class of every node."""
     generator = torch.Generator().manual_seed(0)
     named = torch.randperm(num_nodes, generator=generator)  # popularity does not follow node numbers
     classes = torch.empty(num_nodes, dtype=torch.int64)
@@ -38,7 +38,7 @@ def made_up_graph(num_nodes: int, num_edges: int, num_classes: int, skew: float)
 
 
 def made_up_features(path: Path, classes: torch.Tensor, width: int) -> Path:
-    """Noise with a little of the class, written chunk by chunk; a file that is there is kept."""
+    """Write noise with a little of the class, chunk by chunk; an existing file is kept."""
     if path.exists():
         return path
     num_classes = int(classes.max()) + 1
@@ -53,7 +53,7 @@ def made_up_features(path: Path, classes: torch.Tensor, width: int) -> Path:
 
 
 class GraphSAGE(nn.Module):
-    """Two layers: what a node is, and the mean of its sampled neighbours."""
+    """Two layers, each of the node's own features and the mean of its sampled neighbors."""
 
     def __init__(self, width: int, hidden: int, num_classes: int):
         super().__init__()
@@ -61,7 +61,7 @@ class GraphSAGE(nn.Module):
         self.others = nn.ModuleList([nn.Linear(width, hidden), nn.Linear(hidden, num_classes)])
 
     def forward(self, sample: unified.Sample, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the seeds, ``[seeds, classes]``; ``x``: features of the sample's nodes."""
+        """Return scores of the seeds, ``[seeds, classes]``; ``x``: features of the sample's nodes."""
         for layer, (own, others) in enumerate(zip(self.own, self.others, strict=True)):
             block = sample.block(layer)
             sources, targets = block.edge_index
@@ -74,7 +74,7 @@ class GraphSAGE(nn.Module):
 
 
 def train_epoch(model: GraphSAGE, optimizer: torch.optim.Optimizer, loader: unified.Loader, name: str) -> list[float]:
-    """Losses of every step."""
+    """Train one epoch and return the loss of every step."""
     losses = []
     for batch in track(loader, description=name, total=len(loader), transient=True):
         optimizer.zero_grad()

@@ -65,7 +65,7 @@ def test_offloader(tmp_path, offloader):
     page, last = Page(path), offloader.statistics()
     assert_stands_alone(page)
     assert page.says(f"A run {EVIL}")
-    decisions = page.table("What became of what was saved")
+    decisions = page.table("Decisions on the saved storages")
     sizes = dict(zip(decisions.column("decision"), decisions.column("bytes"), strict=True))
     assert sizes["parked"] == format_bytes(last.parked_bytes)
     assert page.table("By module").column("module")
@@ -126,12 +126,12 @@ def test_training(tmp_path, disk):
     assert max(held) <= training.budget_bytes
     assert {kind for one in timeline for kind, size in one.held_bytes.items() if size} == set(last.step_fetched)
     assert_stands_alone(page)
-    for said in ("On the device in the course of a step.", "and optimizer state", "budget", "in, bytes per parameter"):
+    for said in ("Bytes on the device during a step.", "and optimizer state", "budget", "in, bytes per parameter"):
         assert said in page.text
     assert format_bytes(last.step_fetched_bytes) in page.text
     assert last.wall_s > 0
     assert any(one.endswith(("days", "years", "hours")) for one in page.table("What ran").column("SSD life"))
-    assert "On the device in the course of a step." in page_of(tmp_path, tmp_path / "saved").text
+    assert "Bytes on the device during a step." in page_of(tmp_path, tmp_path / "saved").text
 
 
 def test_planned(tmp_path):
@@ -172,7 +172,7 @@ def test_run_dir(tmp_path, run_dir):
     titles = [title.text for svg in page.svgs for title in svg.iter("title")]
     assert "a: 3.0 s" in titles
     assert f"{EVIL}: 1.5 s" in titles
-    assert "waits for bytes: 1.0 s" in titles
+    assert "waits for copies: 1.0 s" in titles
     assert "a: 1" in titles  # its last loss
     assert page.says("1 done, 1 failed")
     assert page.says("3 units ran on 2 devices within 4.0 s")
@@ -181,9 +181,9 @@ def test_run_dir(tmp_path, run_dir):
 
 def test_an_empty_run_dir(tmp_path):
     page = page_of(tmp_path, write_run(tmp_path / "runs"))
-    assert page.says("No job has come and no unit has run yet.")
+    assert page.says("There are no jobs yet, and no unit has run.")
     (tmp_path / "runs" / "units.jsonl").unlink()
-    assert page_of(tmp_path, tmp_path / "runs").says("No job has come")
+    assert page_of(tmp_path, tmp_path / "runs").says("There are no jobs yet")
 
 
 def test_results(tmp_path):
@@ -243,7 +243,7 @@ def test_advice(tmp_path):
 
 def test_advice_that_knows_no_way(tmp_path):
     page = page_of(tmp_path, advice(best=None))
-    assert page.says("None works; the table says why.")
+    assert page.says("No option works; the table says why.")
     assert page.table("What ran").line("advice: none")[1:3] == ["-", "8.0 MiB"]
 
 

@@ -1,7 +1,7 @@
 """The `penstock` command.
 
 - `app`: the command line, a typer application: `penstock probe`, `demo`, `plan`, `advise`, `bench`, `report`, and
-  `fleet` with commands of its own.
+  `fleet` with its own commands.
 """
 
 from penstock.cli._app import app as app

@@ -1,4 +1,4 @@
-"""`penstock advise`: which room fits a model into a budget best."""
+"""`penstock advise`: the room that fits a model into a budget best."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ _RIGHT = "`return model, batch`, or `return {'model': model, 'batch': batch, 'lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What a factory made."""
+    """The model, batch, loss and optimizer that a factory returned."""
 
     model: nn.Module
-    """To train."""
+    """The model to train."""
     batch: Any  # whatever the model takes
     """One batch."""
     loss: Callable[..., Any] | None
-    """``(model, batch)`` to a scalar; ``None``: the model returns its own."""
+    """A function of ``(model, batch)`` that returns a scalar; ``None``: the model returns its own loss."""
     optimizer: Any  # what `penstock.advise` takes
-    """For the bytes of its state."""
+    """The optimizer, for the bytes of its state."""
 
 
 def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds: int, steps: Steps) -> Answer:
-    """Asks `penstock.advise`. Exit code 3 where every option is refused."""
+    """Ask `penstock.advise`. The exit code is 3 if every option is refused."""
     subject = _subject_from(target, steps)
     steps.phase(f"measuring what fits {format_bytes(budget)}")
     said: list[str] = []
@@ -70,7 +70,7 @@ def answer(target: str, budget: int, host: int | None, disk: Path | None, rounds
 def on_machine(
     target: str, budget: int | None, host: int | None, disk: Path | None, machine: Machine, steps: Steps
 ) -> Answer:
-    """What ``machine`` would do, by its data sheet."""
+    """Predict the options on ``machine`` from its data sheet."""
     from penstock.cli import _modelled
 
     subject = _subject_from(target, steps)
@@ -84,7 +84,7 @@ def _subject_from(target: str, steps: Steps) -> Subject:
 
 
 def subject_of(target: str, made: object) -> Subject:
-    """What a factory returned, checked. Raises ``PenstockError`` that shows what it should."""
+    """Check what a factory returned. Raises ``PenstockError``, which shows what it should return."""
     if isinstance(made, Mapping):
         given = dict(made)
         unknown, missing = [key for key in given if key not in _KEYS], [key for key in _KEYS[:2] if key not in given]

@@ -1,4 +1,4 @@
-"""What a command gives back: one document for programs, a view of it for people, and an exit code."""
+"""The result of a command: a document for programs, a view of it for people, and an exit code."""
 
 import json
 import math
@@ -10,13 +10,13 @@ from rich.console import Console
 
 
 class ExitCode(IntEnum):
-    """What every command ends with."""
+    """The exit code of a command."""
 
     GOOD = 0
     FAILED = 1
     """The run failed, or one of its jobs."""
     MISUSE = 2
-    """The command does not take these arguments; typer says so."""
+    """The command does not take these arguments; typer uses the same code."""
     NO_BUDGET = 3
     """A budget that cannot be met."""
     INTERRUPTED = 130
@@ -25,18 +25,18 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a command."""
+    """The result of a command."""
 
     data: object
-    """For ``--json``: dataclasses, mappings, lists, numbers, text."""
+    """The document for ``--json``: dataclasses, mappings, lists, numbers, text."""
     show: Callable[[Console], None]
     """Prints it as tables or sentences."""
     exit_code: ExitCode = ExitCode.GOOD
-    """With a failed job or a refused budget there is an answer all the same."""
+    """The exit code; a failed job or a refused budget gives an answer too."""
 
 
 def as_json(data: object) -> str:
-    """One JSON document; what is not finite becomes ``null``, and what JSON does not know becomes text."""
+    """Return one JSON document. Numbers that are not finite become ``null``; values unknown to JSON become text."""
     return json.dumps(_plain(data), indent=2, default=str)
 
 

@@ -1,4 +1,4 @@
-"""The commands and their options; each does its work in a file of its own, which loads when it is called."""
+"""The commands and their options. Each command's work is in its own file, which is imported when it is called."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,27 +15,27 @@ from penstock.cli._paths import FOLDER, OUTPUT, PROBED, SPILLS
 from penstock.cli._progress import Steps
 
 _EXIT_CODES = (
-    "Exit codes: 0 good; 1 the run failed, or one of its jobs; 2 misuse; 3 a budget that cannot be met; 130 "
-    "interrupted. Every command takes --json, which prints one JSON document on standard output and nothing else."
+    "Exit codes: 0 success; 1 the run or one of its jobs failed; 2 misuse; 3 a budget cannot be met; 130 "
+    "interrupted. With --json every command prints one JSON document to standard output and nothing else."
 )
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
-    help="Train what does not fit.",
+    help="Train what does not fit into device memory.",
     epilog=_EXIT_CODES,
 )
 app.add_typer(fleet_app, name="fleet")
 
 _Host = Annotated[
-    int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to spill to (CUDA), such as 8GiB.")
+    int | None, typer.Option(parser=size, metavar="SIZE", help="Host memory to offload to (CUDA), such as 8GiB.")
 ]
 _Machine = Annotated[
     MachineName | None,
-    typer.Option(help="Take the times of this machine's data sheet instead of measuring.", show_default=False),
+    typer.Option(help="Take times from this machine's data sheet instead of measuring.", show_default=False),
 ]
-_Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to spill to.", show_default=False), SPILLS]
+_Disk = Annotated[Path | None, typer.Option(help="Directory on an SSD to offload to.", show_default=False), SPILLS]
 
 
 def _show_version(wanted: bool) -> None:
@@ -48,23 +48,25 @@ def _show_version(wanted: bool) -> None:
 def _main(
     ctx: typer.Context,
     version: Annotated[  # noqa: ARG001  # its callback does the work
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train what does not fit: models, many models, and graph models beyond the memory of the device."""
+    """Train what does not fit into device memory: large models, many models, and graph models."""
     ctx.meta[DEBUG] = debug
 
 
 @command(app)
 def probe(
     steps: Steps,
-    disk: Annotated[
-        Path, typer.Option(help="Directory in which to spill; 256 MiB are used for a moment."), PROBED
-    ] = Path("."),
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure anew, not use results of the last week.")] = False,
+    disk: Annotated[Path, typer.Option(help="Directory to offload to; 256 MiB in it are used briefly."), PROBED] = Path(
+        "."
+    ),
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Ignore results of the last week and measure again.")
+    ] = False,
 ) -> Answer:
-    """Show devices, tiers, capacities, bandwidths, and what is supported here or why not.
+    """Show devices, tiers, capacities and bandwidths, and which features work here or why not.
 
     Example: penstock probe --disk /tmp --json
     """
@@ -78,11 +80,11 @@ def demo(
     steps: Steps,
     out: Annotated[Path, typer.Option(help="Folder for the results."), FOLDER] = Path("penstock-demo"),
     disk: Annotated[
-        Path | None, typer.Option(help="Directory in which to spill; by default the results folder."), SPILLS
+        Path | None, typer.Option(help="Directory to offload to; by default the results folder."), SPILLS
     ] = None,
     num_steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps to compare.")] = 6,
 ) -> Answer:
-    """Train a transformer under a hard memory cap that kills the same script without Penstock.
+    """Train a transformer within a hard memory cap under which the same script fails without Penstock.
 
     Example: penstock demo --disk /tmp
     """
@@ -95,26 +97,26 @@ def demo(
 def plan(
     steps: Steps,
     target: Annotated[
-        str, typer.Argument(help="FACTORY() returns (step, inputs[, optimizer]).", metavar="FILE.py:FACTORY")
+        str, typer.Argument(help="FACTORY() must return (step, inputs[, optimizer]).", metavar="FILE.py:FACTORY")
     ],
     budget: Annotated[
         list[int] | None,
-        typer.Option(parser=size, metavar="SIZE", help="Also this budget, such as 6GiB; may be repeated."),
+        typer.Option(parser=size, metavar="SIZE", help="Plan for this budget too, such as 6GiB. Repeatable."),
     ] = None,
     disk: _Disk = None,
     host: _Host = None,
-    method: Annotated[PlanMethod, typer.Option(help="What plans may use.")] = PlanMethod.HYBRID,
+    method: Annotated[PlanMethod, typer.Option(help="Techniques that plans may use.")] = PlanMethod.HYBRID,
     machine: _Machine = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the problem and pictures.", show_default=False), FOLDER
+        Path | None, typer.Option(help="Folder to write the problem and pictures to.", show_default=False), FOLDER
     ] = None,
 ) -> Answer:
-    """Show what byte budgets cost a training step, before it is trained. Exit code 3 if a given budget is refused.
+    """Show what memory budgets cost a training step, before you train. Exit code 3 if a given budget cannot be met.
 
-    A factory with a parameter `batch` is also asked for the largest batch that each given budget takes. MODULE:FACTORY
-    works too.
+    If the factory has a parameter `batch`, the command also finds the largest batch for each given budget. You can also
+    give MODULE:FACTORY.
 
-    With --machine nothing is measured, and operators take no workspaces.
+    With --machine nothing is measured, and workspaces of operators are not counted.
 
     Example: penstock plan train.py:make_step --budget 6GiB --disk /tmp --out plans
     """
@@ -132,26 +134,25 @@ def advise(
     target: Annotated[
         str,
         typer.Argument(
-            help="FACTORY() returns (model, batch), or a mapping that may have loss and optimizer too.",
+            help="FACTORY() must return (model, batch), or a mapping, which may also hold loss and optimizer.",
             metavar="FILE.py:FACTORY",
         ),
     ],
     budget: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Bytes of the device at the true peak, such as 6GiB."),
+        typer.Option(parser=size, metavar="SIZE", help="Limit on peak device memory, such as 6GiB."),
     ] = None,
     host: _Host = None,
     disk: _Disk = None,
     machine: _Machine = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often every option is timed.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times to time each option.")] = 5,
 ) -> Answer:
-    """Say which room, or which mix, fits a model into a budget best, with the code to paste. Exit code 3 if none does.
+    """Find the room or mix of rooms that fits a model into a budget best, with code to paste. Exit code 3 if none fits.
 
-    A batch is what the model is called with: a tensor, a tuple, or a mapping of keywords. `loss` takes (model, batch)
-    and returns a scalar; without it the model returns its own. MODULE:FACTORY works too.
+    The batch holds the arguments of the model: a tensor, a tuple, or a mapping of keywords. `loss` takes (model, batch)
+    and returns a scalar; without it the model must return its own loss. You can also give MODULE:FACTORY.
 
-    With --machine nothing is measured: the times are those of its data sheet, and --budget may be left out for all of
-    its memory.
+    With --machine nothing is measured: times come from its data sheet. Leave out --budget to allow all of its memory.
 
     Example: penstock advise train.py:make --budget 6GiB --disk /tmp
     """
@@ -171,24 +172,28 @@ def bench(
     steps: Steps,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Benchmarks; by default `step`.", autocompletion=benchmark_names),
+        typer.Argument(
+            metavar="[NAME]...", help="Benchmarks to run; by default `step`.", autocompletion=benchmark_names
+        ),
     ] = None,
-    is_list: Annotated[bool, typer.Option("--list", help="Show the benchmarks there are.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, few rounds: shows that it runs.")] = False,
-    device: Annotated[Device, typer.Option(help="Where to compute.")] = Device.CPU,
-    disk: Annotated[Path, typer.Option(help="Directory in which to spill."), SPILLS] = Path("."),
+    is_list: Annotated[bool, typer.Option("--list", help="List the available benchmarks.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use small sizes and few rounds, to check that it runs.")
+    ] = False,
+    device: Annotated[Device, typer.Option(help="Device to compute on.")] = Device.CPU,
+    disk: Annotated[Path, typer.Option(help="Directory to offload to."), SPILLS] = Path("."),
     out: Annotated[
-        Path | None, typer.Option(help="Folder for one JSON file per benchmark.", show_default=False), FOLDER
+        Path | None, typer.Option(help="Folder to write one JSON file per benchmark to.", show_default=False), FOLDER
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Of the GPT of `step`.")] = None,
-    width: Annotated[int | None, typer.Option(min=8, help="Of the GPT of `step`: a multiple of its 8 heads.")] = None,
-    length: Annotated[int | None, typer.Option(min=8, help="Tokens of a sample of `step`.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a batch of `step`.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=2, help="Rounds of `step`.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of GPT layers in `step`.")] = None,
+    width: Annotated[int | None, typer.Option(min=8, help="Width of the GPT in `step` (multiple of 8).")] = None,
+    length: Annotated[int | None, typer.Option(min=8, help="Tokens per sample in `step`.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per batch in `step`.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=2, help="Number of timed rounds in `step`.")] = None,
 ) -> Answer:
-    """Measure plain, checkpointed, offloaded and planned training on this machine, in turn.
+    """Measure plain, checkpointed, offloaded and planned training on this machine, one step of each in turn.
 
-    `step` comes with the package. The others, one per claim, lie in the source tree, and run where it is.
+    `step` comes with the package. The other benchmarks, one per claim, need the source tree.
 
     Example: penstock bench --quick --disk /tmp
     """
@@ -206,16 +211,16 @@ def report(
     steps: Steps,
     folders: Annotated[
         list[Path],
-        typer.Argument(metavar="FOLDER...", help="Runs: of a fleet, a demo, plans, or what report.save left."),
+        typer.Argument(metavar="FOLDER...", help="Folders of runs: a fleet, a demo, plans, or report.save."),
     ],
-    out: Annotated[Path, typer.Option(help="The page to write."), OUTPUT] = Path("run.html"),
-    title: Annotated[str | None, typer.Option(help="Its title.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option(help="File to write the page to."), OUTPUT] = Path("run.html"),
+    title: Annotated[str | None, typer.Option(help="Title of the page.", show_default=False)] = None,
     rated: Annotated[
         int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Writes that your SSD is rated to stand (TBW), such as 600TB."),
+        typer.Option(parser=size, metavar="SIZE", help="Writes that your SSD is rated for (TBW), such as 600TB."),
     ] = None,
 ) -> Answer:
-    """Write one HTML page of what happened in runs: one file, which needs no network.
+    """Write a report of runs as one self-contained HTML page.
 
     Example: penstock report runs/1 --out run.html
     """

@@ -1,4 +1,4 @@
-"""`penstock bench`: benchmarks by name, with one JSON file and one table each."""
+"""`penstock bench`: runs benchmarks by name and gives one JSON file and one table for each."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _NUM_LAST_LINES = 3
 
 
 def listed() -> Answer:
-    """`penstock bench --list`."""
+    """Answer `penstock bench --list`."""
     found = benchmarks()
 
     def show(console: Console) -> None:
@@ -39,7 +39,7 @@ def listed() -> Answer:
 def answer(
     names: list[str], quick: bool, device: str, disk: Path, out: Path | None, sizes: Mapping[str, int], steps: Steps
 ) -> Answer:
-    """Runs benchmarks one after the other; each is written to ``out`` as soon as it is done."""
+    """Run benchmarks one after the other; each one's JSON file is written to ``out`` as soon as it is done."""
     chosen = _chosen(names)
     if sizes and STEP not in names:
         raise Misuse(
@@ -74,7 +74,7 @@ def _where_are_others() -> str:
 
 
 def _from_tree(one: Benchmark, tree: Path, quick: bool, device: str, disk: Path) -> dict[str, Any]:
-    """Runs a benchmark of the source tree in a process of its own; what it says goes to standard error."""
+    """Run a benchmark of the source tree in its own process; its output goes to standard error."""
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         file = Path(folder) / f"{one.name}.json"
         command = [sys.executable, "-m", f"benchmarks.{one.name}", "--device", device, "--disk", str(disk.resolve())]

@@ -1,4 +1,4 @@
-"""Which benchmarks there are: `step`, which comes with the package, and those of the source tree if it is here."""
+"""The available benchmarks: `step`, which comes with the package, and those of the source tree if it is present."""
 
 import ast
 import re
@@ -12,18 +12,18 @@ _TAKES_OPTIONS = re.compile(r"^from benchmarks\.common import .*\bparser\b|\bcom
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One that can run here."""
+    """A benchmark that can run here."""
 
     name: str
-    """As it is asked for."""
+    """The name on the command line."""
     what: str
-    """In a sentence."""
+    """A sentence on what it measures."""
     tree: Path | None
-    """The source tree that it lies in; ``None`` for what comes with the package."""
+    """The source tree that holds it; ``None`` for a benchmark that comes with the package."""
 
 
 def benchmarks() -> list[Benchmark]:
-    """Those that can run here."""
+    """Return the benchmarks that can run here."""
     what = "a GPT's step, plain, checkpointed, offloaded and planned, in turn: time, peak, equality of losses"
     found = [Benchmark(name=STEP, what=what, tree=None)]
     tree = source_tree()
@@ -36,7 +36,7 @@ def benchmarks() -> list[Benchmark]:
 
 
 def source_tree() -> Path | None:
-    """Where the package runs from its source, or the current directory is the source; else none."""
+    """Return the source tree if the package runs from it or the current directory is one, otherwise ``None``."""
     for folder in (_TREE, Path.cwd()):
         if (folder / "benchmarks" / "common.py").is_file() and (folder / "src" / "penstock").is_dir():
             return folder
@@ -44,5 +44,5 @@ def source_tree() -> Path | None:
 
 
 def benchmark_names(incomplete: str) -> list[str]:
-    """For shells."""
+    """Complete names of benchmarks for a shell."""
     return [one.name for one in benchmarks() if one.name.startswith(incomplete)]

@@ -1,7 +1,7 @@
-"""`penstock bench step`: one training step of a GPT by four methods, in turn, in one process.
+"""`penstock bench step`: one training step of a GPT by four methods, in alternation, in one process.
 
-Checkpointing per block sets the memory: the planned step gets as many bytes as it takes. Offloading decides for itself
-how much leaves without a stall. The first two steps of each, which are recorded and cold, are not counted.
+The planned step gets the peak memory of checkpointing per block as its budget. Offloading decides for itself how much
+it can move without a stall. The first two steps of each method are not counted: they are cold, and are recorded.
 """
 
 import os
@@ -33,7 +33,7 @@ _SIZES = {
 
 
 def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], steps: Steps) -> dict[str, Any]:
-    """Machine, configuration and rows, as the benchmarks of the source tree write them."""
+    """Return machine, configuration and rows in the format of the benchmarks of the source tree."""
     if device not in kinds():
         raise PenstockError(f"PyTorch finds no {device} device here; --device cpu measures main memory and the disk")
     rounds = given.get("rounds", 4 if quick else 9)
@@ -51,7 +51,7 @@ def measure(quick: bool, device: str, disk: Path, given: Mapping[str, int], step
 
 
 def show(document: Mapping[str, Any], console: Console) -> None:
-    """Prints the table."""
+    """Print the table."""
     found = {(row["name"], row["metric"]): row for row in document["rows"]}
     table = Table(Column("method", no_wrap=True), "step", "95%", "activation peak", "moved out", "losses equal")
     for name in METHODS:
@@ -79,7 +79,7 @@ _LOW, _HIGH, _EQUAL = "step time ratio, 95% low", "step time ratio, 95% high", "
 
 
 def _trainers(size: Size, quick: bool, device: str, disk: Path, steps: Steps) -> dict[str, Trainer]:
-    """One per method, planned and warm."""
+    """Return one trainer per method, with gradients and optimizer state allocated and the step planned."""
     steps.phase("making four copies of the model")
     tiers: dict[str, Any] = {"disk": disk}
     if device == "cuda":
@@ -102,7 +102,7 @@ def _trainers(size: Size, quick: bool, device: str, disk: Path, steps: Steps) ->
 
 
 def _rows(trainers: Mapping[str, Trainer], rounds: int, device: str, steps: Steps) -> list[dict[str, Any]]:
-    """Times, peaks and equality of losses. All begin from the same weights and see the same batches."""
+    """Return rows of times, peaks and equal losses. All methods start from the same weights, with the same batches."""
     source = trainers[REMAT]
     batches = [source.batch() for _ in range(rounds + _NUM_COLD)]
     losses: dict[str, list[float]] = {name: [] for name in trainers}
@@ -139,7 +139,7 @@ def _rows(trainers: Mapping[str, Trainer], rounds: int, device: str, steps: Step
 
 
 def _step(trainer: Trainer, batches: list[Batch], losses: list[float]) -> Callable[[], None]:
-    """One step on the batch whose turn it is."""
+    """Return a function that trains one step on the next batch."""
     return lambda: losses.append(trainer.train(batches[len(losses)]))
 
 

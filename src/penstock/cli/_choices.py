@@ -1,4 +1,4 @@
-"""Words that options take, and what a shell completes: read from folders, without PyTorch."""
+"""Values of options, and completions for shells, which are read from folders without importing PyTorch."""
 
 import os
 import re
@@ -11,7 +11,7 @@ _SPECIAL = re.compile(r"[^\w@%+=:,./-]")
 
 
 class PlanMethod(StrEnum):
-    """`penstock.remat.Method`, for an option."""
+    """Values of ``--method``, as in `penstock.remat.Method`."""
 
     HYBRID = "hybrid"
     RECOMPUTE = "recompute"
@@ -19,7 +19,7 @@ class PlanMethod(StrEnum):
 
 
 class MachineName(StrEnum):
-    """Of `penstock.machines.MACHINES`, for an option."""
+    """Values of ``--machine``: the names in `penstock.machines.MACHINES`."""
 
     H200 = "h200"
     A100 = "a100"
@@ -29,7 +29,7 @@ class MachineName(StrEnum):
 
 
 class Scheduler(StrEnum):
-    """`penstock.fleet.SchedulerName`, for an option."""
+    """Values of ``--scheduler``, as in `penstock.fleet.SchedulerName`."""
 
     FAIR = "fair"
     SHARDED_LRTF = "sharded-lrtf"
@@ -39,18 +39,18 @@ class Scheduler(StrEnum):
 
 
 class Device(StrEnum):
-    """What a benchmark runs on."""
+    """Values of ``--device`` of a benchmark."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
 
 def job_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Jobs of the fleet whose folder was already typed."""
+    """Complete the names of jobs of the fleet whose folder was already typed."""
     run_dir = ctx.params.get("run_dir")
     if run_dir is None:
         return []
     found = sorted(one.name for one in (Path(run_dir) / "jobs").glob("*") if one.is_dir())
     fits = [name for name in found if name.startswith(incomplete)]
     is_bash = os.environ.get("_PENSTOCK_COMPLETE") == "complete_bash"
-    return [_SPECIAL.sub(r"\\\g<0>", name) for name in fits] if is_bash else fits  # bash puts in what it is given
+    return [_SPECIAL.sub(r"\\\g<0>", name) for name in fits] if is_bash else fits  # bash inserts the text as it is

@@ -1,7 +1,7 @@
-"""What all commands share: ``--json``, ``--debug``, progress, exit codes, and errors without tracebacks.
+"""The parts that all commands share: ``--json``, ``--debug``, progress, exit codes, and errors without tracebacks.
 
-A command is a function that returns an `Answer`. Here it gets its options and a place at the command line, and
-whatever it raises becomes a paragraph.
+A command is a function that returns an `Answer`. This module adds the shared options, registers the command, and turns
+every exception that it raises into one paragraph.
 """
 
 import contextlib
@@ -29,19 +29,19 @@ from penstock.native import tell_what_is_slower
 from penstock.units import parse_bytes
 
 DEBUG = "penstock.debug"
-"""Where a context keeps whether ``--debug`` stood before the command."""
+"""The key under which a context keeps whether ``--debug`` stood before the command."""
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead, and nothing else.")]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, with what to do next."""
+    """A `KeyboardInterrupt` whose message says what to do next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Path:
-    """A parameter that names a path."""
+    """A parameter of a command that names a path."""
 
     parameter: str
     option: str
@@ -49,17 +49,17 @@ class _Path:
     default: object
 
     def check(self, given: Mapping[str, Any]) -> None:
-        """Raise ``PenstockError`` for a path that the command cannot use. What was left out, it checks by itself."""
+        """Raise ``PenstockError`` if the command cannot use the given path. Defaults are not checked."""
         path = given[self.parameter]
         if path is not None and path != self.default:
             self.use.check(self.option, Path(path))
 
 
 def command(app: typer.Typer, *, trains: bool = False) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Puts a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments.
+    """Register a function on ``app``. Its first parameter is the `Steps` of its progress; the others are arguments.
 
-    ``trains``: it plans or trains, itself or in child processes, so that its first line says what is slower on this
-    machine for want of a C compiler.
+    ``trains``: it plans or trains, itself or in child processes. Without a C compiler, its first line then says what is
+    slower on this machine.
     """
 
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -104,7 +104,7 @@ def _uses_of(parameters: Iterable[inspect.Parameter]) -> Iterator[_Path]:
 
 
 def size(text: str) -> int:
-    """For options: ``"6GiB"`` as bytes."""
+    """Parse the size of an option, such as ``"6GiB"``, to bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -117,7 +117,7 @@ def _note(text: str) -> None:
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """PyTorch logs the traceback of an error that it also raises."""
+    """Silence a logger: PyTorch logs the traceback of an error that it also raises."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -128,7 +128,7 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _descriptor_redirected() -> Iterator[None]:
-    """What is written below Python to standard output goes to standard error."""
+    """Redirect the standard output's file descriptor to standard error, for output from outside of Python's streams."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -152,7 +152,7 @@ class _Run:
                 typer.echo(as_json(answer.data))
             else:
                 answer.show(Console())
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # the last: `| head` has read enough
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):  # the last: `| head` stopped reading
             raise
         except KeyboardInterrupt as interrupt:
             self._end(interrupt, str(interrupt) or f"{self._name}: interrupted.", ExitCode.INTERRUPTED)
@@ -162,7 +162,7 @@ class _Run:
             raise typer.Exit(int(answer.exit_code))
 
     def _answer(self, function: Callable[..., Answer], given: dict[str, Any], paths: Sequence[_Path]) -> Answer:
-        """With ``--json`` whatever a user's own code prints, or a process that it starts, goes to standard error."""
+        """Run the function. With ``--json``, output of the user's code and child processes goes to standard error."""
         with contextlib.ExitStack() as stack:
             steps = stack.enter_context(Steps(is_wanted=not self._wants_json))
             if self._wants_json:

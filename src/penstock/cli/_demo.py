@@ -1,4 +1,4 @@
-"""The demo: the same training in child processes, by four methods, under a cap that the kernel enforces."""
+"""The demo: the same training in child processes, by four methods, under a memory cap that the kernel enforces."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,9 +23,9 @@ from penstock.tiers import ssd_life_s
 from penstock.units import format_bytes, format_duration
 
 _CAP_SHARE = 0.35
-"""Share of the plain run's activation peak that the capped runs get beside their static bytes."""
+"""Share of the plain run's activation peak that the capped runs get in addition to their static bytes."""
 _BUDGET_SHARE = 0.8
-"""Share of the cap that Penstock is given as its budget: the cap also counts stacks, libraries and malloc's gaps."""
+"""Share of the cap that Penstock gets as its budget: the cap also counts stacks, libraries and malloc's gaps."""
 
 
 _CAPPED = {
@@ -33,14 +33,14 @@ _CAPPED = {
     "offload": "Penstock: offload",
     "remat": "Penstock: remat plan",
 }
-"""Methods that run under the cap, and what the table calls them."""
+"""Methods that run under the cap, with their labels in the table."""
 _RUNS = ("offloader", "optimizedstep")
-"""Folders in ``runs``, by what trained."""
+"""Folders in ``runs``, named after the class that trained."""
 
 
 @dataclass(slots=True)
 class _Method:
-    """What was measured of one method under the cap."""
+    """Measurements of one method under the cap."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     peak: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Method:
 
 @dataclass(slots=True)
 class _Outcome:
-    """Everything measured, as it goes into summary.json."""
+    """All measurements of the demo, for ``summary.json``."""
 
     plain: dict[str, Any] = field(default_factory=dict)
     plain_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -57,22 +57,22 @@ class _Outcome:
     cap_bytes: int = 0
     budget_bytes: int = 0
     whole: dict[str, Any] = field(default_factory=dict)
-    """Of the model whose parameters, gradients and optimizer state are too large."""
+    """Measurements of the second model, whose parameters, gradients and optimizer state exceed the cap."""
     methods: dict[str, _Method] = field(default_factory=lambda: {name: _Method() for name in _CAPPED})
 
     def largest_loss_difference(self, name: str) -> float:
-        """Of a method's losses from plain training's."""
+        """Return the largest difference between a method's losses and those of plain training."""
         pairs = zip(self.plain_steps, self.methods[name].steps, strict=True)
         return max(abs(float.fromhex(one["loss"]) - float.fromhex(two["loss"])) for one, two in pairs)
 
     def step_time_ratio(self, name: str) -> float:
-        """Median over steps run in turn; the first two, recorded and cold, are left out."""
+        """Return the median ratio to plain over paired steps, without the first two, which are recorded and cold."""
         pairs = list(zip(self.plain_steps, self.methods[name].steps, strict=True))[2:]
         return float(median(two["step_s"] / one["step_s"] for one, two in pairs))
 
     @property
     def best(self) -> str:
-        """The fastest method under the cap."""
+        """Name of the fastest method under the cap."""
         return min(self.methods, key=self.step_time_ratio)
 
 
@@ -86,7 +86,7 @@ def run(
     num_layers: int = 8,
     batch: int = 16,
 ) -> Answer:
-    """Runs the demo, telling what it does, and writes its files into ``out``."""
+    """Run the demo, print what it does, and write its files to ``out``."""
     size = ("--layers", str(num_layers), "--batch", str(batch))
     console = console or Console(quiet=not steps.is_wanted)
     out.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def run(
 
 
 def _fail_plainly(size: Sequence[str], cap_bytes: int) -> str:
-    """PyTorch's own error when the plain script meets the cap."""
+    """Return PyTorch's own error from the plain script under the cap."""
     with child(*size, "--cap", str(cap_bytes)) as capped:
         answer = capped.ask("step", may_fail=True)
     if "error" not in answer:
@@ -138,7 +138,7 @@ def _fail_plainly(size: Sequence[str], cap_bytes: int) -> str:
 
 
 def _train_in_turn(plain: Child, capped: dict[str, Child], num_steps: int, outcome: _Outcome, steps: Steps) -> None:
-    """One step of each, so that whatever else the machine does meets all of them."""
+    """Train one step of each method in alternation, so that other load on the machine affects all of them alike."""
     steps.phase("training in turn, plain and under the cap", num_steps)
     for number in range(1, num_steps + 1):
         outcome.plain_steps.append(plain.ask("step"))
@@ -193,11 +193,11 @@ def _report(outcome: _Outcome, out: Path, disk: Path, console: Console) -> Answe
 
 
 def _was_told(_: Console) -> None:
-    """The demo tells its story while it runs."""
+    """Print nothing: the demo has printed its story while it ran."""
 
 
 def _moved_bytes(method: _Method) -> int:
-    """What left the device in the last step."""
+    """Return the bytes that left the device in the last step."""
     offloaded = method.steps[-1].get("offload")
     return int(offloaded["parked_bytes"] if offloaded else method.last.get("swapped_bytes", 0))
 

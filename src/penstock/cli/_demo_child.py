@@ -1,9 +1,9 @@
-"""One training process of the demo, by one of five methods, with or without a cap on its memory.
+"""A training process of the demo, which uses one of five methods, with or without a cap on its memory.
 
 Run as ``python -m penstock.cli._demo_child``; it obeys the lines "step", "measure" and "finish" on standard input and
-answers each with a line of JSON. With a cap the process may not hold more than what it has when training begins
-(parameters, gradients, optimizer state, libraries) plus that many bytes: ``RLIMIT_DATA``, enforced by the kernel. With
-``--whole`` the cap is on parameters, gradients and optimizer state too.
+answers each with a line of JSON. With a cap the process may hold at most that many bytes more than when training
+begins (with parameters, gradients, optimizer state and libraries): ``RLIMIT_DATA``, enforced by the kernel. With
+``--whole`` the cap also covers parameters, gradients and optimizer state.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from penstock.report import save
 from penstock.tiers import write_trace
 
 _STACK_BYTES = 512 * 1024
-"""Of lane threads, which run a few frames: what they may take of their stacks, 8 MiB each, counts against the cap."""
+"""Stack size of lane threads, which run a few frames: the default of 8 MiB each would count against the cap."""
 
 
 def main() -> None:
-    """Trains as told."""
+    """Train as the arguments and the commands on standard input say."""
     arguments = _arguments()
     threading.stack_size(_STACK_BYTES)
     size = Size(num_layers=arguments.layers, width=arguments.width, length=512, batch=arguments.batch)
@@ -73,10 +73,10 @@ def _fail(error: RuntimeError) -> NoReturn:
 
 
 def _have_library_buffers(size: Size, arguments: argparse.Namespace) -> None:
-    """Trains one block of the size once, and a small model by the method.
+    """Train one block of the given size once, and for `WHOLE` a small model by that method.
 
-    What matrix products keep for themselves depends on the processor, and what the method imports on what is installed:
-    neither is to decide who fits.
+    Buffers of matrix products depend on the processor, and imports of the method on what is installed. Allocating both
+    before the cap keeps them from deciding which method fits.
     """
     block = Trainer("plain", replace(size, num_layers=1))
     block.forward_and_backward(block.batch())
@@ -129,18 +129,18 @@ def _finish(trainer: Trainer, trace: Path | None) -> dict[str, Any]:
 
 
 def _save(trace: Path | None, ran: object) -> None:
-    """What the page of the run shows, in a folder beside the trace."""
+    """Save the data for the page of the run, in a folder next to the trace."""
     if trace is not None:
         save(trace.parent / "runs" / type(ran).__name__.lower(), ran)
 
 
 def _thinned(timeline: tuple[tuple[float, int], ...], every: int) -> list[tuple[float, int]]:
-    """The highest point of every few: the peak stays in the picture."""
+    """Return the highest point of every ``every`` points, which keeps the peak in the picture."""
     return [max(timeline[at : at + every], key=lambda point: point[1]) for at in range(0, len(timeline), every)]
 
 
 def _data_bytes() -> int:
-    """What the kernel counts against ``RLIMIT_DATA``."""
+    """Return the bytes that the kernel counts against ``RLIMIT_DATA``."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Training processes of the demo, seen from the process that starts them."""
+"""Handles of the demo's training processes, for the process that starts them."""
 
 import json
 import os
@@ -13,16 +13,16 @@ from penstock.errors import PenstockError
 
 
 class Child:
-    """A training process that answers lines with lines."""
+    """A training process that answers each line of input with a line of output."""
 
     def __init__(self, process: "subprocess.Popen[str]", errors: IO[str]):
         self._process = process
         self._errors = errors
         self.hello = self._answer(may_fail=True)
-        """What it says when it is ready, or the error that kept it from being."""
+        """Its first answer when it is ready, or the error that kept it from starting."""
 
     def ask(self, command: str, *, may_fail: bool = False) -> dict[str, Any]:
-        """Sends a command and returns the answer. A dead child raises, unless it ``may_fail``."""
+        """Send a command and return the answer. Raises ``PenstockError`` for a dead child, unless it ``may_fail``."""
         assert self._process.stdin is not None
         if "error" in self.hello:
             return self._checked(self.hello, may_fail=may_fail)
@@ -52,7 +52,7 @@ class Child:
 
 @contextmanager
 def child(*arguments: str) -> Iterator[Child]:
-    """Starts a training process. All have malloc's same settings: few arenas, and freed blocks go back at once."""
+    """Start a training process. All use the same malloc settings: few arenas, and large freed blocks return at once."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "penstock.cli._demo_child", *arguments],

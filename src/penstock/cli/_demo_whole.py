@@ -1,4 +1,4 @@
-"""The demo's second part: parameters, gradients and Adam's state are more than the process may have."""
+"""The demo's second part: parameters, gradients and Adam's state exceed what the process may hold."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,16 +15,16 @@ from penstock.units import format_bytes
 
 _SIZE = {"layers": 6, "width": 512, "batch": 2}
 _STATE_BYTES = 16
-"""Of a parameter: itself, its gradient and two moments of AdamW, in float32."""
+"""Bytes per parameter: itself, its gradient and two moments of AdamW, in float32."""
 _CAP_SHARE = 1 / 3
-"""Share of the state that the capped processes get, for everything."""
+"""Share of the state that the capped processes may hold in total."""
 _BUDGET_SHARE = 0.7
-"""Share of the cap that Penstock is given as its budget: the cap also counts stacks, libraries and malloc's gaps."""
+"""Share of the cap that Penstock gets as its budget: the cap also counts stacks, libraries and malloc's gaps."""
 _MAY_FAIL = {"plain": "plain", "checkpoint": "checkpoint per block"}
 
 
 def run(disk: Path, num_steps: int, steps: Steps, console: Console) -> dict[str, Any]:
-    """Trains it plainly without a cap, and in turn by `offload.training` within it; tells what came of it."""
+    """Train the model plainly without a cap and, in alternation, by `offload.training` under it; print the outcome."""
     size = [text for name, value in _SIZE.items() for text in (f"--{name}", str(value))]
     steps.phase("a model that is too large: the plain run")
     with ExitStack() as stack:

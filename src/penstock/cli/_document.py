@@ -1,6 +1,6 @@
-"""A YAML or JSON file that a user wrote, checked against a pydantic model; every complaint names file, line and key.
+"""A user's YAML or JSON file, checked against a pydantic model; every error names file, line and key.
 
-Scalars are read as YAML 1.2 has it: ``1e-4`` is a number, ``no`` is text. No tag builds an object.
+Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` is text. Tags cannot build objects.
 """
 
 import json
@@ -30,29 +30,29 @@ _INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
 
 
 class Strict(BaseModel):
-    """A mapping in a file: keys that nobody reads are refused."""
+    """A mapping in a file; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A file that was read."""
+    """The content of a file that was read."""
 
     path: Path
-    """As the user gave it."""
+    """The path as the user gave it."""
     data: Any  # whatever stands there
-    """Dictionaries, lists, numbers, text."""
+    """The content: dictionaries, lists, numbers, text."""
     node: yaml.Node | None
-    """The same with lines; ``None`` for an empty file."""
+    """The same content with line numbers; ``None`` for an empty file."""
 
     def error(self, keys: Sequence[str | int], message: str) -> ValueError:
-        """What is wrong, and where."""
+        """Return an error that says what is wrong at ``keys``, with file and line."""
         line, found = self._find(keys)
         return ValueError(", ".join(filter(None, (str(self.path), f"line {line}", _dotted(found)))) + f": {message}")
 
     def check(self, model: type[_Model]) -> _Model:
-        """The data as ``model``. Raises ``ValueError`` with a line per fault."""
+        """Return the data as ``model``. Raises ``ValueError`` with a line per fault."""
         if not isinstance(self.data, dict):
             given = "the file is empty" if self.data is None else f"got a {type(self.data).__name__}"
             keys = (f"{name}{' (required)' if one.is_required() else ''}" for name, one in model.model_fields.items())
@@ -70,7 +70,7 @@ class Document:
         return self.error(keys, message_of(fault, model))
 
     def _find(self, keys: Sequence[str | int]) -> tuple[int, list[str | int]]:
-        """The line, from 1, and those of ``keys`` that are in the file; pydantic's own marks are not."""
+        """Return the line, from 1, and those of ``keys`` that are in the file; pydantic adds marks that are not."""
         node, line, found = self.node, 1, []
         for key in keys:
             if isinstance(node, yaml.MappingNode):
@@ -88,15 +88,15 @@ class Document:
 
 
 def _joined(pair: re.Match[str]) -> str:
-    """A character beyond the first plane, which JSON writes as two."""
+    """Return the character that JSON writes as a surrogate pair."""
     return json.loads(f'"{pair[0]}"')  # type: ignore[no-any-return]
 
 
 def read(path: Path) -> Document:
-    """Reads a file. Raises ``OSError``, and ``ValueError`` with the line where it is no YAML."""
+    """Read a file. Raises ``OSError``, and ``ValueError`` with the line if it is not valid YAML."""
     text = read_text(path)
     if path.suffix == ".json":
-        text = text.replace("\t", " ")  # JSON may be indented so, YAML not
+        text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
         text = _PAIR.sub(_joined, text)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -112,7 +112,7 @@ def read(path: Path) -> Document:
 
 
 def value_of(text: str) -> Any:  # numbers, text, lists: what a file may hold
-    """What ``text`` would be in a file. Raises ``ValueError`` where it could not stand there."""
+    """Return the value that ``text`` would have in a file. Raises ``ValueError`` if it is not valid there."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return None if node is None else _value(node, [_MOST_VALUES])
@@ -121,7 +121,7 @@ def value_of(text: str) -> Any:  # numbers, text, lists: what a file may hold
 
 
 def message_of(fault: ErrorDetails, model: type[BaseModel]) -> str:
-    """What pydantic found, in our words."""
+    """Return a fault that pydantic found, in our words."""
     if fault["type"] == "extra_forbidden":
         known = _model_at(model, fault["loc"][:-1]).model_fields
         return f"there is no such key; there are {', '.join(known)}"
@@ -133,7 +133,7 @@ def message_of(fault: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def to_bytes(given: object) -> object:
-    """For pydantic: ``"200MiB"``, ``4e8`` and whole numbers to bytes."""
+    """Convert ``"200MiB"``, ``4e8`` or a whole number to bytes, for pydantic."""
     if isinstance(given, float) and given.is_integer():
         given = int(given)
     try:
@@ -143,7 +143,7 @@ def to_bytes(given: object) -> object:
 
 
 def _value(node: yaml.Node, left: list[int], above: tuple[yaml.Node, ...] = ()) -> Any:  # whatever stands there
-    """``left`` counts what may still come: what is named once and used often multiplies."""
+    """Return the value of a node. ``left`` counts the values that may still follow, since repeated aliases multiply."""
     left[0] -= 1
     if left[0] < 0:
         raise yaml.MarkedYAMLError(problem=f"there are more than {_MOST_VALUES:,} values", problem_mark=node.start_mark)
@@ -184,7 +184,7 @@ def _dotted(keys: Sequence[str | int]) -> str:
 
 
 def _model_at(model: type[BaseModel], keys: Sequence[str | int]) -> type[BaseModel]:
-    """Which model stands there."""
+    """Return the model of the mapping at ``keys``."""
     for key in keys:
         if key in model.model_fields:
             model = _model_in(model.model_fields[str(key)].annotation) or model

@@ -1,4 +1,4 @@
-"""An exception in one paragraph: what was run, what happened, and where in the user's own code."""
+"""The description of an exception in one paragraph: the command, what happened, and where in the user's own code."""
 
 import os
 import re
@@ -20,14 +20,14 @@ class Misuse(PenstockError):
 
 
 def exit_code_of(error: Exception) -> ExitCode:
-    """2 for misuse, 3 for a budget that cannot be met, else 1."""
+    """Return 2 for misuse, 3 for a budget that cannot be met, and otherwise 1."""
     if isinstance(error, Misuse):
         return ExitCode.MISUSE
     return ExitCode.NO_BUDGET if isinstance(error, BudgetError) else ExitCode.FAILED
 
 
 def explain(error: Exception, command: str) -> str:
-    """``error`` as a user wants to read it: our own errors speak for themselves, of others kind and place are named."""
+    """Return ``error`` as a paragraph: our own errors as they are, others with their class and place."""
     message = _words_of(error) if _speaks(error) else named(error)
     if isinstance(error, InternalError):
         message += ". This is a bug in Penstock: please report it"
@@ -36,21 +36,24 @@ def explain(error: Exception, command: str) -> str:
 
 
 def named(error: BaseException) -> str:
-    """``"KeyError: 'x' (train.py, line 7)"``: the innermost line that is not Penstock's, PyTorch's or Python's."""
+    """Return ``"KeyError: 'x' (train.py, line 7)"``: the innermost line outside of Penstock, PyTorch and Python.
+
+    If there is no such line, the innermost one in Penstock is named.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
     places += _QUOTED.findall(str(error))  # compilers put the line of the user's code into the text
     theirs = [place for place in places if not _is_inside(place[0], _OURS, *_OTHERS)]
     ours = [place for place in places if _is_inside(place[0], _OURS)]
     where = "".join(f" ({file}, line {number})" for file, number in (theirs or ours)[-1:])
-    line = " ".join(str(error).split())  # without the pages that compilers and CUDA add
+    line = " ".join(str(error).split())  # one line, of the pages that compilers and CUDA write
     if len(line) > _MOST_CHARACTERS:
         line = f"{line[:_MOST_CHARACTERS]}..."
     return f"{type(error).__name__}: {line}{where}"
 
 
 def _words_of(error: Exception) -> str:
-    """Without the number that the system gives an error, and with the file before what is wrong with it."""
+    """Return the error's text, without the system's error number and with the file first."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.filename is None:
@@ -59,7 +62,7 @@ def _words_of(error: Exception) -> str:
 
 
 def _speaks(error: Exception) -> bool:
-    """Whether the words alone are enough: ours, of the system about a file, or about an argument that we refused."""
+    """Whether the text alone is clear: our own error, the system's about a file, or ours about an argument."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, PenstockError):
         return True

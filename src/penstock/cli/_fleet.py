@@ -1,4 +1,4 @@
-"""`penstock fleet run` trains a sweep; `ps`, `pause`, `resume`, `stop` and `clone` speak to one that runs elsewhere."""
+"""`penstock fleet run` trains a sweep; `ps`, `pause`, `resume`, `stop` and `clone` work on one in another process."""
 
 import json
 import re
@@ -33,14 +33,14 @@ _OUR_CLASS = re.compile(r"^penstock\.errors\.\w+: ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What came of a sweep."""
+    """The outcome of a sweep."""
 
     results: Results = field(repr=False)
-    """Per job and device."""
+    """Results of all jobs, and statistics of all devices."""
     parameters: Mapping[str, Parameters] = field(repr=False)
-    """Per job, clones made meanwhile not included."""
+    """Parameters of each job, without clones added during the run."""
     run_dir: str | None
-    """Where everything is; ``None`` if it is gone."""
+    """The folder of the run; ``None`` if it was temporary and is gone."""
 
     @property
     def has_failed(self) -> bool:
@@ -49,7 +49,7 @@ class Trained:
 
 
 def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, steps: Steps) -> Answer:
-    """`penstock fleet run`: reads a sweep, trains it, and says how to go on where it is interrupted."""
+    """Run `penstock fleet run`: read a sweep and train it; if it is interrupted, say how to continue."""
     kept = given.get("run_dir")
     try:
         file = read_sweep(sweep)
@@ -69,7 +69,7 @@ def run(sweep: Path, given: Mapping[str, str | list[str] | None], resume: bool, 
 
 
 def _check_paths(settings: FleetSettings, sweep: Path, given: Mapping[str, object]) -> None:
-    """Finds out before anything is built whether there is a place for checkpoints, and for what does not fit."""
+    """Check, before anything is built, that the folder for checkpoints and the directories to offload to are usable."""
     run_dir, disk = (
         f"--{name.replace('_', '-')}" if given.get(name) else f"{sweep}, fleet.{name}" for name in ("run_dir", "disk")
     )
@@ -80,9 +80,9 @@ def _check_paths(settings: FleetSettings, sweep: Path, given: Mapping[str, objec
 
 
 def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, progress: str | None = "auto") -> Trained:
-    """Makes the jobs of a sweep and trains them. ``resume`` goes on with those of the run's folder, clones included.
+    """Make the jobs of a sweep and train them. ``resume`` continues those in the run's folder, including clones.
 
-    Raises ``ValueError`` or `Misuse` for a sweep that cannot work, and what a `Fleet` raises.
+    Raises ``ValueError`` or `Misuse` for a sweep that cannot work, and the errors of `Fleet`.
     """
     if resume and settings.run_dir is None:
         raise Misuse("--resume goes on with the fleet of a folder; say which: --run-dir runs/1")
@@ -99,7 +99,7 @@ def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, pro
         options = {**settings.options(), "run_dir": settings.run_dir or f"{temporary}/run"}
         with Fleet(**options, resume=resume, progress=progress) as fleet:
             if settings.run_dir is not None:
-                (Path(settings.run_dir) / REPORT_FILE).unlink(missing_ok=True)  # of a run that goes on
+                (Path(settings.run_dir) / REPORT_FILE).unlink(missing_ok=True)  # outdated once the run continues
             for job, source in jobs:
                 fleet.add(job, source)
             results = fleet.wait()
@@ -111,7 +111,7 @@ def train(file: SweepFile, settings: FleetSettings, *, resume: bool = False, pro
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """What a batch system sends (``SIGTERM``) ends a fleet as Ctrl-C does: with checkpoints. For the main thread."""
+    """Treat ``SIGTERM``, which batch systems send, as Ctrl-C: a fleet ends with checkpoints. For the main thread."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -120,7 +120,7 @@ def terminated_as_interrupted() -> Iterator[None]:
 
 
 def show_trained(trained: Trained, console: Console) -> None:
-    """Prints the table, and under it why jobs failed: once for all that failed alike."""
+    """Print the table, and below it why jobs failed, once for all jobs with the same error."""
     table = trained.results.table()
     table.columns = [column for column in table.columns if column.header != "error"]
     console.print(table)
@@ -142,7 +142,7 @@ def _shortened(names: Sequence[str]) -> str:
 
 
 def trained_as_data(trained: Trained) -> dict[str, object]:
-    """The table for JSON."""
+    """Return the table for JSON."""
     jobs = [
         {
             "name": one.name,
@@ -162,7 +162,7 @@ def trained_as_data(trained: Trained) -> dict[str, object]:
 
 
 def jobs_of(run_dir: Path) -> Answer:
-    """`penstock fleet ps`. Raises ``PenstockError`` where no fleet ever ran."""
+    """Answer `penstock fleet ps`. Raises ``PenstockError`` if no fleet ever ran in ``run_dir``."""
     state = _state(run_dir)
     is_running, rows = state.is_alive, state.jobs()
     return Answer(
@@ -172,7 +172,7 @@ def jobs_of(run_dir: Path) -> Answer:
 
 
 def draw(run_dir: Path, folder: Path | None, last_s: float, steps: Steps) -> Answer:
-    """`penstock fleet draw`."""
+    """Run `penstock fleet draw`."""
     steps.phase(f"drawing {run_dir}")
     files = draw_fleet(run_dir, folder, last_s=last_s)
 
@@ -186,7 +186,7 @@ def draw(run_dir: Path, folder: Path | None, last_s: float, steps: Steps) -> Ans
 def ask(
     run_dir: Path, verb: str, job: str, arguments: Mapping[str, Any] | None = None, timeout_s: float = ANSWER_S
 ) -> None:
-    """Has the process that runs the fleet do something. Raises ``PenstockError`` if it refuses, or does not answer."""
+    """Send a request to the process that runs the fleet. Raises ``PenstockError`` if it refuses or does not answer."""
     state = _state(run_dir)
     if not state.is_alive:
         raise PenstockError(_nobody(run_dir))
@@ -203,12 +203,12 @@ def ask(
         why = f"no answer after {timeout_s:.0f} s" if state.is_alive else "the fleet ended before it could answer"
     finally:
         if state.answer_to(number, 0.0) is None:
-            state.answer(number, why)  # taken back, so that whoever resumes the fleet does not do it
+            state.answer(number, why)  # withdraw the request, so that a resumed fleet does not carry it out
     raise PenstockError(f"{verb} {job!r}: {why}")
 
 
 def changes_of(pairs: list[str]) -> Parameters:
-    """``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises `Misuse` for what is no pair."""
+    """Return ``["lr=1e-3"]`` as ``{"lr": 0.001}``. Raises `Misuse` for a text that is not a pair."""
     found: Parameters = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -221,7 +221,7 @@ def changes_of(pairs: list[str]) -> Parameters:
 def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
     table = jobs_table(rows)
     names = table.columns[0]
-    names.overflow = "fold"  # the other commands want a name whole
+    names.overflow = "fold"  # the other commands need the full name
     names.min_width = min(max([0, *(len(row.name) for row in rows)]), console.width // 3)
     table.columns = [one for one in table.columns if one is names or any(map(str, one.cells))]
     console.print(table)
@@ -230,7 +230,10 @@ def _show_jobs(is_running: bool, rows: list[JobRow], console: Console) -> None:
 
 
 def _others(state: FleetState, jobs: list[tuple[Job, JobSource]], maker: JobMaker) -> list[tuple[Job, JobSource]]:
-    """Jobs of the folder that the sweep does not have: clones. Refuses those that it has with other parameters."""
+    """Return the jobs of the folder that are not in the sweep: clones.
+
+    Raises ``ValueError`` for a job that the sweep has with other parameters.
+    """
     ours = {job.name: source for job, source in jobs}
     found = []
     for row in state.jobs():

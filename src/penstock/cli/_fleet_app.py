@@ -1,4 +1,4 @@
-"""The commands of `penstock fleet`; what they do is in `_fleet` and `_simulate`."""
+"""The commands of `penstock fleet`; their work is in `_fleet` and `_simulate`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,14 +11,14 @@ from penstock.cli._command import command
 from penstock.cli._paths import FOLDER, INPUT, OUTPUT
 from penstock.cli._progress import Steps
 
-fleet_app = typer.Typer(no_args_is_help=True, help="Train many models on few devices, and see and steer them.")
+fleet_app = typer.Typer(no_args_is_help=True, help="Train many models on few devices, and inspect and control them.")
 
 _Sweep = Annotated[
-    Path, typer.Argument(help="YAML or JSON: the function that makes jobs, their parameters, the fleet."), INPUT
+    Path, typer.Argument(help="YAML or JSON file: the function that makes jobs, their parameters, the fleet."), INPUT
 ]
-_RunDir = Annotated[Path, typer.Argument(help="The fleet's --run-dir.")]
+_RunDir = Annotated[Path, typer.Argument(help="Folder of the fleet: its --run-dir.")]
 _Job = Annotated[
-    str, typer.Argument(help="Name of the job, as `penstock fleet ps` shows it.", autocompletion=job_names)
+    str, typer.Argument(help="Name of the job, as shown by `penstock fleet ps`.", autocompletion=job_names)
 ]
 
 
@@ -26,16 +26,18 @@ _Job = Annotated[
 def run(
     steps: Steps,
     sweep: _Sweep,
-    devices: Annotated[str | None, typer.Option(help="Such as cuda:0,cuda:1 or cpu,cpu.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Bytes of true peak per device, such as 40GiB.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Main memory for what is not on a device.")] = None,
-    disk: Annotated[list[str] | None, typer.Option(help="Directory on an SSD for the same; may be repeated.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of checkpoints, metrics and state.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the fleet in the run's folder.")] = False,
+    devices: Annotated[str | None, typer.Option(help="Devices to train on, such as cuda:0,cuda:1 or cpu,cpu.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Limit on peak memory per device, such as 40GiB.")] = None,
+    host_budget: Annotated[str | None, typer.Option(help="Limit on host memory for what is not on a device.")] = None,
+    disk: Annotated[
+        list[str] | None, typer.Option(help="Directory on an SSD for what is not on a device. Repeatable.")
+    ] = None,
+    run_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints, metrics and state.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the fleet in the run's folder.")] = False,
 ) -> Answer:
-    """Train the jobs of a sweep. Options here come before those in its file; exit code 1 if a job failed.
+    """Train the jobs of a sweep. Command-line options override the file. Exit code 1 if a job failed.
 
-    Ctrl-C and SIGTERM end it with checkpoints, from which --resume goes on; exit code 130.
+    Ctrl-C and SIGTERM write checkpoints and end the run with exit code 130; --resume continues from the checkpoints.
 
     Example: penstock fleet run sweep.yaml --devices cpu,cpu --budget 2GiB --run-dir runs/1
     """
@@ -52,16 +54,18 @@ def run(
 def simulate(
     steps: Steps,
     problem: Annotated[
-        Path, typer.Argument(help="YAML or JSON: jobs with the costs of their shards, and devices."), INPUT
+        Path, typer.Argument(help="YAML or JSON file with devices, and jobs with the costs of their shards."), INPUT
     ],
-    scheduler: Annotated[Scheduler, typer.Option(help="The one that --gantt draws.")] = Scheduler.FAIR,
+    scheduler: Annotated[Scheduler, typer.Option(help="Scheduler for the picture of --gantt.")] = Scheduler.FAIR,
     gantt: Annotated[
-        Path | None, typer.Option(help="Picture of which job is on which device when.", show_default=False), OUTPUT
+        Path | None,
+        typer.Option(help="File for a picture of which job is on which device when.", show_default=False),
+        OUTPUT,
     ] = None,
 ) -> Answer:
-    """Show how long jobs of known costs take on devices that need not exist, under every scheduler.
+    """Simulate how long jobs of known costs take under every scheduler, on devices that need not exist.
 
-    A file needs no more than {jobs: [{name: gpt, copies: 6, num_steps: 50, shards: [{copies: 8, forward_s: 0.1,
+    A minimal file: {jobs: [{name: gpt, copies: 6, num_steps: 50, shards: [{copies: 8, forward_s: 0.1,
     backward_s: 0.2, parameter_bytes: 400MB}]}], devices: [{name: cuda, copies: 2, in_bandwidth_bytes_per_s: 25GB/s}]}.
 
     Example: penstock fleet simulate problem.yaml --gantt gantt.png
@@ -73,7 +77,7 @@ def simulate(
 
 @command(fleet_app)
 def ps(steps: Steps, run_dir: _RunDir) -> Answer:  # noqa: ARG001
-    """Show the jobs of a fleet, whether or not a process runs it now.
+    """List the jobs of a fleet, whether or not a process is running it now.
 
     Example: penstock fleet ps runs/1
     """
@@ -87,11 +91,15 @@ def draw(
     steps: Steps,
     run_dir: _RunDir,
     folder: Annotated[
-        Path | None, typer.Option("--to", help="Where to; by default the run's folder.", show_default=False), FOLDER
+        Path | None,
+        typer.Option("--to", help="Folder to write to; by default the run's folder.", show_default=False),
+        FOLDER,
     ] = None,
-    last_s: Annotated[float, typer.Option("--last", help="Seconds that the picture of units shows.")] = 60.0,
+    last_s: Annotated[
+        float, typer.Option("--last", help="Seconds that the picture of units covers, up to the end.")
+    ] = 60.0,
 ) -> Answer:
-    """Draw which job was on which device and all losses, and write a trace for ui.perfetto.dev.
+    """Draw the losses and which job was on which device, and write a trace for ui.perfetto.dev.
 
     Example: penstock fleet draw runs/1
     """
@@ -102,29 +110,29 @@ def draw(
 
 @command(fleet_app)
 def pause(steps: Steps, run_dir: _RunDir, job: _Job) -> Answer:
-    """Have a job leave its device after the mini-batch at hand, until it is resumed.
+    """Pause a job after its current mini-batch. Continue it with `penstock fleet resume`.
 
     Example: penstock fleet pause runs/1 "gpt lr=0.001,batch=4"
     """
-    return _ask(run_dir, "pause", job, f"{job} pauses after the mini-batch at hand.", steps)
+    return _ask(run_dir, "pause", job, f"{job} pauses after its current mini-batch.", steps)
 
 
 @command(fleet_app)
 def resume(steps: Steps, run_dir: _RunDir, job: _Job) -> Answer:
-    """Have a paused job go on.
+    """Continue a paused job.
 
     Example: penstock fleet resume runs/1 "gpt lr=0.001,batch=4"
     """
-    return _ask(run_dir, "resume", job, f"{job} goes on.", steps)
+    return _ask(run_dir, "resume", job, f"{job} continues.", steps)
 
 
 @command(fleet_app)
 def stop(steps: Steps, run_dir: _RunDir, job: _Job) -> Answer:
-    """End a job after the mini-batch at hand, with a checkpoint.
+    """Stop a job after its current mini-batch and write a checkpoint.
 
     Example: penstock fleet stop runs/1 "gpt lr=0.01,batch=4"
     """
-    return _ask(run_dir, "stop", job, f"{job} stops after the mini-batch at hand, with a checkpoint.", steps)
+    return _ask(run_dir, "stop", job, f"{job} stops after its current mini-batch, with a checkpoint.", steps)
 
 
 @command(fleet_app)
@@ -134,11 +142,13 @@ def clone(
     job: _Job,
     new_name: Annotated[str, typer.Argument(help="Name of the new job.")],
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="A parameter of its own, as lr=1e-3; may be repeated.")
+        list[str] | None, typer.Option("--set", help="Change a parameter, such as lr=1e-3. Repeatable.")
     ] = None,
-    warm: Annotated[bool, typer.Option("--warm", help="Begin with the parameters of the job's checkpoint.")] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Start from the model parameters in the job's checkpoint.")
+    ] = False,
 ) -> Answer:
-    """Add a job like another, with other parameters.
+    """Add a copy of a job. Change its parameters with --set.
 
     Example: penstock fleet clone runs/1 "gpt lr=0.001,batch=4" faster --set lr=3e-3 --warm
     """

@@ -1,4 +1,4 @@
-"""`penstock advise --machine`: what a machine that is not here would do with a step, by its data sheet."""
+"""`penstock advise --machine`: predictions for a step on another machine, from its data sheet."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -22,16 +22,16 @@ _FIELDS = ("name", "is_refused", "reason", "peak_bytes", "ratio")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledOption:
-    """One way to train the step there."""
+    """One way to train the step on that machine."""
 
     name: str
-    """As `penstock.advise` calls it."""
+    """The name that `penstock.advise` uses."""
     peak_bytes: int | None
-    """Predicted; ``None`` where it is refused."""
+    """Predicted peak; ``None`` if it does not fit."""
     ratio: float | None
-    """Predicted time over that of the plain step."""
+    """Predicted time as a ratio to the plain step's; ``None`` if it does not fit."""
     reason: str = ""
-    """Why it is refused."""
+    """The reason why it does not fit; empty if it does."""
 
     @property
     def is_refused(self) -> bool:
@@ -40,7 +40,7 @@ class ModelledOption:
 
 
 def answer(subject: Subject, budget: int | None, tiers: Budget, machine: Machine, steps: Steps) -> Answer:
-    """Plans the step with the machine's times. Exit code 3 where nothing fits ``budget``, by default its memory."""
+    """Plan the step with the machine's times. Exit code 3 if nothing fits ``budget``, by default all of its memory."""
     budget = machine.memory_bytes if budget is None else budget
     steps.phase(f"capturing the step for {machine.title}")
     loss = subject.loss or _called
@@ -91,7 +91,10 @@ def _planned(name: str, problem: remat.RematProblem, budget: int, method: remat.
 def _offloaded(
     subject: Subject, plain: remat.RematPlan, budget: int, machine: Machine, *, to_disk: bool
 ) -> ModelledOption:
-    """By the offloader's planner, on tensors without bytes; what is not saved counts as in the plain step's peak."""
+    """Return the prediction of the offloader's planner, on tensors without bytes.
+
+    Bytes that autograd does not save count as they do in the plain step's peak.
+    """
     name = "offload"
     try:
         model = copy.deepcopy(subject.model).to("meta")
@@ -113,7 +116,7 @@ def _offloaded(
 
 
 def _called(model: torch.nn.Module, batch: Any) -> Any:
-    """As `penstock.advise` calls a model without a loss of the user's."""
+    """Return the loss of a model without a user's loss function, as `penstock.advise` does."""
     if isinstance(batch, dict):
         made = model(**batch)
     else:

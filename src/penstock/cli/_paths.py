@@ -1,6 +1,6 @@
-"""Paths that a user names: whether a command can use them, found out before it begins.
+"""Checks of the paths that a user names, before a command begins.
 
-A `PathUse` stands beside the typer option in the annotation of a command's parameter; `_command` checks what was given.
+A `PathUse` stands next to the typer option in the annotation of a command's parameter; `_command` checks the path.
 """
 
 import tempfile
@@ -13,18 +13,18 @@ from penstock.errors import PenstockError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathUse:
-    """What a command does with a path."""
+    """The use that a command makes of a path."""
 
     check: Callable[[str, Path], object]
-    """From the option's name and the path; raises ``PenstockError`` for one that cannot be used so."""
+    """Takes the option's name and the path; raises ``PenstockError`` if the path cannot be used in this way."""
 
 
 def check_directory(name: str, path: Path) -> str:
-    """Raise ``PenstockError`` for what is no directory in which a tier can make its file.
+    """Raise ``PenstockError`` unless ``path`` is a directory in which a tier can create its file.
 
-    Returns what it is if it is main memory, such as ``"tmpfs"``.
+    Returns the kind of memory if the directory is in main memory, such as ``"tmpfs"``, and otherwise an empty text.
     """
-    from penstock.directio import SpillFile  # which loads PyTorch
+    from penstock.directio import SpillFile  # loads PyTorch
 
     try:
         spill = SpillFile(path)
@@ -35,8 +35,8 @@ def check_directory(name: str, path: Path) -> str:
 
 
 def check_spill(name: str, path: Path) -> None:
-    """Raise ``PenstockError`` for what is no directory to spill to, on a CPU also for one that is main memory."""
-    from penstock.devices import accelerators  # which loads PyTorch
+    """Raise ``PenstockError`` unless tensors can be moved to ``path``; without a GPU it must not be in main memory."""
+    from penstock.devices import accelerators  # loads PyTorch
 
     kind = check_directory(name, path)
     if kind and not accelerators():
@@ -48,7 +48,7 @@ def check_spill(name: str, path: Path) -> None:
 
 
 def check_folder(name: str, path: Path) -> None:
-    """Raise ``PenstockError`` for a folder that is neither there nor can be made, or in which no file can be made."""
+    """Raise ``PenstockError`` unless the folder exists or can be created, and files can be created in it."""
     why = _trouble(path)
     if why:
         raise PenstockError(
@@ -57,7 +57,7 @@ def check_folder(name: str, path: Path) -> None:
 
 
 def check_output(name: str, path: Path) -> None:
-    """Raise ``PenstockError`` for a file that cannot be written."""
+    """Raise ``PenstockError`` if the file cannot be written."""
     why = "it is a folder" if path.is_dir() else _trouble(path.parent)
     if why:
         raise PenstockError(
@@ -67,7 +67,7 @@ def check_output(name: str, path: Path) -> None:
 
 
 def _trouble(folder: Path) -> str:
-    """Why no file can be made in a folder, which need not exist yet; empty if one can be."""
+    """Return why no file can be created in a folder, which need not exist yet; empty if one can."""
     place = folder
     try:
         while not place.exists() and place != place.parent:
@@ -81,7 +81,7 @@ def _trouble(folder: Path) -> str:
 
 
 def check_input(name: str, path: Path) -> None:
-    """Raise ``PenstockError`` for what is not there, and for a folder."""
+    """Raise ``PenstockError`` if the path does not exist or is a folder."""
     if path.is_dir():
         raise PenstockError(f"{name} must be a file, got the folder {path}")
     if not path.exists():
@@ -89,11 +89,11 @@ def check_input(name: str, path: Path) -> None:
 
 
 PROBED = PathUse(check=check_directory)
-"""A directory to look at."""
+"""A directory to measure."""
 SPILLS = PathUse(check=check_spill)
-"""A directory to spill to."""
+"""A directory to offload to."""
 FOLDER = PathUse(check=check_folder)
-"""A folder for results, made where it is missing."""
+"""A folder for results, created if it is missing."""
 OUTPUT = PathUse(check=check_output)
 """A file for results."""
 INPUT = PathUse(check=check_input)

@@ -1,4 +1,4 @@
-"""`penstock plan`: what budgets cost a step, before it is trained."""
+"""`penstock plan`: the cost of budgets for a step, before it is trained."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,28 +24,28 @@ _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTable:
-    """The curve of time over bytes for one step."""
+    """The plans for one step, over a range of budgets."""
 
     problem: remat.RematProblem
-    """The step."""
+    """The recorded step."""
     budgets_bytes: tuple[int, ...]
-    """Ascending."""
+    """Budgets, ascending."""
     plans: tuple[remat.RematPlan | None, ...]
-    """One per budget; ``None`` where none fits."""
+    """One plan per budget; ``None`` if the budget cannot be met."""
     smallest_bytes: int
     """The smallest budget that works."""
     method: remat.Method
-    """What the plans may use."""
+    """Techniques that the plans may use."""
     machine: Machine | None
-    """Whose times they have; ``None`` for measured ones."""
+    """The machine whose times the plans use; ``None`` if times were measured."""
     asked_bytes: tuple[int, ...]
-    """Budgets that were asked for."""
+    """Budgets that the user asked for."""
     max_batches: dict[int, int]
-    """The largest batch per budget that was asked for, where the factory takes a batch."""
+    """The largest batch per budget that the user asked for, if the factory takes a batch."""
 
 
 def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Path | None, steps: Steps) -> Answer:
-    """`penstock plan`, with ``disk``, ``host`` and ``method`` of `remat.optimize`; a refused budget is exit code 3."""
+    """Run `penstock plan`, with options of `remat.optimize`. The exit code is 3 if a budget cannot be met."""
     found = make(target, budgets, options, steps)
     files = []
     if out is not None:
@@ -66,7 +66,7 @@ def answer(target: str, budgets: list[int], options: Mapping[str, Any], out: Pat
 
 
 def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Steps) -> PlanTable:
-    """Captures, profiles and plans the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
+    """Capture, profile and plan the step that ``target`` (``file.py:factory`` or ``module:factory``) makes."""
     factory = function_of(target, "makes the step", "() returns (step, example_inputs[, optimizer])")
     step, inputs, optimizer = _step_of(target, factory)
     options = {**options, "optimizer": optimizer}
@@ -98,7 +98,7 @@ def make(target: str, budgets: list[int], options: Mapping[str, Any], steps: Ste
 
 
 def show(found: PlanTable, console: Console) -> None:
-    """Prints the table."""
+    """Print the table."""
     table = Table(
         Column("budget", no_wrap=True), Column("peak", no_wrap=True), "extra time", "share", "swapped", "again", "batch"
     )
@@ -131,7 +131,10 @@ def show(found: PlanTable, console: Console) -> None:
 
 
 def write(found: PlanTable, out: Path) -> list[Path]:
-    """Writes the problem, the curve, and the memory of a plan: for the first budget asked for, or the tightest."""
+    """Write the problem, the curve, and a picture of a plan's memory.
+
+    The plan is that for the first requested budget that can be met, or else the tightest one.
+    """
     out.mkdir(parents=True, exist_ok=True)
     files = [out / "problem.json", out / "pareto.png", out / "memory.png"]
     found.problem.save(files[0])
@@ -159,7 +162,7 @@ def write(found: PlanTable, out: Path) -> list[Path]:
 
 
 def as_data(found: PlanTable) -> dict[str, object]:
-    """The table for JSON."""
+    """Return the table for JSON."""
     rows = [
         {"budget_bytes": budget, "is_refused": True, "max_batch": found.max_batches.get(budget)}
         if plan is None
@@ -184,7 +187,7 @@ def _points(plans: Sequence[remat.RematPlan | None]) -> list[tuple[int, float]]:
 
 
 def _step_of(target: str, factory: Callable[..., Any], **parameters: int) -> tuple[Any, Sequence[Any], Any]:
-    """What the factory makes. Raises ``PenstockError`` where it is no step with its inputs."""
+    """Return what the factory makes. Raises ``PenstockError`` unless it is a step with its inputs."""
     made = called(target, factory, **parameters)
     if isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], list | tuple):
         optimizer = made[2] if len(made) == 3 else None

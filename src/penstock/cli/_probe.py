@@ -1,4 +1,4 @@
-"""`penstock probe`: what this machine has and can do."""
+"""`penstock probe`: the devices, tiers, bandwidths and features of this machine."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +13,7 @@ from penstock.units import format_bytes, format_rate
 
 
 def probe(disk: Path, refresh: bool, steps: Steps) -> Answer:
-    """Looks at the machine, with ``disk`` as the place to spill."""
+    """Measure the machine, with ``disk`` as the directory to offload to."""
     steps.phase(f"measuring bandwidths of {disk}")
     report = machine(disk, refresh=refresh, progress=steps.advance)
     software = provenance()

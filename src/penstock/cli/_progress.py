@@ -1,6 +1,6 @@
-"""What a command is doing, on standard error: phases, and the time left where it can be known.
+"""Progress of a command on standard error: its phases, and the time left if it can be estimated.
 
-On a terminal one line that is drawn again; elsewhere, and with ``--json``, a line every half minute, if there is news.
+On a terminal, one line is redrawn; elsewhere, and with ``--json``, a line appears every half minute if there is news.
 """
 
 import sys
@@ -14,16 +14,16 @@ from rich.text import Text
 from penstock.units import format_duration
 
 _QUIET_S = 30.0
-"""Without a terminal, progress is told so rarely; what takes less says nothing."""
+"""Seconds between lines without a terminal; shorter phases print nothing."""
 
 
 class Steps:
-    """The phases of one command. A context manager, so that the terminal is left as it was."""
+    """The phases of one command. A context manager, which restores the terminal."""
 
     def __init__(self, *, is_wanted: bool = False, console: Console | None = None):
         console = console or Console(stderr=True)
         self.is_wanted = is_wanted
-        """Whether a command tells its story while it runs."""
+        """Whether the command prints its story while it runs."""
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._console = console
@@ -40,7 +40,7 @@ class Steps:
             )
 
     def phase(self, what: str, total: int | None = None) -> None:
-        """Begins the next phase: ``what`` in a few words, of ``total`` parts if that is known."""
+        """Begin the next phase: ``what`` in a few words, with ``total`` parts if that is known."""
         if self._progress is None:
             self._what, self._start_s = what, time.monotonic()
             self._say(what)
@@ -51,7 +51,7 @@ class Steps:
         self._task = self._progress.add_task(what, total=total)
 
     def advance(self, done: int, total: int) -> None:
-        """``done`` of the ``total`` parts of this phase are done."""
+        """Report that ``done`` of the ``total`` parts of this phase are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, total=total)
         elif self._progress is None and 0 < done < total:
@@ -64,7 +64,7 @@ class Steps:
             self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def end(self) -> None:
-        """Clears the line: what is printed next stands alone."""
+        """Clear the line, so that later output stands alone."""
         if self._progress is not None:
             self._progress.stop()
 
@@ -78,7 +78,7 @@ class Steps:
 
 
 class _Left(ProgressColumn):
-    """``"3 of 9, 12.0 s left"``; the time so far where nobody knows how much there is."""
+    """A column such as ``"3 of 9, 12.0 s left"``, or the time so far if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         if task.total is None:

@@ -1,4 +1,4 @@
-"""`penstock report`: one page of what happened in runs."""
+"""`penstock report`: one page about runs."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from penstock.errors import PenstockError
 
 
 def answer(folders: list[Path], out: Path, title: str | None, rated_bytes: int | None, steps: Steps) -> Answer:
-    """Writes the page. Raises ``PenstockError`` for a folder that is none, and what `write_html` raises."""
+    """Write the page. Raises ``PenstockError`` if a path is not a folder, and the errors of `write_html`."""
     for folder in folders:
         if not folder.is_dir():
             raise PenstockError(

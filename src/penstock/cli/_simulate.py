@@ -1,4 +1,4 @@
-"""`penstock fleet simulate`: how long jobs of known costs would take on devices that need not exist."""
+"""`penstock fleet simulate`: the time that jobs of known costs would take on devices that need not exist."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ SCHEDULERS: tuple[fleet.SchedulerName, ...] = get_args(fleet.SchedulerName)
 
 
 def _to_rate(given: object) -> object:
-    """``"8GB/s"`` as ``"8GB"``."""
+    """Parse a rate such as ``"8GB/s"`` to bytes per second."""
     return to_bytes(given.removesuffix("/s") if isinstance(given, str) else given)
 
 
@@ -31,71 +31,71 @@ Copies = Annotated[int, Field(ge=1)]
 
 
 class ShardSettings(Strict):
-    """A `penstock.fleet.ShardCost`, or several alike."""
+    """A `penstock.fleet.ShardCost`, or several identical ones."""
 
     copies: Copies = 1
-    """So many in a row."""
+    """Number of identical shards in a row."""
     forward_s: Seconds
-    """One mini-batch, on a device of speed 1."""
+    """Seconds of forward for one mini-batch on a device of speed 1."""
     backward_s: Seconds
-    """Recomputation not included."""
+    """Seconds of backward, without recomputation."""
     step_s: Seconds = 0.0
-    """The optimizer's step."""
+    """Seconds of the optimizer's step."""
     parameter_bytes: Bytes = 0
-    """Parameters."""
+    """Bytes of the parameters."""
     state_bytes: Bytes = 0
-    """The optimizer's state."""
+    """Bytes of the optimizer's state."""
     boundary_bytes: Bytes = 0
-    """What it hands to the next."""
+    """Bytes that the shard passes to the next one."""
     activation_bytes: Bytes = 0
-    """What forward saves for backward."""
+    """Bytes that forward saves for backward."""
     recomputes: bool = False
     """Whether backward runs forward again."""
 
 
 class JobSettings(Strict):
-    """A `penstock.fleet.JobCost`, or several alike."""
+    """A `penstock.fleet.JobCost`, or several identical ones."""
 
     name: str
-    """Copies are called ``"name 0"``, ``"name 1"``."""
+    """Name of the job; copies are called ``"name 0"``, ``"name 1"``."""
     copies: Copies = 1
-    """So many jobs."""
+    """Number of identical jobs."""
     num_steps: int = Field(ge=1)
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     accumulate: int = Field(default=1, ge=1)
-    """Mini-batches of a step."""
+    """Mini-batches per step."""
     clips: bool = False
     """Whether the optimizer waits for the norm of all gradients."""
     arrival_s: Seconds = 0.0
-    """When it may begin."""
+    """Time at which the job may begin."""
     shards: list[ShardSettings] = Field(min_length=1)
-    """In the order of forward."""
+    """Shards, in the order of forward."""
 
 
 class DeviceSettings(Strict):
-    """A `penstock.fleet.DeviceCost`, or several alike."""
+    """A `penstock.fleet.DeviceCost`, or several identical ones."""
 
     name: str
-    """Copies are called ``"name:0"``, ``"name:1"``."""
+    """Name of the device; copies are called ``"name:0"``, ``"name:1"``."""
     copies: Copies = 1
-    """So many devices."""
+    """Number of identical devices."""
     speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Units take their seconds over it."""
+    """Speed of the device: a unit takes its seconds divided by it."""
     budget_bytes: Bytes | None = None
-    """What units may take; none: enough."""
+    """Bytes that units may use; none: no limit."""
     in_bandwidth_bytes_per_s: Rate | None = None
-    """From host memory, such as ``25GB/s``; none: it takes no time."""
+    """Rate of copies from host memory, such as ``25GB/s``; none: copies take no time."""
     out_bandwidth_bytes_per_s: Rate | None = None
-    """To host memory."""
+    """Rate of copies to host memory; none: copies take no time."""
 
 
 class ProblemSettings(Strict):
-    """The file: a `penstock.fleet.FleetProblem`."""
+    """The content of the file: a `penstock.fleet.FleetProblem`."""
 
     jobs: list[JobSettings] = Field(min_length=1)
-    """In the order in which they come."""
+    """Jobs, in the order in which they are submitted."""
     devices: list[DeviceSettings] = Field(min_length=1)
-    """That they share."""
+    """Devices that the jobs share."""
 
     @model_validator(mode="after")
     def _has_own_names(self) -> Self:
@@ -106,7 +106,7 @@ class ProblemSettings(Strict):
         return self
 
     def problem(self) -> fleet.FleetProblem:
-        """To simulate. Raises ``BudgetError`` where no device takes a job."""
+        """Return the problem to simulate. Raises ``BudgetError`` if no device can take a job."""
         jobs = [job for one in self.jobs for job in _jobs_of(one)]
         devices = [device for one in self.devices for device in _devices_of(one)]
         return fleet.FleetProblem(jobs=tuple(jobs), devices=tuple(devices))
@@ -117,16 +117,16 @@ class Comparison:
     """One problem under every scheduler."""
 
     problem: fleet.FleetProblem = field(repr=False)
-    """Jobs and devices."""
+    """The jobs and devices."""
     schedules: Mapping[fleet.SchedulerName, fleet.Schedule] = field(repr=False)
-    """Per scheduler."""
+    """A schedule per scheduler."""
     lower_bound_s: float
-    """What no schedule beats."""
+    """Seconds that no schedule can beat."""
     model_parallel_s: float
-    """One job after the other over all devices."""
+    """Seconds if jobs run one after the other, each over all devices."""
 
     def table(self) -> Table:
-        """For ``rich``."""
+        """Return the comparison as a table for ``rich``."""
         table = Table(
             Column("scheduler", no_wrap=True), "ends after", "over the bound", "devices compute", "stall", "copied in"
         )
@@ -146,7 +146,7 @@ class Comparison:
         return table
 
     def as_data(self) -> dict[str, object]:
-        """The table for JSON."""
+        """Return the table for JSON."""
         schedules = {
             name: {
                 "makespan_s": one.makespan_s,
@@ -163,7 +163,7 @@ class Comparison:
         return {"schedulers": schedules, **bounds}
 
     def draw(self, path: Path, scheduler: fleet.SchedulerName) -> None:
-        """Which job was on which device when."""
+        """Draw which job was on which device when."""
         rows: dict[str, list[tuple[float, float, str]]] = {one.name: [] for one in self.problem.devices}
         for unit in self.schedules[scheduler].units:
             device, job = self.problem.devices[unit.device].name, self.problem.jobs[unit.job].name
@@ -175,7 +175,7 @@ class Comparison:
 
 
 def answer(path: Path, scheduler: fleet.SchedulerName, picture: Path | None, steps: Steps) -> Answer:
-    """`penstock fleet simulate`; ``scheduler`` is the one that ``picture`` shows."""
+    """Run `penstock fleet simulate`; ``picture`` shows the schedule of ``scheduler``."""
     found = compare(path, None if picture is None else scheduler, steps)
     if picture is not None:
         steps.phase(f"drawing {picture}")
@@ -184,7 +184,7 @@ def answer(path: Path, scheduler: fleet.SchedulerName, picture: Path | None, ste
 
 
 def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> Comparison:
-    """Simulates the problem in a file under every scheduler; ``recorded``: the one whose units are kept to be drawn.
+    """Simulate the problem in a file under every scheduler, and keep the units of ``recorded`` for a picture.
 
     Raises ``OSError``, and ``ValueError`` with file, line and key of what is wrong.
     """
@@ -193,7 +193,7 @@ def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> C
     try:
         problem = settings.problem()
     except ValueError as error:
-        raise type(error)(document.error(("jobs",), str(error))) from None  # a budget stays one
+        raise type(error)(document.error(("jobs",), str(error))) from None  # a BudgetError stays a BudgetError
     steps.phase("simulating schedulers", len(SCHEDULERS))
     schedules = {}
     for number, name in enumerate(SCHEDULERS, 1):
@@ -208,7 +208,7 @@ def compare(path: Path, recorded: fleet.SchedulerName | None, steps: Steps) -> C
 
 
 def show(found: Comparison, console: Console) -> None:
-    """Prints the table."""
+    """Print the table."""
     console.print(found.table())
     units = sum(job.num_units for job in found.problem.jobs)
     console.print(f"{len(found.problem.jobs)} jobs of {units} units in all, {len(found.problem.devices)} devices.")

@@ -1,4 +1,4 @@
-"""The file of `penstock fleet run`: the function that makes jobs, their parameters, and the fleet that trains them."""
+"""The file of `penstock fleet run`: the function that makes jobs, their parameters, and settings of the fleet."""
 
 import abc
 import itertools
@@ -25,7 +25,7 @@ Bytes = Annotated[int, BeforeValidator(to_bytes)]
 
 
 def _unlike(values: list[Any]) -> list[Any]:
-    """Refuses to train one thing twice."""
+    """Raise ``ValueError`` for values that occur more than once."""
     for text, count in Counter(json.dumps(one, sort_keys=True) for one in values).items():
         if count > 1:
             raise ValueError(f"{text} stands there {count} times")
@@ -33,7 +33,7 @@ def _unlike(values: list[Any]) -> list[Any]:
 
 
 def _directories(given: object) -> object:
-    """One directory, or several, as directories with limits."""
+    """Return one directory, or a list of them, as a mapping of directories to limits."""
     if isinstance(given, str):
         return {given: None}
     return dict.fromkeys(given) if isinstance(given, list) and all(isinstance(one, str) for one in given) else given
@@ -46,14 +46,14 @@ def _device(name: str) -> str:
 
 
 class DeviceSettings(Strict):
-    """A device: its name alone, or a mapping."""
+    """A device; in the file, a name or a mapping."""
 
     name: Annotated[str, AfterValidator(_device)]
     """``cpu`` or ``cuda:0``."""
     budget: Bytes | None = None
-    """Bytes; none: that of the fleet."""
+    """Budget in bytes; none: the fleet's."""
     threads: int | None = Field(default=None, ge=1)
-    """Of a CPU device; none: an equal share."""
+    """Threads of a CPU device; none: an equal share."""
 
 
 class FleetSettings(Strict):
@@ -68,32 +68,32 @@ class FleetSettings(Strict):
         ]
         | None
     ) = None
-    """None: all GPUs, else one CPU device."""
+    """Devices to train on; none: all GPUs, or one CPU device if there are none."""
     budget: Bytes | None = None
-    """Bytes of true peak per device; none: what is free."""
+    """Limit on peak bytes per device; none: the free memory."""
     host_budget: Bytes | None = None
-    """Bytes of main memory for what is not on a device."""
+    """Limit on bytes of host memory for what is not on a device."""
     disk: Annotated[dict[str, Bytes | None], BeforeValidator(_directories)] | None = None
-    """A directory, a list of them, or directories with the bytes that each may take."""
+    """Directories to offload to: one, a list, or a mapping to the bytes that each may hold."""
     run_dir: str | None = None
-    """Folder of checkpoints, metrics and state; none: a temporary one."""
+    """Folder for checkpoints, metrics and state; none: a temporary one."""
     scheduler: SchedulerName = "fair"
-    """Which job a device takes next."""
+    """The rule that chooses the next job for a device."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps between checkpoints of a job; none: ten minutes."""
+    """Steps between checkpoints of a job; none: a checkpoint every ten minutes."""
     keep: int = Field(default=1, ge=1)
-    """Checkpoints kept per job."""
+    """Number of checkpoints kept per job."""
     verify: bool = False
-    """Whether every fetch from disk is checked, and the memory of every unit measured, one at a time."""
+    """Whether to check every fetch from disk and measure the memory of every unit, with one unit at a time."""
 
     def options(self) -> dict[str, Any]:
-        """For `penstock.fleet.Fleet`."""
+        """Return the keyword arguments for `penstock.fleet.Fleet`."""
         given = {key: getattr(self, key) for key in type(self).model_fields if key != "devices"}
         devices = None if self.devices is None else [Device(**one.model_dump()) for one in self.devices]
         return {"devices": devices, **given}
 
     def overridden(self, **given: str | list[str] | None) -> "FleetSettings":
-        """With what the command line gave. Raises `Misuse` that names the option."""
+        """Return the settings with the options of the command line. Raises `Misuse`, which names the wrong option."""
         changes = {key: value for key, value in given.items() if value is not None}
         try:
             checked = FleetSettings.model_validate(changes)
@@ -108,42 +108,42 @@ class FleetSettings(Strict):
 
 
 class Sweep(Strict):
-    """What all sweeps have."""
+    """The keys that all kinds of sweeps share."""
 
     job: str
     """``file.py:function``, relative to the sweep's file, or ``package.module:function``; it returns a job."""
     fleet: FleetSettings = FleetSettings()
-    """The fleet that trains them."""
+    """Settings of the fleet that trains the jobs."""
 
     @abc.abstractmethod
     def points(self) -> list[Parameters]:
-        """The parameters of each job."""
+        """Return the parameters of each job."""
 
 
 class GridSweep(Sweep):
-    """All combinations; the last parameter changes fastest."""
+    """A sweep over all combinations; the last parameter changes fastest."""
 
     search: Literal["grid"] = "grid"
-    """The kind."""
+    """The kind of sweep."""
     parameters: dict[str, Annotated[list[JsonValue], Field(min_length=1), AfterValidator(_unlike)]] = {}
-    """Values of each."""
+    """The values of each parameter."""
 
     def points(self) -> list[Parameters]:
-        """Their product."""
+        """Return all combinations of the values."""
         return [
             dict(zip(self.parameters, values, strict=True)) for values in itertools.product(*self.parameters.values())
         ]
 
 
 class Drawn(Strict):
-    """How a parameter is drawn: ``{low: 1e-5, high: 1e-3, log: true}`` or ``{choices: [4, 8]}``."""
+    """The distribution of a parameter: ``{low: 1e-5, high: 1e-3, log: true}`` or ``{choices: [4, 8]}``."""
 
     low: float | None = Field(default=None, allow_inf_nan=False)
     """The smallest value."""
     high: float | None = Field(default=None, allow_inf_nan=False)
     """The largest value."""
     log: bool = False
-    """Whether each factor is as likely as any other, instead of each difference."""
+    """Whether the logarithm of the value, rather than the value, is uniformly distributed."""
     integer: bool = False
     """Whether values are rounded to whole numbers."""
     choices: list[JsonValue] | None = Field(default=None, min_length=1)
@@ -162,7 +162,7 @@ class Drawn(Strict):
         return self
 
     def draw(self, source: random.Random) -> JsonValue:
-        """A value, to six digits."""
+        """Draw a value, rounded to six significant digits."""
         if self.choices is not None:
             return source.choice(self.choices)
         assert self.low is not None and self.high is not None
@@ -175,19 +175,19 @@ class Drawn(Strict):
 
 
 class RandomSweep(Sweep):
-    """Parameters drawn independently; the same for the same seed, and no job twice."""
+    """A sweep with parameters drawn independently. The same seed gives the same jobs, and no job occurs twice."""
 
     search: Literal["random"]
-    """The kind."""
+    """The kind of sweep."""
     parameters: dict[str, Drawn] = Field(min_length=1)
-    """How each is drawn."""
+    """The distribution of each parameter."""
     num_jobs: int = Field(ge=1, le=_MOST_JOBS)
-    """How many jobs."""
+    """Number of jobs."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def points(self) -> list[Parameters]:
-        """``num_jobs`` of them."""
+        """Draw parameters for up to ``num_jobs`` different jobs."""
         source, found = random.Random(self.seed), dict[str, Parameters]()
         for _ in range(self.num_jobs * _TRIES):
             point = {name: one.draw(source) for name, one in self.parameters.items()}
@@ -198,15 +198,15 @@ class RandomSweep(Sweep):
 
 
 class ListSweep(Sweep):
-    """Jobs one by one."""
+    """A sweep that lists the parameters of each job."""
 
     search: Literal["list"]
-    """The kind."""
+    """The kind of sweep."""
     jobs: Annotated[list[Parameters], Field(min_length=1), AfterValidator(_unlike)]
     """The parameters of each."""
 
     def points(self) -> list[Parameters]:
-        """As they stand there."""
+        """Return the parameters as listed."""
         return self.jobs
 
 
@@ -218,20 +218,20 @@ class SweepFile:
     """A sweep that was read and checked."""
 
     document: Document
-    """The file, for errors that name a line."""
+    """The file, for errors with line numbers."""
     sweep: Sweep
-    """What it says."""
+    """Its content."""
     points: Sequence[Parameters]
     """The parameters of each job."""
 
     def error_at(self, at: int, name: str | None, message: str) -> ValueError:
-        """What is wrong with the parameter ``name`` of the job at place ``at``, or with all of them."""
+        """Return an error about the parameter ``name`` of the job with index ``at``, or about the whole job."""
         keys: tuple[str | int, ...] = ("jobs", at) if isinstance(self.sweep, ListSweep) else ("parameters",)
         return self.document.error(keys if name is None else (*keys, name), message)
 
 
 def read_sweep(path: Path) -> SweepFile:
-    """Reads a sweep. Raises ``OSError``, and ``ValueError`` with file, line and key of what is wrong."""
+    """Read a sweep. Raises ``OSError``, and ``ValueError`` with the file, line and key of the fault."""
     document = read(path)
     kind = document.data.get("search", "grid") if isinstance(document.data, dict) else "grid"
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: its function called with the parameters of each, and a name of its own for each."""
+"""The jobs of a sweep: calls its function with the parameters of each job, and gives each a unique name."""
 
 import re
 from collections import Counter
@@ -16,27 +16,27 @@ _MOST_CHARACTERS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobMaker:
-    """The sweep's function; errors in it become one line that says where."""
+    """The sweep's function; an error in it becomes one line that says where it happened."""
 
     function: Callable[..., Any]
-    """From parameters to a job."""
+    """The user's function, from parameters to a job."""
     path: str
-    """Where it is, the same from any directory."""
+    """The location of the function, independent of the current directory."""
 
     def __call__(self, **parameters: Any) -> Job:  # any: JSON
-        """A job. Raises ``PenstockError`` where the function raises or returns something else."""
+        """Make a job. Raises ``PenstockError`` if the function raises or returns something else."""
         job = called(self.path, self.function, **parameters)
         if not isinstance(job, Job):
             raise PenstockError(f"{self.path} returns a penstock.fleet.Job, not {type(job).__name__} {job!r}")
         return job
 
     def source(self, parameters: Parameters) -> JobSource:
-        """How a job was made, for clones."""
+        """Return how the job was made, for clones."""
         return JobSource(make=self, path=self.path, parameters=parameters)
 
 
 def maker_of(file: SweepFile) -> JobMaker:
-    """The function that makes jobs. Raises ``ValueError`` where there is none, or it takes other parameters."""
+    """Return the function that makes jobs. Raises ``ValueError`` if it does not exist or takes other parameters."""
     target, folder = file.sweep.job, file.document.path.parent
     try:
         function = function_of(target, "makes jobs", "(**parameters) returns a penstock.fleet.Job", folder)
@@ -48,13 +48,13 @@ def maker_of(file: SweepFile) -> JobMaker:
 
 
 def make_jobs(file: SweepFile, make: JobMaker) -> list[tuple[Job, JobSource]]:
-    """The jobs of a sweep with names of their own. Raises ``PenstockError`` where one cannot be made."""
+    """Make the jobs of a sweep, with unique names. Raises ``PenstockError`` if one cannot be made."""
     jobs = with_own_names([make(**point) for point in file.points], file.points)
     return [(job, make.source(point)) for job, point in zip(jobs, file.points, strict=True)]
 
 
 def with_own_names(jobs: Sequence[Job], points: Sequence[Parameters]) -> list[Job]:
-    """The jobs; those whose name is another's too get their parameters behind it: ``"gpt lr=0.0001,batch=4"``."""
+    """Return the jobs with unique names; equal names get their parameters appended: ``"gpt lr=0.0001,batch=4"``."""
     counts, taken, named = Counter(job.name for job in jobs), set[str](), []
     for job, point in zip(jobs, points, strict=True):
         name = job.name if counts[job.name] == 1 else f"{job.name} {_label(point)}".strip(" .")
@@ -66,7 +66,7 @@ def with_own_names(jobs: Sequence[Job], points: Sequence[Parameters]) -> list[Jo
 
 
 def _label(point: Parameters) -> str:
-    """``lr=0.0001,batch=4``, of characters that a job's name may have."""
+    """Return a label such as ``lr=0.0001,batch=4``, with characters that a job's name may have."""
     text = ",".join(f"{key}={value}" for key, value in point.items())
     return re.sub(r"[^a-zA-Z0-9._=+, -]+", "-", text)[:_MOST_CHARACTERS]
 

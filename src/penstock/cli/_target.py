@@ -1,4 +1,4 @@
-"""Functions by where they are: ``file.py:function`` or ``package.module:function``."""
+"""Loading of user functions by location: ``file.py:function`` or ``package.module:function``."""
 
 import importlib
 import importlib.util
@@ -17,10 +17,10 @@ _NOWHERE = Path()
 
 
 def function_of(target: str, what: str, returns: str, folder: Path = _NOWHERE) -> Callable[..., Any]:
-    """The function that ``target`` names; a relative file lies in ``folder``.
+    """Return the function that ``target`` names; a relative path of a file starts at ``folder``.
 
-    ``what`` and ``returns`` say in an error what the function is for: ``"makes the step"``, ``"() returns a step"``.
-    What lies beside the file, or for a module in the current directory, can be imported, as with ``python file.py``.
+    ``what`` and ``returns`` describe the function in errors: ``"makes the step"``, ``"() returns a step"``. The file
+    can import modules next to it, as with ``python file.py``; a module can import from the current directory.
     """
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
@@ -36,7 +36,7 @@ def function_of(target: str, what: str, returns: str, folder: Path = _NOWHERE) -
 
 
 def called(target: str, function: Callable[..., Any], **parameters: Any) -> Any:  # any: a user's function
-    """What ``function`` returns. What it raises becomes a ``PenstockError`` that says where; ours stay."""
+    """Call ``function``. Its exceptions become a ``PenstockError`` that says where; ours are raised unchanged."""
     _, why = misfit_of(function, parameters)
     if why:
         raise PenstockError(f"{target} {why}")
@@ -46,7 +46,7 @@ def called(target: str, function: Callable[..., Any], **parameters: Any) -> Any:
 
 
 def misfit_of(function: Callable[..., Any], parameters: Iterable[str]) -> tuple[str | None, str]:
-    """Why ``function`` cannot be called with ``parameters``, and which of them it does not know; empty if it can be."""
+    """Return the parameter that ``function`` does not know, and why it cannot be called; ``(None, "")`` if it can."""
     try:
         takes = inspect.signature(function)
     except (TypeError, ValueError):  # built in
@@ -66,7 +66,7 @@ def misfit_of(function: Callable[..., Any], parameters: Iterable[str]) -> tuple[
 
 
 def shown_kind(value: object) -> str:
-    """``"a tuple of 3 (Linear, Tensor, int)"``, for what a function returns instead of what it should."""
+    """Describe a wrong return value in an error, such as ``"a tuple of 3 (Linear, Tensor, int)"``."""
     if isinstance(value, tuple | list):
         kinds = ", ".join(type(one).__name__ for one in value[:4]) + (", ..." if len(value) > 4 else "")
         return f"a {type(value).__name__} of {len(value)} ({kinds})"

@@ -1,4 +1,4 @@
-"""A GPT that trains by one of four methods: what `penstock demo` and `penstock bench` compare."""
+"""A GPT that trains by one of several methods, which `penstock demo` and `penstock bench` compare."""
 
 import contextlib
 import functools
@@ -17,9 +17,9 @@ from penstock.probe import PeakReport, peak_bytes
 from penstock.testing import GPT
 
 METHODS = ("plain", "checkpoint", "offload", "remat")
-"""Those that keep a budget on what comes on top of parameters, gradients and optimizer state."""
+"""Methods that keep parameters, gradients and optimizer state on the device; a budget is for what comes on top."""
 WHOLE = "training"
-"""The one that keeps a budget on everything."""
+"""The method whose budget covers everything, including parameters, gradients and optimizer state."""
 NUM_HEADS = 8
 _RATE = 3e-4
 
@@ -28,20 +28,20 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Of the model and of what it is trained on."""
+    """Sizes of the model and of its batches."""
 
     num_layers: int
-    """Blocks."""
+    """Number of blocks."""
     width: int
-    """Of a block; a multiple of 8, since there are 8 heads."""
+    """Width of a block; a multiple of 8, since there are 8 heads."""
     length: int
-    """Tokens of a sample, which are bytes."""
+    """Tokens per sample; a token is a byte."""
     batch: int
-    """Samples of a step."""
+    """Samples per step."""
 
 
 class Trainer:
-    """The model with its optimizer, AdamW; ``options`` are those of `offload.activations` or `offload.training`."""
+    """A model with its AdamW optimizer; ``options`` are those of `offload.activations` or `offload.training`."""
 
     def __init__(self, method: str, size: Size, *, device: str = "cpu", **options: Any):
         torch.manual_seed(0)
@@ -69,21 +69,21 @@ class Trainer:
         ).to(self.device)
 
     def plan(self, budget: int | None, *, batch: Sequence[torch.Tensor] | None = None, **given: Any) -> None:
-        """Plans the whole step, as `penstock.remat.optimize` does."""
+        """Plan the whole step with `penstock.remat.optimize`."""
         state = self._generator.get_state()
         inputs = self.batch() if batch is None else batch
         self.planned = remat.optimize(self.model, inputs, budget, optimizer=self.optimizer, **given)
         self._generator.set_state(state)
 
     def batch(self, size: int | None = None, length: int | None = None) -> Batch:
-        """Samples of Python's own standard library, the same for every trainer."""
+        """Return samples of Python's standard library; every trainer gets the same sequence."""
         text, size, length = standard_library(), size or self.size.batch, length or self.size.length
         starts = torch.randint(len(text) - length - 1, (size,), generator=self._generator).tolist()
         rows = torch.stack([text[start : start + length + 1] for start in starts]).long().to(self.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def train(self, batch: Batch) -> float:
-        """One step; returns the loss."""
+        """Train one step and return the loss."""
         with self.training or contextlib.nullcontext():
             self.optimizer.zero_grad(set_to_none=self.training is not None)
             loss = self.forward_and_backward(batch)
@@ -91,7 +91,7 @@ class Trainer:
         return loss
 
     def forward_and_backward(self, batch: Batch) -> float:
-        """Without the optimizer's step."""
+        """Run forward and backward without the optimizer's step, and return the loss."""
         step = self.model if self.planned is None else self.planned
         with self.offloader or contextlib.nullcontext():
             loss: torch.Tensor = step(*batch)
@@ -99,12 +99,12 @@ class Trainer:
         return float(loss.detach())
 
     def peak(self, batch: Batch) -> PeakReport:
-        """Of forward and backward; nothing is trained."""
+        """Measure the peak of forward and backward, without an optimizer step."""
         self.optimizer.zero_grad(set_to_none=False)
         return peak_bytes(lambda: self.forward_and_backward(batch), device=self.device)
 
     def run_tiny_step(self) -> None:
-        """Allocates gradients and optimizer state without training: the learning rate is 0 for it."""
+        """Allocate gradients and optimizer state without training: the learning rate is 0 for this step."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         with self.training or contextlib.nullcontext():
@@ -114,7 +114,7 @@ class Trainer:
             group["lr"] = _RATE
 
     def close(self) -> None:
-        """Gives back what was parked; parameters that are elsewhere stay there."""
+        """Close the offloader and the training; parameters that are not on the device stay where they are."""
         if self.offloader is not None:
             self.offloader.close()
         if self.training is not None:
@@ -127,7 +127,7 @@ def _optimizer(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
 
 @functools.cache
 def standard_library() -> torch.Tensor:
-    """Its sources, as bytes."""
+    """Return the sources of Python's standard library as bytes, dtype ``uint8``, shape ``[length]``."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     sources = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(sources), dtype=torch.uint8)

@@ -1,13 +1,13 @@
-"""What happened, to look at: one HTML page for a run, and single pictures (which need the `report` extra).
+"""Reports of runs: one HTML page, and single pictures (which need the `report` extra).
 
-- `write_html`: a page of everything given, and Perfetto traces beside it; `save` keeps what it needs for later, as
-  `REPORT_FILE` in a folder; `save_asked` keeps what a plan was asked for.
+- `write_html`: a page about everything that you pass, with Perfetto traces next to it; `save` keeps the data for a
+  later page, as `REPORT_FILE` in a folder; `save_asked` keeps the budgets and method that plans were asked for.
 - `curves`: losses of many jobs.
-- `draw_fleet`: what jobs and devices of a fleet did, from its folder, with a Perfetto trace.
+- `draw_fleet`: the jobs and devices of a fleet over time, from its folder, with a Perfetto trace.
 - `gantt`: which job was on which device when.
 - `memory_timeline`: device memory over time, with and without Penstock.
 - `pareto_curve`: extra time against the peak, for plans of several budgets.
-- `plan_timeline`, `plan_marks`: of a remat plan, what `memory_timeline` draws.
+- `plan_timeline`, `plan_marks`: the memory and the marks of a remat plan, for `memory_timeline`.
 - `throughput_curve`: throughput against activation peak, for keep, recompute and offload.
 """
 

@@ -1,6 +1,6 @@
-"""Charts as numbers for the page: where ticks, curves and bars go, in a box of 1000 units that stretches to any width.
+"""The layout of charts: where ticks, curves and bars go, in a box 1000 units wide that stretches to any width.
 
-Labels are HTML beside the box, placed in percent, so that text keeps its size on a phone.
+Labels are HTML next to the box, positioned in percent, so that text keeps its size on a phone.
 """
 
 import math
@@ -14,7 +14,7 @@ from penstock.units import format_bytes, format_duration, format_rate
 
 WIDTH, HEIGHT, ROW_HEIGHT = 1000, 300, 10
 _MOST_KEYS = 16
-"""In a legend."""
+"""The largest number of entries in a legend."""
 _SCALES: dict[str, tuple[tuple[str, float], ...]] = {
     "bytes": (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)),
     "bytes/s": (("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3), ("B/s", 1)),
@@ -33,19 +33,19 @@ class Tick(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """From numbers to percents."""
+    """A linear scale from values to positions in percent."""
 
     low: float
-    """At 0 percent."""
+    """The value at 0 percent."""
     high: float
-    """At 100 percent."""
+    """The value at 100 percent."""
     unit: str
-    """Of the ticks' texts; empty of plain numbers."""
+    """The unit of the tick labels; empty for plain numbers."""
     ticks: tuple[Tick, ...]
-    """At round numbers, ascending."""
+    """Ticks at round numbers, ascending."""
 
     def at(self, value: float, size: float = 100.0) -> float:
-        """Where ``value`` is on an axis of ``size``."""
+        """Return the position of ``value`` on an axis of length ``size``."""
         return round((value - self.low) / (self.high - self.low) * size, 2)
 
 
@@ -57,7 +57,7 @@ class Key(NamedTuple):
 
 
 class Path(NamedTuple):
-    """What SVG draws."""
+    """An SVG path with its colour, title and style."""
 
     colour: str
     shape: str
@@ -76,43 +76,43 @@ class Strip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """All that the template needs of one chart."""
+    """One chart, laid out: everything that the template needs."""
 
     title: str
-    """What it shows."""
+    """The title of the chart."""
     reading: str
-    """How to read it."""
+    """A sentence or two on how to read the chart."""
     alt: str
-    """The same in words, for who does not see it."""
+    """The chart described in words, for readers who cannot see it."""
     x_label: str
-    """With its unit."""
+    """The label of the x axis, with its unit."""
     x: Axis
-    """Across."""
+    """The horizontal axis."""
     y_label: str = ""
-    """With its unit."""
+    """The label of the y axis, with its unit."""
     y: Axis | None = None
-    """Upwards; ``None`` for rows of bars."""
+    """The vertical axis; ``None`` for rows of bars."""
     keys: tuple[Key, ...] = ()
-    """The legend."""
+    """The entries of the legend."""
     num_more_keys: int = 0
-    """Left out of the legend."""
+    """Number of entries left out of the legend."""
     paths: tuple[Path, ...] = ()
-    """In the box of ``WIDTH`` by ``HEIGHT``."""
+    """Paths in the box of ``WIDTH`` by ``HEIGHT``."""
     limit: Tick | None = None
-    """A dashed line: percent from the top, and what it is."""
+    """A dashed line: its distance from the top in percent, and its label."""
     strips: tuple[Strip, ...] = ()
-    """Rows below, each in a box of ``WIDTH`` by ``ROW_HEIGHT``."""
+    """Rows of ticks or bars, each in a box of ``WIDTH`` by ``ROW_HEIGHT``."""
     is_empty: bool = False
     """Whether there is nothing to draw."""
 
 
 def draw(chart: Curves | Bars) -> Drawing:
-    """The chart, laid out."""
+    """Lay out a chart."""
     return _draw_curves(chart) if isinstance(chart, Curves) else _draw_bars(chart)
 
 
 def axis(unit: Unit, low: float, high: float, *, is_wide: bool = False, num_ticks: int = 5) -> Axis:
-    """From ``low`` to ``high``, with ticks at round numbers; ``is_wide`` goes on to the next tick."""
+    """Return an axis from ``low`` to ``high`` with ticks at round numbers; ``is_wide`` extends it to the next tick."""
     if high <= low:
         high = low + (abs(low) or (0.01 if unit == "share" else 1.0))
     largest = max(abs(low), abs(high))
@@ -132,7 +132,7 @@ def axis(unit: Unit, low: float, high: float, *, is_wide: bool = False, num_tick
 
 
 def said(unit: Unit, value: float) -> str:
-    """A number in words."""
+    """Return a number as text, with its unit."""
     formats = {"bytes": format_bytes, "bytes/s": format_rate, "s": format_duration}
     if unit in formats:
         return formats[unit](value)

@@ -1,4 +1,4 @@
-"""Pictures of a run, from the files in its folder: while it goes on or afterwards, from any process."""
+"""Pictures of a fleet's run, from the files in its folder: during the run or afterwards, from any process."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +12,11 @@ from penstock.report._pictures import curves, gantt
 from penstock.tiers import Event, write_trace
 
 _MOST = 1e15
-"""Seconds beyond it are damage."""
+"""Larger numbers are damaged: their line is left out."""
 
 
 class Unit(NamedTuple):
-    """A line of ``units.jsonl``, as ``fleet.UnitRecord`` has it."""
+    """A line of ``units.jsonl``, with fields of ``fleet.UnitRecord``."""
 
     job: str
     kind: str
@@ -30,11 +30,11 @@ class Unit(NamedTuple):
 
 @checked("penstock.report.draw_fleet('runs/1')")
 def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s: float = 60.0) -> list[Path]:
-    """Draws a fleet's run into ``folder`` (by default ``run_dir``) and returns the files.
+    """Draw a fleet's run into ``folder`` (by default ``run_dir``) and return the files.
 
     ``units.png`` shows which job was on which device in the last ``last_s`` seconds, ``losses.png`` every job's losses
     by step, and ``units.trace.json`` is a trace of all units and stalls for ui.perfetto.dev. Raises ``PenstockError``
-    where ``run_dir`` holds no units, or matplotlib is missing.
+    if ``run_dir`` holds no units, or matplotlib is missing.
     """
     if last_s <= 0:
         raise PenstockError(f"the picture of units shows the last {last_s} s, which is nothing; give last_s=60")
@@ -55,14 +55,14 @@ def draw_fleet(run_dir: str | Path, folder: str | Path | None = None, *, last_s:
 
 
 def read_units(run_dir: Path) -> list[Unit]:
-    """All units that ran, in the order in which they were written down."""
+    """Return all units that ran, in the order in which they were recorded."""
     lines = ({"recompute_s": 0.0, **one} for one in _lines(run_dir / "units.jsonl"))
     found = [one for one in lines if _is_unit(one)]
     return [Unit(**{name: one[name] for name in Unit._fields}) for one in found]
 
 
 def read_losses(run_dir: Path) -> dict[str, list[float]]:
-    """Losses of every job, by step."""
+    """Return the losses of every job, by step."""
     return {
         path.parent.name: [float(one["loss"]) for one in _lines(path) if isinstance(one.get("loss"), int | float)]
         for path in sorted((run_dir / "jobs").glob("*/metrics.jsonl"))
@@ -70,7 +70,7 @@ def read_losses(run_dir: Path) -> dict[str, list[float]]:
 
 
 def events_of(units: Iterable[Unit]) -> Iterator[Event]:
-    """Units and their stalls, for a trace."""
+    """Yield units and their stalls as events of a trace."""
     for one in units:
         lane, computes_s = f"device {one.device}", one.start_s + one.stall_s
         what = f"shard {one.shard} of {one.job}"
@@ -91,7 +91,7 @@ def _draw_units(path: Path, units: Sequence[Unit], last_s: float) -> None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
-    """Of a file that may end in the middle of one, or be damaged."""
+    """Yield the JSON objects in a file, without lines that are damaged or cut off."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -103,7 +103,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:  # any: JSON
 
 
 def _is_unit(one: dict[str, Any]) -> bool:  # any: JSON
-    """Whether a line has what pictures show; one that was damaged is left out."""
+    """Whether a line has every field that pictures show; damaged lines are left out."""
     kinds = {"job": str, "kind": str, "shard": int, "device": int}
     return all(isinstance(one.get(key), kinds.get(key, int | float)) for key in Unit._fields) and all(
         abs(one[key]) < _MOST for key in Unit._fields if kinds.get(key) is not str

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing beside it, and traces for Perfetto."""
+"""The report of a run: one self-contained HTML file, and traces for Perfetto."""
 
 from datetime import datetime
 from pathlib import Path
@@ -11,23 +11,24 @@ from penstock.units import parse_bytes
 
 @checked("penstock.report.write_html('run.html', offloader)")
 def write_html(path: str | Path, *things: Any, title: str | None = None, rated_bytes: Size | None = None) -> list[Path]:
-    """Writes what ``things`` did as one HTML file, and returns it with the traces beside it (``*.trace.json``).
+    """Write one HTML file that shows what ``things`` did; return its path and those of its traces (``*.trace.json``).
 
-    ``things`` are, in any mix and number: an ``offload.Offloader`` or ``offload.Training``; a ``remat.OptimizedStep``
-    or ``remat.Planned``; a fleet's ``Results`` or its ``run_dir``; ``unified.TieredFeatures``; a ``tiers.Budget``; what
-    ``penstock.advise`` returned; a ``probe.PeakReport``; or the folder of `save` or of ``penstock plan --out``. A
-    ``PeakReport`` taken while an ``Offloader`` in the same call worked shows what moved meanwhile.
+    ``things`` may be, in any mix and number: an ``offload.Offloader`` or ``offload.Training``; a
+    ``remat.OptimizedStep`` or ``remat.Planned``; a fleet's ``Results`` or its ``run_dir``; ``unified.TieredFeatures``;
+    a ``tiers.Budget``; the result of ``penstock.advise``; a ``probe.PeakReport``; or a folder that `save` or
+    ``penstock plan --out`` wrote. A ``PeakReport`` also shows the copies that an ``Offloader`` in the same call made
+    while the peak was measured.
 
-    ``rated_bytes`` is what your SSD is rated to stand in writes (``"600TB"``, its data sheet's TBW), for its projected
-    life. The file loads nothing, from the network or the disk, runs no script, and stays below some 2 MB for a run of
-    any length; everything that was named by a user is text in it.
+    ``rated_bytes`` is the amount of writes that your SSD is rated for (TBW in its data sheet, such as ``"600TB"``); the
+    page projects the life of the SSD from it. The file loads nothing from the network or the disk, runs no script, and
+    stays below about 2 MB for a run of any length. Names that users chose appear in it as text only.
 
-    Raises ``ValueError`` where nothing is given, ``TypeError`` for a thing that has no picture, and ``PenstockError``
-    for a folder that holds none or is damaged.
+    Raises ``ValueError`` if nothing is given, ``TypeError`` for a thing that a report cannot show, and
+    ``PenstockError`` for a folder that holds nothing to report on or is damaged.
     """
     from penstock.report._page import page
     from penstock.report._part import trace_names
-    from penstock.report._parts import parts_of  # which loads every room
+    from penstock.report._parts import parts_of  # loads every room
 
     path = Path(path)
     rated = None if rated_bytes is None else parse_bytes(rated_bytes)
@@ -48,9 +49,10 @@ def write_html(path: str | Path, *things: Any, title: str | None = None, rated_b
 
 @checked("penstock.report.save('run', offloader)")
 def save(folder: str | Path, *things: Any) -> Path:
-    """Writes what a page of ``things`` needs into ``folder`` as JSON, and returns the file.
+    """Write to ``folder``, as JSON, what a page of ``things`` needs, and return the file.
 
-    ``write_html("run.html", folder)`` makes the page, in any process and at any time. Raises as `write_html` does.
+    ``write_html("run.html", folder)`` makes the page from it, in any process and at any time. Raises the same errors
+    as `write_html`.
     """
     from penstock.report import _saved
     from penstock.report._parts import parts_of

@@ -1,7 +1,6 @@
-"""What a page shows: sections of charts and tables, as frozen data that is made once, saved as JSON, and drawn.
+"""The content of a page: sections of charts and tables, as frozen data that is made once, saved as JSON, and drawn.
 
-Whoever fills these in keeps within the bounds below, so that a page of any run stays small; what is loaded is held to
-them too.
+All content stays within the bounds below, so that the page of any run is small. Loading a saved page checks them too.
 """
 
 from dataclasses import dataclass
@@ -10,39 +9,39 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 MOST_POINTS = 1500
-"""Points of a curve, positions of a mark."""
+"""The most points of a curve, and positions of a mark."""
 MOST_BARS = 8000
-"""Bars of a chart, all rows together."""
+"""The most bars of a chart, over all rows."""
 MOST_SERIES = 24
-"""Curves of a chart."""
+"""The most curves of a chart."""
 MOST_ROWS = 64
-"""Rows of bars."""
+"""The most rows of bars in a chart."""
 MOST_LINES = 200
-"""Lines of a table."""
+"""The most lines of a table."""
 MOST_GROUPS = 4000
-"""Kinds of bars in a chart: jobs, as a rule."""
+"""The most groups of bars in a chart; a group is usually a job."""
 MOST_TEXT = 4000
-"""Characters of a text; of code, ten times as many."""
+"""The most characters of a text; code may have ten times as many."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""What can be drawn."""
+"""A number that can be drawn: neither infinite nor NaN."""
 Unit = Literal["bytes", "s", "share", "bytes/s", ""]
-"""What an axis counts."""
+"""The unit of an axis."""
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
-"""Anything to read."""
+"""A text of bounded length."""
 Colour = Literal["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8", "c9", "stall", "muted"]
-"""A colour of the theme: one of ten to tell things apart, or that of waiting, or of what does not matter."""
+"""A colour of the theme: one of ten that tell things apart, one for stalls, or one for what matters less."""
 HUES: tuple[Colour, ...] = ("c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8", "c9")
-"""The ten."""
+"""The ten colours that tell things apart."""
 
 
 def hue(index: int) -> Colour:
-    """The colour of the ``index``-th thing; they come round again."""
+    """Return the colour of the ``index``-th thing; after ten they repeat."""
     return HUES[index % len(HUES)]
 
 
 def clipped(text: str, most: int = 300) -> str:
-    """``text``, with an ellipsis if it is longer than ``most``."""
+    """Return ``text``, cut to ``most`` characters with an ellipsis if it is longer."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -51,13 +50,13 @@ class Series:
     """One curve."""
 
     name: Text
-    """In the legend."""
+    """The name in the legend."""
     points: Annotated[tuple[tuple[Finite, Finite], ...], Field(max_length=MOST_POINTS)]
-    """Ascending in x."""
+    """``(x, y)``, ascending in x."""
     style: Literal["step", "line", "points", "both"] = "line"
     """``"step"``: a value holds until the next; ``"both"``: a line with points on it."""
     colour: Colour = "c0"
-    """Of the curve."""
+    """The colour of the curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +64,13 @@ class Mark:
     """A row of ticks below a chart: when something happened."""
 
     name: Text
-    """In the legend."""
+    """The name in the legend."""
     positions: Annotated[tuple[Finite, ...], Field(max_length=MOST_POINTS)]
-    """On the x axis."""
+    """Positions on the x axis."""
     num_events: int
-    """How many there were before they were thinned."""
+    """Number of events before they were thinned."""
     colour: Colour
-    """Of the ticks."""
+    """The colour of the ticks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,73 +78,73 @@ class Curves:
     """Curves over one axis, with a limit and rows of marks."""
 
     title: Text
-    """What it shows."""
+    """The title of the chart."""
     reading: Text
-    """How to read it, in a sentence."""
+    """A sentence or two on how to read the chart."""
     x_label: Text
-    """What is on the x axis, without its unit."""
+    """The label of the x axis, without its unit."""
     y_label: Text
-    """What is on the y axis, without its unit."""
+    """The label of the y axis, without its unit."""
     series: Annotated[tuple[Series, ...], Field(max_length=MOST_SERIES)]
-    """At least one with points, or the page says that there is nothing to draw."""
+    """The curves. If none has points, the page says that there is nothing to draw."""
     x_unit: Unit = ""
-    """Of the x axis."""
+    """The unit of the x axis."""
     y_unit: Unit = ""
-    """Of the y axis."""
+    """The unit of the y axis."""
     limit: Finite | None = None
-    """A dashed line."""
+    """The y value of a dashed line; ``None`` for no line."""
     limit_label: Text = "limit"
-    """What it is."""
+    """The label of the dashed line."""
     marks: Annotated[tuple[Mark, ...], Field(max_length=8)] = ()
-    """Rows below the axis."""
+    """Rows of ticks below the axis."""
     from_zero: bool = True
     """Whether the y axis begins at 0."""
     kind: Literal["curves"] = "curves"
-    """In JSON."""
+    """The kind of chart, in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A kind of bars."""
+    """A kind of bars: those of one job or one holder, for example."""
 
     name: Text
-    """In the legend, and where the pointer rests on one."""
+    """The name in the legend, and in the tooltip of its bars."""
     colour: Colour
-    """Of its bars."""
+    """The colour of its bars."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Bars beside a name."""
+    """A named row of bars."""
 
     name: Text
-    """Left of the bars."""
+    """The name, to the left of the bars."""
     bars: Annotated[tuple[tuple[Finite, Finite, int], ...], Field(max_length=MOST_BARS)]
-    """Begin, end, and the position of its group."""
+    """Begin, end, and index of the group of each bar."""
     text: Text = ""
-    """More about the row, where the pointer rests on its name."""
+    """More about the row, as the tooltip of its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """Rows of bars over one axis: who had a device when, or what a whole is made of."""
+    """Rows of bars over one axis: which job had a device when, or the parts of a whole."""
 
     title: Text
-    """What it shows."""
+    """The title of the chart."""
     reading: Text
-    """How to read it, in a sentence."""
+    """A sentence or two on how to read the chart."""
     x_label: Text
-    """What is on the x axis, without its unit."""
+    """The label of the x axis, without its unit."""
     groups: Annotated[tuple[Group, ...], Field(max_length=MOST_GROUPS)]
-    """Kinds of bars."""
+    """The groups to which bars belong."""
     rows: Annotated[tuple[Row, ...], Field(max_length=MOST_ROWS)]
-    """From the top."""
+    """The rows, from the top."""
     x_unit: Unit = "s"
-    """Of the x axis."""
+    """The unit of the x axis."""
     end: Finite | None = None
-    """Where the axis ends, at least."""
+    """The smallest value at which the axis may end; ``None``: the last bar's end."""
     kind: Literal["bars"] = "bars"
-    """In JSON."""
+    """The kind of chart, in JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,80 +152,80 @@ class Table:
     """Lines of text and numbers."""
 
     title: Text
-    """What it shows."""
+    """The title of the table."""
     columns: Annotated[tuple[Text, ...], Field(max_length=16)]
     """Headings; the first column names the line."""
     lines: Annotated[tuple[tuple[Text, ...], ...], Field(max_length=MOST_LINES)]
-    """As long as ``columns``, each."""
+    """The lines; each is as long as ``columns``."""
     note: Text = ""
-    """How to read it, or what was left out."""
+    """A note on how to read the table, or on what was left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """Something to paste."""
+    """Code to paste."""
 
     title: Text
-    """What it is."""
+    """The title of the code."""
     text: Annotated[str, Field(max_length=10 * MOST_TEXT)]
     """The code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wear:
-    """What was written to disks."""
+    """Bytes written to disks, from which the life of an SSD is projected."""
 
     written_bytes: int
-    """In ``duration_s``."""
+    """Bytes written in ``duration_s``."""
     duration_s: Finite
-    """Seconds in which it was written."""
+    """Seconds in which they were written."""
     capacity_bytes: int | None
-    """Of the disks; ``None`` where unknown."""
+    """Capacity of the disks; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """A section's line in the summary; ``None`` where a number is not known, or means nothing."""
+    """A section's line in the summary; a number is ``None`` if it is unknown or does not apply."""
 
     what: Text
-    """What ran."""
+    """The name of the run."""
     peak_bytes: int | None = None
-    """On the device."""
+    """The peak on the device."""
     is_peak_predicted: bool = False
-    """Whether a plan says so, rather than a measurement."""
+    """Whether the peak is predicted by a plan rather than measured."""
     budget_bytes: int | None = None
-    """That it had to stay within."""
+    """The budget for the peak."""
     stall_s: Finite | None = None
     """Time the computation waited for copies."""
     stall_share: Finite | None = None
-    """Of the time of the step or the run, 0 to 1."""
+    """Share of the stall in the time of the step or the run, 0 to 1."""
     out_bytes: int | None = None
-    """Copied out of the device."""
+    """Bytes copied out of the device."""
     in_bytes: int | None = None
-    """Copied back."""
+    """Bytes copied back."""
     wear: Wear | None = None
-    """Of the disks."""
+    """Writes to the disks."""
 
 
 Chart = Curves | Bars
-"""What is drawn."""
+"""A chart of either kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """One thing on the page."""
+    """One section of the page: text, charts, tables and code about one thing."""
 
     kind: Literal["offload", "training", "remat", "fleet", "unified", "budget", "advice", "memory"]
-    """What it is of; files beside the page are named so."""
+    """The kind of thing that it shows; the trace next to the page is named after it."""
     title: Text
-    """Of the section."""
+    """The title of the section."""
     text: Text
-    """What it says, in a few sentences."""
+    """A few sentences."""
     headline: Headline
-    """In the summary."""
+    """The line in the summary."""
     charts: Annotated[tuple[Chart, ...], Field(max_length=8)] = ()
-    """Pictures."""
+    """The charts."""
     tables: Annotated[tuple[Table, ...], Field(max_length=8)] = ()
-    """Tables."""
+    """The tables."""
     codes: Annotated[tuple[Code, ...], Field(max_length=16)] = ()
-    """Code."""
+    """Pieces of code to paste."""

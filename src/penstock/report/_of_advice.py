@@ -1,4 +1,4 @@
-"""Advice on which room fits: told by its shape, since `advisor` and `report` do not import each other."""
+"""Advice on which room fits. It is recognized by its attributes: `advisor` and `report` do not import each other."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _MOST_CODES = 12
 
 
 def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has `options` and `best`
-    """What was considered, and the code for each that works."""
+    """Return the part for an advice: the options, and the code of each that works."""
     options, best = list(advice.options), _best_of(advice)
     works = [one for one in options if not one.is_refused]
-    found = f"the best is {clipped(best.name)}" if best is not None else "none of them is to be recommended"
-    text = f"{len(works)} of {len(options)} options work; {found}." if works else "None works; the table says why."
+    found = f"the best is {clipped(best.name)}" if best is not None else "none of them is recommended"
+    text = f"{len(works)} of {len(options)} options work; {found}." if works else "No option works; the table says why."
     section = Section(
         kind="advice",
         title="Which room fits",
@@ -28,7 +28,7 @@ def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has 
         tables=(
             table(
                 "Options",
-                ("option", "verdict", "peak", "step over plain's", "how known", "why"),
+                ("option", "verdict", "peak", "step time over plain", "how known", "why"),
                 [
                     (
                         one.name,
@@ -40,12 +40,12 @@ def part_of_advice(advice: Any) -> Part:  # any: an advisor.Advice, or what has 
                     )
                     for one in options
                 ],
-                note="A step of 1.10 takes a tenth longer than plain training's.",
+                note="A step time of 1.10 is 10% longer than in plain training.",
             ),
         ),
         codes=tuple(
             Code(title=clipped(one.name), text=clipped(one.code, 10 * MOST_TEXT))
-            for one in sorted(works, key=lambda one: one is not best)[:_MOST_CODES]  # which keeps the others' order
+            for one in sorted(works, key=lambda one: one is not best)[:_MOST_CODES]  # a stable sort
             if one.code
         ),
     )

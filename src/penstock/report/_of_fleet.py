@@ -1,4 +1,4 @@
-"""A fleet, from its folder and, where they are at hand, its results: who was where, losses, jobs, devices."""
+"""The part of a page about a fleet, from its folder or its results: schedule, losses, jobs and devices."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from penstock.units import format_bytes, format_duration
 
 _MOST_CURVES = 20
 _CLOSE_S = 60.0
-"""A run longer than three times this is shown whole, and its end once more."""
+"""A run longer than three times this gets a second chart of its last seconds."""
 
 
 class _Job(NamedTuple):
@@ -42,12 +42,12 @@ class _Job(NamedTuple):
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether a fleet was run there."""
+    """Whether a fleet ran in ``folder``."""
     return (folder / "units.jsonl").is_file() or (folder / "fleet.db").is_file()
 
 
 def part_of_run_dir(run_dir: Path) -> Part:
-    """Of a fleet that is running, or was, in any process. Traffic of tiers is not in the folder."""
+    """Return the part for a fleet that runs or ran in any process. The folder does not hold the traffic of tiers."""
     state = FleetState(run_dir)
     jobs = [_job_of_row(row) for row in state.jobs()] if state.exists else []
     losses = read_losses(run_dir)
@@ -56,7 +56,7 @@ def part_of_run_dir(run_dir: Path) -> Part:
 
 
 def part_of_results(results: Results) -> Part:
-    """Of a fleet whose results are at hand: devices are shown as well."""
+    """Return the part for a fleet's results, which also tell about its devices."""
     jobs = []
     for one in results.values():
         last: Mapping[str, float] = one.validations[-1] if one.validations else {}
@@ -112,7 +112,7 @@ def _part(
 
 def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
     if not jobs and not units:
-        return "No job has come and no unit has run yet."
+        return "There are no jobs yet, and no unit has run."
     counts: dict[str, int] = defaultdict(int)
     for one in jobs:
         counts[one.state] += 1
@@ -127,7 +127,7 @@ def _text(jobs: Sequence[_Job], units: Sequence[Unit]) -> str:
         f"Jobs: {told}. {len(units):,} unit{'s' * (len(units) != 1)} ran on {num_devices} "
         f"device{'s' * (num_devices > 1)} within "
         f"{format_duration(wall_s)}; devices waited {share(stall_s, num_devices * wall_s) or '0%'} of that for "
-        f"bytes, and ran forward again for {share(again_s, num_devices * wall_s) or '0%'}."
+        f"copies, and recomputed forward passes for {share(again_s, num_devices * wall_s) or '0%'}."
     )
 
 
@@ -159,7 +159,7 @@ def _schedules(units: Sequence[Unit], colours: dict[str, Colour]) -> list[Bars]:
     charts = [_schedule(units, colours, "Which job was on which device.")]
     if end_s - min(one.start_s for one in units) > 3 * _CLOSE_S:
         last = [one for one in units if one.end_s > end_s - _CLOSE_S]
-        charts.append(_schedule(last, colours, f"The same, the last {_CLOSE_S:.0f} s."))
+        charts.append(_schedule(last, colours, f"The same, for the last {_CLOSE_S:.0f} s."))
     return charts
 
 
@@ -169,7 +169,7 @@ def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> 
     groups = [Group(name=clipped(name), colour=colours[name]) for name in list(jobs)[: MOST_GROUPS - 2]]
     others, stall = len(groups), len(groups) + 1
     groups.append(Group(name="further jobs", colour="muted"))
-    groups.append(Group(name="waits for bytes", colour="stall"))
+    groups.append(Group(name="waits for copies", colour="stall"))
     rows: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
     for one in units:
         computes_s = one.start_s + one.stall_s
@@ -180,8 +180,8 @@ def _schedule(units: Sequence[Unit], colours: dict[str, Colour], title: str) -> 
     more = f" {len(devices) - MOST_ROWS} further devices are not shown." if len(devices) > MOST_ROWS else ""
     return Bars(
         title=title,
-        reading="A row is a device, a bar the job whose unit ran there. Red is time in which it waited for bytes, gaps "
-        f"are time without a unit: checkpoints, pilots, or no job that was free.{more}",
+        reading="A row is a device; a bar is the job whose unit ran there. Red is time waiting for copies. Gaps are "
+        f"time without a unit: checkpoints, pilots, or no job that was free.{more}",
         x_label="time",
         groups=tuple(groups),
         rows=thin_bars([(f"device {one}", rows[one]) for one in devices]),
@@ -195,7 +195,7 @@ def _losses(losses: dict[str, list[float]], colours: dict[str, Colour]) -> Curve
     more = f" The {len(shown)} lowest of {len(order)} jobs are drawn." if len(order) > len(shown) else ""
     return Curves(
         title="Losses.",
-        reading=f"One curve for each job, the lowest last loss first.{more}",
+        reading=f"One curve per job, ordered by the last loss, lowest first.{more}",
         x_label="step",
         y_label="loss",
         from_zero=False,
@@ -213,7 +213,7 @@ def _losses(losses: dict[str, list[float]], colours: dict[str, Colour]) -> Curve
 def _jobs(jobs: Iterable[_Job]) -> Table:
     return table(
         "Jobs",
-        ("job", "state", "steps", "loss", "validation", "a step", "error"),
+        ("job", "state", "steps", "loss", "validation", "time per step", "error"),
         (
             (
                 one.name,
@@ -226,7 +226,7 @@ def _jobs(jobs: Iterable[_Job]) -> Table:
             )
             for one in jobs
         ),
-        note="Losses and validations are the last ones; the time is a step's on one device.",
+        note="Losses and validations are the latest ones; the time is that of a step on one device.",
     )
 
 
@@ -234,7 +234,7 @@ def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Tabl
     if devices:
         return table(
             "Devices",
-            ("device", "units", "computed", "of it again", "waited", "useful", "peak", "budget"),
+            ("device", "units", "computed", "of it recomputed", "waited", "useful", "peak", "budget"),
             (
                 (
                     f"{one.name} #{at}",
@@ -248,7 +248,7 @@ def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Tabl
                 )
                 for at, one in enumerate(devices)
             ),
-            note="Useful: time that trained, of the time in which there was something to run.",
+            note="Useful: the share of training in the time in which there was something to run.",
         )
     sums: dict[int, list[float]] = defaultdict(lambda: [0.0] * 4)
     for one in units:
@@ -256,12 +256,12 @@ def _devices(units: Sequence[Unit], devices: Sequence[DeviceStatistics]) -> Tabl
             sums[one.device][at] += value
     return table(
         "Devices",
-        ("device", "units", "computed", "of it again", "waited"),
+        ("device", "units", "computed", "of it recomputed", "waited"),
         (
             (f"device {device}", f"{int(count):,}", *(format_duration(one) for one in times))
             for device, (count, *times) in sorted(sums.items())
         ),
-        note="From the units in the folder; peaks and traffic are in the results that fleet.run returns.",
+        note="From the units in the folder. Peaks and traffic are in the results that fleet.run returns.",
     )
 
 

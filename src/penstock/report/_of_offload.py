@@ -1,4 +1,4 @@
-"""An offloader: what was saved, what moved and why, what the lanes did, and where the computation waited."""
+"""The part of a page about an offloader: decisions and their reasons, the lanes over time, and waits."""
 
 import shutil
 from collections import defaultdict
@@ -16,7 +16,7 @@ _NUM_STEPS_SHOWN = 3
 
 
 def part_of_offloader(offloader: Offloader) -> Part:
-    """The last step in numbers, the last steps on the lanes, and the traffic of all that the trace keeps."""
+    """Return the part for an offloader: figures of the last step, lanes in the last steps, and all traced traffic."""
     last, sums, events = offloader.statistics(), offloader.tier_statistics(), offloader.trace()
     account = offloader.budget
     return Part(
@@ -33,7 +33,7 @@ def section_of(
     budget_bytes: int | None = None,
     disks: Sequence[Path] = (),
 ) -> Section:
-    """From statistics and events alone."""
+    """Return the section, from statistics and events alone."""
     wear = Wear(written_bytes=last.written_to_disk_bytes, duration_s=last.step_s, capacity_bytes=capacity_bytes(disks))
     is_planned = last.peak_bytes is None and budget_bytes is not None
     charts = () if not events else (lanes(events, last.step_s), traffic_of(events))
@@ -58,7 +58,7 @@ def section_of(
 
 
 def capacity_bytes(directories: Sequence[Path]) -> int | None:
-    """Of the disks under these directories, each counted once; ``None`` where one cannot be asked."""
+    """Return the capacity of the disks under these directories, each counted once; ``None`` if one cannot be read."""
     try:
         return sum({one.stat().st_dev: shutil.disk_usage(one).total for one in directories}.values()) or None
     except OSError:
@@ -66,11 +66,11 @@ def capacity_bytes(directories: Sequence[Path]) -> int | None:
 
 
 def _text(last: OffloadStatistics, *, is_whole: bool) -> str:
-    """``is_whole``: whether the predicted peak is the device's, rather than that of saved storages."""
+    """Describe the last step. ``is_whole``: the predicted peak is the device's, not only that of saved storages."""
     if last.declined:
         return f"Nothing is offloaded: {last.declined}."
     if not last.num_steps:
-        return "No step has ended yet: what is saved, moved and waited for is known once backward has run."
+        return "No step has ended yet. The figures are known once backward has run."
     promised = []
     if last.predicted_peak_bytes is not None:
         of_what = "" if is_whole else " of saved storages"
@@ -78,15 +78,15 @@ def _text(last: OffloadStatistics, *, is_whole: bool) -> str:
     if last.predicted_stall_s is not None:
         promised.append(f"{format_duration(last.predicted_stall_s)} of waiting")
     return (
-        f"In step {last.num_steps:,} autograd saved {format_bytes(last.saved_bytes)} beside the weights, of which "
+        f"In step {last.num_steps:,} autograd saved {format_bytes(last.saved_bytes)} in addition to the weights; "
         f"{format_bytes(last.parked_bytes)} left the device and {format_bytes(last.fetched_bytes)} came back from a "
         f"tier. The computation waited {format_duration(last.stall_s)} of {format_duration(last.step_s)}."
-        + (f" The plan had promised {' and '.join(promised)}." if promised else " There was no plan yet.")
+        + (f" The plan predicted {' and '.join(promised)}." if promised else " There was no plan yet.")
     )
 
 
 def lanes(events: Sequence[Event], step_s: float) -> Bars:
-    """What was copied when in the last steps, and where the computation waited."""
+    """Return the chart of copies in the last steps, and of where the computation waited."""
     end_s = max(one.end_s for one in events)
     begin_s = min(one.start_s for one in events)
     if step_s:
@@ -101,8 +101,8 @@ def lanes(events: Sequence[Event], step_s: float) -> Bars:
     order = sorted(rows, key=lambda name: (name == "waits", name))
     return Bars(
         title="Lanes and waits in the last steps.",
-        reading="A bar is a copy under way, or the computation waiting for one. Waits below busy lanes mean that a "
-        "lane is too slow for what is asked of it; short gaps in the lanes without waits are the normal case.",
+        reading="A bar is a copy in progress, or the computation waiting for one. Waits below busy lanes mean that a "
+        "lane is too slow for its copies. Short gaps in the lanes without waits are normal.",
         x_label="time",
         groups=(
             Group(name="copy out (park)", colour="c0"),
@@ -116,7 +116,7 @@ def lanes(events: Sequence[Event], step_s: float) -> Bars:
 
 
 def traffic_of(events: Sequence[Event]) -> Curves:
-    """Bytes a second on every lane."""
+    """Return the chart of bytes per second on every lane."""
     begin_s, end_s = min(one.start_s for one in events), max(one.end_s for one in events)
     lanes: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
     for one in events:
@@ -139,8 +139,8 @@ def traffic_of(events: Sequence[Event]) -> Curves:
         )
     return Curves(
         title="Tier traffic.",
-        reading="Bytes a second on every lane, over all steps whose events are kept. A plateau is the rate of the "
-        "link.",
+        reading="Bytes per second on every lane, over all steps whose events are kept. A plateau is the bandwidth of "
+        "the link.",
         x_label="time",
         x_unit="s",
         y_label="copied",
@@ -155,7 +155,7 @@ def _decisions(last: OffloadStatistics) -> Table:
         ("kept", size_bytes, reason.removeprefix("kept: "))
         for reason, size_bytes in sorted(last.kept_bytes.items(), key=lambda item: -item[1])
     ]
-    lines.append(("kept", last.failed_bytes, "meant to be parked: no room, or a failed write"))
+    lines.append(("kept", last.failed_bytes, "to be parked, but there was no space or a write failed"))
     shown = [
         (what, format_bytes(size_bytes), share(size_bytes, last.saved_bytes), why)
         for what, size_bytes, why in lines
@@ -167,14 +167,14 @@ def _decisions(last: OffloadStatistics) -> Table:
                 "forwarded",
                 format_bytes(last.forwarded_bytes),
                 share(last.forwarded_bytes, last.saved_bytes),
-                "asked for before it had left, or while somebody still held it",
+                "needed before it had left, or while something still held it",
             )
         )
     return table(
-        "What became of what was saved",
-        ("decision", "bytes", "of what was saved", "why"),
+        "Decisions on the saved storages",
+        ("decision", "bytes", "of all saved", "why"),
         shown,
-        note="In the last step. What was forwarded is among the parked.",
+        note="In the last step. The parked bytes include those that were forwarded.",
         most=40,
     )
 
@@ -200,10 +200,10 @@ def _sums(sums: TierStatistics) -> Table:
         ("copied back", format_bytes(sums.fetched_bytes)),
         ("forwarded", format_bytes(sums.forwarded_bytes)),
         ("written to disks", format_bytes(sums.written_to_disk_bytes)),
-        ("on the way out at once, at most", format_bytes(sums.in_flight_peak_bytes)),
+        ("in flight out of the device, at most", format_bytes(sums.in_flight_peak_bytes)),
         ("waited for copies", format_duration(sums.stall_s)),
         ("failed writes", f"{sums.num_failed_writes:,}"),
     ]
     lines += [(f"held in {name}", format_bytes(size)) for name, size in sums.held_bytes.items()]
     lines += [(f"reserved in {name}", format_bytes(size)) for name, size in sums.reserved_bytes.items()]
-    return table("Tiers since the offloader was made", ("figure", "sum"), lines, most=40)
+    return table("Tiers since the offloader was created", ("figure", "sum"), lines, most=40)

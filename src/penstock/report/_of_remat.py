@@ -1,4 +1,4 @@
-"""A planned step: memory over its operators, what the budget buys, and what becomes of the largest storages."""
+"""The part of a page about a planned step: memory over its operators, other budgets, and the largest storages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ from penstock.units import format_bytes, format_duration
 
 _ASKED_FILE = "asked.json"
 _SHARES = (0.95, 0.8, 0.65, 0.5, 0.35, 0.2)
-"""Of the peak without a plan: budgets on the curve."""
+"""Budgets on the curve, as shares of the peak without a plan."""
 
 
 def parts_of_step(step: remat.OptimizedStep) -> list[Part]:
-    """Of every shape of arguments that was planned for; the last four."""
+    """Return a part per planned shape of the arguments, for the last four."""
     return [part_of_planned(one) for one in step.plans[-4:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """Beside a problem: what its plans were asked for."""
+    """The budgets and the method that plans were asked for, saved next to a problem."""
 
     budgets_bytes: tuple[int, ...] = ()
     method: remat.Method = "hybrid"
@@ -35,15 +35,16 @@ class _Asked:
 
 @checked("penstock.report.save_asked(folder, [6 * 2**30], 'hybrid')")
 def save_asked(folder: Path, budgets_bytes: Sequence[int], method: remat.Method) -> None:
-    """Writes ``asked.json`` beside a problem, for `part_of_problem`."""
+    """Write ``asked.json``, with the budgets and the method, next to a problem, for `part_of_problem`."""
     asked = _Asked(budgets_bytes=tuple(budgets_bytes), method=method)
     (folder / _ASKED_FILE).write_bytes(TypeAdapter(_Asked).dump_json(asked))
 
 
 def part_of_problem(file: Path) -> Part:
-    """Of a problem as ``penstock plan --out`` leaves it: the first budget asked for that can be met, or the tightest.
+    """Return the part for a problem that ``penstock plan --out`` saved.
 
-    Raises ``ValueError`` for files that are damaged.
+    It shows the plan for the first requested budget that can be met, or else the tightest plan. Raises ``ValueError``
+    for damaged files.
     """
     problem = remat.RematProblem.load(file)
     beside = file.with_name(_ASKED_FILE)
@@ -57,17 +58,17 @@ def part_of_problem(file: Path) -> Part:
 
 
 def part_of_planned(planned: remat.Planned, what: str = "the plan", asked: _Asked | None = None) -> Part:
-    """A plan, and what other budgets would have cost."""
+    """Return the part for a plan, with the cost of other budgets."""
     problem, plan = planned.problem, planned.plan
     swapped_bytes = sum(problem.storages[one].size_bytes for one in plan.gone_slots)
     budget_bytes = planned.budget_bytes if planned.has_budget else None
     num_again = len(plan.slots) - len(problem.operators)
-    done = [f"runs {num_again:,} operators again"] if num_again else []
+    done = [f"recomputes {num_again:,} operators"] if num_again else []
     if plan.gone_slots:
         done.append(f"swaps {len(plan.gone_slots):,} storages ({format_bytes(swapped_bytes)})")
     text = (
-        f"{what.capitalize()} takes the predicted peak of the step from {format_bytes(plan.keep_all_peak_bytes)} to "
-        f"{format_bytes(plan.peak_bytes)}, {format_bytes(problem.static_bytes)} of which are held all along. It "
+        f"{what.capitalize()} reduces the predicted peak of the step from {format_bytes(plan.keep_all_peak_bytes)} to "
+        f"{format_bytes(plan.peak_bytes)}, {format_bytes(problem.static_bytes)} of which are held throughout. It "
         f"{' and '.join(done) or 'keeps everything'}, for {plan.extra_s / max(plan.step_s, 1e-12):.1%} more time "
         f"than the operators of the plain step take ({format_duration(plan.extra_s)} on {format_duration(plan.step_s)}"
         + (f", of which {format_duration(plan.stall_s)} are waits)." if plan.stall_s else ").")
@@ -107,8 +108,8 @@ def _memory(planned: remat.Planned, budget_bytes: int | None) -> Curves:
     colours = {"recomputed": hue(2), "swapped out": hue(0), "called back": hue(3)}
     return Curves(
         title="Memory held over the operators of one step.",
-        reading="Forward rises, backward falls. Below, ticks show where the plan runs operators again, and where "
-        "storages leave the device and begin to come back. The peak must stay under the dashed line.",
+        reading="Memory rises in forward and falls in backward. Ticks below show where the plan recomputes operators, "
+        "and where storages leave the device and begin to come back. The peak must stay below the dashed line.",
         x_label="time of operators",
         x_unit="s",
         y_label="held on the device",
@@ -137,7 +138,7 @@ def _pareto(planned: remat.Planned, what: str, asked: _Asked) -> Curves:
     return Curves(
         title="What bytes cost.",
         reading="Each point of the curve is a plan for another budget: further left is less memory, further up is more "
-        "time. Left of its first point none of the budgets tried can be met.",
+        "time. No budget that was tried to the left of the first point can be met.",
         x_label="predicted peak",
         x_unit="bytes",
         y_label="extra time over the plain step",

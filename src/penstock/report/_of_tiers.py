@@ -1,4 +1,4 @@
-"""The account of bytes, and a measured peak of memory."""
+"""The parts of a page about a budget and about a measured peak of memory."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from penstock.units import format_bytes
 
 
 def part_of_budget(budget: Budget) -> Part:
-    """Who holds what, in each place."""
+    """Return the part for a budget: the holders of bytes in each place."""
     uses = budget.uses()
     holders = list(dict.fromkeys(holder.name for use in uses for holder in use.holders))
     groups = [Group(name=clipped(name), colour=hue(at)) for at, name in enumerate(holders)]
-    groups += [Group(name="nobody in particular", colour="c9"), Group(name="held before, at the peak", colour="muted")]
+    groups += [Group(name="no named holder", colour="c9"), Group(name="held before, at the peak", colour="muted")]
     device = next((one for one in uses if one.place == "device"), None)
     lines: list[Sequence[str]] = []
     for use in uses:
@@ -38,7 +38,7 @@ def part_of_budget(budget: Budget) -> Part:
     section = Section(
         kind="budget",
         title="The account of bytes",
-        text=f"The most that was ever held at once: {', '.join(kept[:8])}." if kept else "Nothing was ever charged.",
+        text=f"The most bytes held at once: {', '.join(kept[:8])}." if kept else "No bytes were ever charged.",
         headline=Headline(
             what="account of bytes",
             peak_bytes=None if device is None else device.peak_bytes,
@@ -47,8 +47,8 @@ def part_of_budget(budget: Budget) -> Part:
         charts=(
             Bars(
                 title="Who holds what of each place.",
-                reading="A row is a place, its whole width the limit, or the peak where there is none. Colours are "
-                "bytes that are held now; grey is what was held beside them at the peak; what is empty was never "
+                reading="A row is a place; its full width is the limit, or the peak if there is no limit. Colors are "
+                "bytes held now; gray is what was also held at the peak; the empty part was never "
                 "taken.",
                 x_label="share of the limit",
                 x_unit="share",
@@ -62,7 +62,7 @@ def part_of_budget(budget: Budget) -> Part:
                 "Places and holders",
                 ("place", "holder", "held", "peak", "limit", "peak of limit"),
                 lines,
-                note="Holders may share bytes, and then add up to more than is held.",
+                note="Holders may share bytes; they then add up to more than is held.",
             ),
         ),
     )
@@ -70,7 +70,7 @@ def part_of_budget(budget: Budget) -> Part:
 
 
 def part_of_peak(report: PeakReport, events: Sequence[Event] = ()) -> Part:
-    """Memory over time, with what moved meanwhile."""
+    """Return the part for a measured peak: memory over time, with the copies made meanwhile."""
     timeline = report.timeline
     charts: tuple[Curves, ...] = ()
     if timeline:
@@ -81,12 +81,12 @@ def part_of_peak(report: PeakReport, events: Sequence[Event] = ()) -> Part:
         ("peak", format_bytes(report.peak_bytes)),
         ("held before", format_bytes(report.start_bytes)),
         ("activation peak", format_bytes(report.activation_bytes)),
-        ("released of what was held before", format_bytes(report.released_bytes)),
-        ("asked for, at most", format_bytes(report.requested_bytes)),
+        ("released, of the bytes held before", format_bytes(report.released_bytes)),
+        ("requested, at most", format_bytes(report.requested_bytes)),
         ("reserved by the allocator, at most", format_bytes(report.reserved_bytes)),
         ("resident memory of the process, at most", format_bytes(report.rss_bytes)),
     ]
-    note = "" if timeline else " CUDA's allocator counts the peak and keeps no history, so that there is no curve."
+    note = "" if timeline else " CUDA's allocator counts the peak but keeps no history, so there is no curve."
     section = Section(
         kind="memory",
         title="Memory, measured",
@@ -131,8 +131,8 @@ def _timeline(report: PeakReport, events: Sequence[Event]) -> Curves:
             marks.append(Mark(name=name, positions=thin_positions(times_s), num_events=len(times_s), colour=colour))
     return Curves(
         title="Memory held over the call.",
-        reading="Every allocation and release, static bytes included. Forward rises, backward falls."
-        + (" Ticks below are copies that ended, and waits." if marks else ""),
+        reading="Every allocation and release, including static bytes. Memory rises in forward and falls in backward."
+        + (" Ticks below mark the ends of copies and waits." if marks else ""),
         x_label="time",
         x_unit="s",
         y_label="held on the device",

@@ -1,4 +1,4 @@
-"""A training whose parameters leave the device: what was there through a step, what moved, and where it waited."""
+"""The part of a page about an offloaded training: the device during a step, the copies, and the waits."""
 
 from penstock.offload import Held, Training, TrainingStatistics
 from penstock.report._model import Bars, Curves, Headline, Section, Series, Table, Wear, hue
@@ -9,7 +9,7 @@ from penstock.units import format_bytes, format_duration
 
 
 def part_of_training(training: Training) -> Part:
-    """The step that was recorded, the last steps on the lanes, and the bytes of the last step."""
+    """Return the part for a training: the recorded step, lanes in the last steps, and the bytes of the last step."""
     last, timeline, events = training.statistics(), training.timeline(), training.trace()
     step_s = timeline[-1].at_s if timeline else 0.0
     charts: list[Curves | Bars] = [_held(timeline, training.budget_bytes)] if timeline else []
@@ -46,10 +46,10 @@ def _text(last: TrainingStatistics, budget_bytes: int) -> str:
         return "No step has ended yet."
     on_host = f" The host computed {last.num_host_updates:,} updates." if last.num_host_updates else ""
     return (
-        f"{last.num_parameters / 1e6:,.1f} million parameters, with gradients and optimizer state "
-        f"{format_bytes(last.state_bytes)}, within {format_bytes(budget_bytes)}. In the last step "
+        f"{last.num_parameters / 1e6:,.1f} million parameters, with their gradients and optimizer state "
+        f"{format_bytes(last.state_bytes)}, train within {format_bytes(budget_bytes)}. In the last step "
         f"{format_bytes(last.step_fetched_bytes)} came to the device and {format_bytes(last.step_parked_bytes)} left "
-        f"it; in all, the computation waited {format_duration(last.stall_s)} for copies.{on_host}"
+        f"it. In total, the computation waited {format_duration(last.stall_s)} for copies.{on_host}"
     )
 
 
@@ -62,9 +62,9 @@ def _held(timeline: tuple[Held, ...], budget_bytes: int) -> Curves:
         name = kind if not number else f"and {kind}"
         series.append(Series(name=name, points=thin(points), style="step", colour=hue((0, 2, 1, 3)[number])))
     return Curves(
-        title="On the device in the course of a step.",
-        reading="Each curve adds to the one below it, which begins with what else the process has there. Where the "
-        "highest touches the budget something leaves for what comes; operators' own memory is the gap that stays.",
+        title="Bytes on the device during a step.",
+        reading="Each curve adds to the one below it; the lowest starts above everything else that the process holds "
+        "there. Where the highest touches the budget, bytes leave to make space. The gap that stays is for operators.",
         x_label="time",
         x_unit="s",
         y_label="held",

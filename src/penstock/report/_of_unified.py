@@ -1,4 +1,4 @@
-"""Tiered features: which rows lie where, and who served the accesses, planned and counted."""
+"""The part of a page about tiered features: where rows are, and which tier served accesses, planned and counted."""
 
 from penstock.report._model import Bars, Group, Headline, Row, Section, hue
 from penstock.report._part import Part, share, table
@@ -9,7 +9,7 @@ _TIERS = ("device", "host memory", "disk")
 
 
 def part_of_features(features: TieredFeatures) -> Part:
-    """The plan, and what reading has cost so far."""
+    """Return the part for tiered features: the plan, and the reads so far."""
     plan, counted = features.plan, features.statistics()
     rows = (len(plan.device_rows), len(plan.host_rows), plan.num_disk_rows)
     planned = (plan.device_share, plan.host_share, plan.disk_share)
@@ -19,8 +19,8 @@ def part_of_features(features: TieredFeatures) -> Part:
     if total:
         bars.append(("accesses, counted", [one / total for one in served]))
         text = (
-            f"{counted.hit_rate:.1%} of {total:,} rows came from memory, where the plan expected "
-            f"{plan.hit_rate:.1%}. The disk was read {counted.read_amplification:.2f} bytes for each byte of a row, in "
+            f"{counted.hit_rate:.1%} of {total:,} rows came from memory; the plan expected "
+            f"{plan.hit_rate:.1%}. The disk read {counted.read_amplification:.2f} bytes for each byte of a row, in "
             f"{counted.disk_requests:,} requests."
         )
     else:
@@ -39,7 +39,7 @@ def part_of_features(features: TieredFeatures) -> Part:
     disk = [
         ("requests", f"{counted.disk_requests:,}"),
         ("read, in whole sectors", format_bytes(counted.disk_read_bytes)),
-        ("of them rows", format_bytes(counted.disk_row_bytes)),
+        ("of that, rows", format_bytes(counted.disk_row_bytes)),
         ("read amplification", f"{counted.read_amplification:.3g}"),
         ("time in reads, of all threads", format_duration(counted.disk_s)),
     ]
@@ -54,7 +54,7 @@ def part_of_features(features: TieredFeatures) -> Part:
         charts=(
             Bars(
                 title="Where rows are, and who serves the accesses.",
-                reading="Few rows near the device should serve most accesses. Where the counted share of the disk is "
+                reading="Few rows near the device should serve most accesses. If the counted share of the disk is "
                 "larger than the planned one, the scores do not match what the sampler reads.",
                 x_label="share",
                 x_unit="share",

@@ -1,4 +1,4 @@
-"""From sections to one HTML file that needs nothing beside it."""
+"""Rendering of sections as one self-contained HTML file."""
 
 import math
 import re
@@ -41,7 +41,7 @@ class _Shown:
 def page(
     title: str, sections: Sequence[Section], traces: Sequence[str | None], *, rated_bytes: int | None, now: datetime
 ) -> str:
-    """The page. ``traces`` names the file beside it that holds each section's events."""
+    """Return the page as HTML. ``traces`` names, per section, the file next to the page that holds its events."""
     files = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=files, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template("page.html").render(
@@ -66,7 +66,7 @@ def _shown(section: Section, trace: str | None) -> _Shown:
 
 
 def _lines(table: Table) -> _Lines:
-    """Columns of numbers are told by what stands in them."""
+    """Return a table for the template. A column counts as numbers if all its cells look like numbers."""
     columns = list(zip(*table.lines, strict=True)) or [()] * len(table.columns)
     is_number = [any(column) and all(_NUMBER.fullmatch(cell) for cell in column) for column in columns]
     return _Lines(table.title, table.note, table.columns, table.lines, is_number)
@@ -92,9 +92,9 @@ def _summary(headlines: Sequence[Headline], rated_bytes: int | None) -> Table:
 
 
 def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
-    """Sentences below the summary: budgets that were not kept, and what is assumed of disks."""
+    """Return sentences for below the summary: exceeded budgets, and what is assumed about disks."""
     notes = [
-        f"{one.what}: the peak of {format_bytes(one.peak_bytes)} is above its budget, {format_bytes(one.budget_bytes)}."
+        f"{one.what}: its peak of {format_bytes(one.peak_bytes)} is above the budget, {format_bytes(one.budget_bytes)}."
         for one in headlines
         if one.peak_bytes is not None and one.budget_bytes is not None and one.peak_bytes > one.budget_bytes
     ]
@@ -104,8 +104,8 @@ def _notes(headlines: Sequence[Headline], rated_bytes: int | None) -> list[str]:
     elif worn:
         notes.append(
             "SSD life: how long the drive lasts at this rate of writing. Its rating is not known; 600 bytes written "
-            "for each byte of the disk are assumed, as of common consumer drives. Give yours, as its data sheet has "
-            "it: rated_bytes='600TB', or penstock report --rated 600TB."
+            "for each byte of the disk are assumed, as is common for consumer drives. Give the rating from its data "
+            "sheet: rated_bytes='600TB', or penstock report --rated 600TB."
         )
     return notes
 
@@ -122,7 +122,7 @@ def _stalls(headline: Headline) -> str:
 
 
 def _life(wear: Wear | None, rated_bytes: int | None) -> str:
-    """How long the disks last if this goes on without a pause."""
+    """Return how long the disks last if writing goes on at this rate without a pause."""
     if wear is None:
         return "-"
     if not wear.written_bytes:

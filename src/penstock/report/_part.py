@@ -1,4 +1,4 @@
-"""What a source gives to the page: a section, and the events for a trace beside it."""
+"""A part of a page: a section, and the events for the trace next to the page."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -9,29 +9,29 @@ from penstock.report._model import MOST_LINES, Section, Table, clipped
 from penstock.tiers import Event, write_trace
 
 MOST_EVENTS = 200_000
-"""Of a trace; the last ones are taken."""
+"""The most events of a trace; the last ones are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A section with its trace: events in memory, or a file that was saved."""
+    """A section with its trace: events in memory, or a saved file."""
 
     section: Section
-    """On the page."""
+    """The section on the page."""
     events: Sequence[Event] = ()
-    """For the trace."""
+    """Events for the trace."""
     memory: Sequence[tuple[float, int]] = ()
-    """Seconds of ``time.time()`` and bytes, in the same trace."""
+    """Memory for the same trace: seconds of ``time.time()``, and bytes."""
     saved_trace: Path | None = None
-    """A trace that was written before."""
+    """A trace file written earlier."""
 
     @property
     def has_trace(self) -> bool:
-        """Whether there is anything to zoom into."""
+        """Whether the part has a trace."""
         return bool(self.events) or self.saved_trace is not None
 
     def write_trace(self, path: Path) -> None:
-        """Writes it for ui.perfetto.dev."""
+        """Write the trace for ui.perfetto.dev."""
         if self.saved_trace is None:
             write_trace(path, self.events[-MOST_EVENTS:], memory=self.memory[-MOST_EVENTS:], name=self.section.title)
         elif not (path.exists() and path.samefile(self.saved_trace)):
@@ -39,7 +39,7 @@ class Part:
 
 
 def trace_names(parts: Sequence[Part], prefix: str = "") -> list[str | None]:
-    """A file name for each part that has a trace: its kind, numbered where a kind comes again."""
+    """Return a file name for each part that has a trace: its kind, numbered if the kind repeats."""
     counts: dict[str, int] = {}
     names: list[str | None] = []
     for part in parts:
@@ -53,7 +53,7 @@ def trace_names(parts: Sequence[Part], prefix: str = "") -> list[str | None]:
 def table(
     title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, note: str = "", most: int = MOST_LINES
 ) -> Table:
-    """The first ``most`` lines, with every cell of a length to read; the note says how many are left out."""
+    """Return a table of the first ``most`` lines, with long cells cut; the note says how many lines are left out."""
     kept = list(lines)
     if len(kept) > most:
         note = f"{note} {len(kept) - most:,} more are left out.".strip()
@@ -66,5 +66,5 @@ def table(
 
 
 def share(part: float, whole: float) -> str:
-    """In percent; empty of nothing."""
+    """Return the share in percent; empty if ``whole`` is 0."""
     return f"{part / whole:.1%}" if whole else ""

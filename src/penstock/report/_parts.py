@@ -1,4 +1,4 @@
-"""From the things that a user has to the parts of a page."""
+"""Dispatch from the things that a user passes to the parts of a page."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,10 @@ _KINDS = (
 
 
 def parts_of(things: Sequence[Any]) -> list[Part]:
-    """In the order of ``things``. Raises ``ValueError`` for none, ``TypeError`` for what has no picture."""
+    """Return the parts, in the order of ``things``.
+
+    Raises ``ValueError`` for no things, ``TypeError`` for one that a report cannot show.
+    """
     if not things:
         raise ValueError(f"there is nothing to report on: write_html('run.html', offloader). It takes {_KINDS}")
     events = [event for one in things if isinstance(one, offload.Offloader) for event in one.trace()]
@@ -43,7 +46,10 @@ def parts_of(things: Sequence[Any]) -> list[Part]:
 
 
 def parts_of_folder(folder: Path) -> list[Part]:
-    """What `save` left there; else a fleet's run, a planned problem, or both. Raises ``PenstockError`` for others."""
+    """Return the parts for a folder: those that `save` wrote; otherwise a fleet's run, a planned problem, or both.
+
+    Raises ``PenstockError`` for any other folder.
+    """
     if not folder.is_dir():
         raise PenstockError(f"{folder} is no folder; give one that report.save wrote, or a fleet's run_dir")
     if _saved.is_saved(folder):
@@ -64,7 +70,7 @@ def parts_of_folder(folder: Path) -> list[Part]:
     return parts
 
 
-def _part_of(thing: Any) -> Part:  # any: told by its type, or its shape
+def _part_of(thing: Any) -> Part:  # any: recognized by its type or its attributes
     if isinstance(thing, offload.Offloader):
         return _of_offload.part_of_offloader(thing)
     if isinstance(thing, offload.OffloadedModule):

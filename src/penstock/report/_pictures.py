@@ -1,4 +1,4 @@
-"""Pictures of what happened, drawn with matplotlib (the `report` extra)."""
+"""Pictures of runs, drawn with matplotlib (the `report` extra)."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from penstock.arguments import checked
 from penstock.errors import PenstockError
 
 _MOST_LABELS = 20
-"""Jobs in a legend."""
+"""The most jobs in a legend."""
 
 _COLOURS = ("#6b7280", "#0f766e", "#b45309", "#4338ca", "#be123c")
 _MIB = 2**20
@@ -25,11 +25,11 @@ def memory_timeline(
     marks: Mapping[str, Sequence[float]] | None = None,
     title: str = "Memory during one step",
 ) -> None:
-    """Draws device memory over time, one curve per run, a line at ``limit_bytes``, and rows of ``marks`` below.
+    """Draw device memory over time: one curve per run, a line at ``limit_bytes``, and rows of ``marks`` below.
 
     ``timelines`` maps a name to ``(seconds, bytes)`` in ascending time, as in ``PeakReport.timeline``; every curve is
-    shifted to begin at 0. ``marks`` maps what happened to its times in seconds from the beginning. The format follows
-    the ending of ``path`` (``.png``, ``.svg``, ``.pdf``).
+    shifted to begin at 0. ``marks`` maps the name of an event to its times in seconds from the beginning. The extension
+    of ``path`` (``.png``, ``.svg``, ``.pdf``) chooses the format.
     """
     figure, axes = _axes("time in the step (s)", "memory held (MiB)", title)
     for (name, timeline), colour in zip(timelines.items(), _COLOURS * len(timelines), strict=False):
@@ -67,7 +67,7 @@ def _draw_limit(axes: Any, limit_bytes: int, label: str) -> None:  # any: as bel
 
 
 def _draw_marks(axes: Any, marks: Mapping[str, Sequence[float]]) -> None:  # any: as below
-    """Rows of ticks below the axis."""
+    """Draw rows of ticks below the axis."""
     for row, (name, times_s) in enumerate(marks.items()):
         axes.plot(
             times_s,
@@ -90,7 +90,7 @@ def throughput_curve(
     *,
     title: str = "Throughput against activation peak",
 ) -> None:
-    """Draws the recompute-offload-keep curve: samples per second against the peak of activations.
+    """Draw the recompute-offload-keep curve: samples per second against the activation peak.
 
     ``points`` maps a method to ``(activation peak in bytes, samples per second, label)``, one per batch size.
     """
@@ -119,7 +119,7 @@ def throughput_curve(
 def pareto_curve(
     path: str | Path, curves: Mapping[str, Sequence[tuple[int, float]]], *, title: str = "Extra time over the peak"
 ) -> None:
-    """Draws what bytes cost: ``curves`` maps a method to ``(peak in bytes, extra time as a share of the step)``."""
+    """Draw extra time against the peak: ``curves`` maps a method to ``(peak in bytes, extra share of step time)``."""
     figure, axes = _axes("peak (MiB)", "extra operator time (% of the step)", title)
     for (name, points), colour in zip(curves.items(), _COLOURS * len(curves), strict=False):
         ordered = sorted(points)
@@ -145,7 +145,7 @@ def gantt(
     *,
     title: str = "Units per device",
 ) -> None:
-    """Draws what each device did when: ``rows`` maps a device to ``(begin in s, end in s, job)`` of its units.
+    """Draw the units of each device over time: ``rows`` maps a device to ``(begin in s, end in s, job)`` of its units.
 
     Every job has a colour of its own; gaps are waits.
     """
@@ -178,7 +178,7 @@ def curves(
     x_label: str = "step",
     y_label: str = "loss",
 ) -> None:
-    """Draws one line per name, its values at 1, 2, 3 and so on; the legend is in the order of the last values."""
+    """Draw a line per name, with its values at 1, 2, 3 and so on; the legend is ordered by last value, descending."""
     figure, axes = _axes(x_label, y_label, title)
     colours = importlib.import_module("matplotlib").colormaps["tab20"]
     order = sorted((name for name in series if len(series[name])), key=lambda name: -series[name][-1])

@@ -1,4 +1,4 @@
-"""A plan of remat over time. The room itself loads when there is a plan to show, since it brings the compiler."""
+"""A remat plan over time. `penstock.remat` is imported only when there is a plan to show: it loads the compiler."""
 
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 @checked("penstock.report.plan_timeline(planned.problem, planned.plan)")
 def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[float, int]]:
-    """Memory over the operators of a step: seconds since its beginning, and bytes held on the device.
+    """Return memory over the operators of a step: seconds since its beginning, and bytes held on the device.
 
-    Times are those of the operators alone, as the plan counts them; waits for copies are not among them.
+    Times are those of the operators alone, as the plan counts them, without waits for copies.
     """
     from penstock.remat import live_bytes
 
-    live = live_bytes(problem, plan)  # which names what is no problem, or no plan
+    live = live_bytes(problem, plan)  # raises for a wrong problem or plan
     now_s, timeline = 0.0, []
     for index, held in zip(plan.slots, live, strict=True):
         timeline.append((now_s, held + problem.static_bytes))
@@ -26,7 +26,7 @@ def plan_timeline(problem: "RematProblem", plan: "RematPlan") -> list[tuple[floa
 
 @checked("penstock.report.plan_marks(planned.problem, planned.plan)")
 def plan_marks(problem: "RematProblem", plan: "RematPlan") -> dict[str, list[float]]:
-    """When operators run again, and when swapped storages leave and come back, in seconds of ``plan_timeline``."""
+    """Return when operators are recomputed and storages leave and come back, in seconds of ``plan_timeline``."""
     times_s = [time_s for time_s, _ in plan_timeline(problem, plan)]
     marks = {
         "recomputed": [slot for slot, index in enumerate(plan.slots) if slot >= problem.num_forward > index],

@@ -1,4 +1,4 @@
-"""What a page needs, as files in a folder, so that a run can be shown when its process has ended."""
+"""The data of a page as files in a folder, so that a run can be shown after its process has ended."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from penstock.report._part import Part, trace_names
 
 _FORMAT = 1
 REPORT_FILE = "report.json"
-"""In a folder of what `save` left."""
+"""The file that `save` writes to a folder."""
 _MOST_BYTES = 32 * 2**20
 _TRACE = re.compile(r"[a-z]+(-\d+)?\.trace\.json")
 
@@ -32,12 +32,12 @@ class _Saved:
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `write` was here."""
+    """Whether `write` has written to the folder."""
     return (folder / REPORT_FILE).is_file()
 
 
 def write(folder: Path, parts: list[Part]) -> Path:
-    """Writes ``report.json``, whole or not at all, and a trace for each part that has one."""
+    """Write ``report.json`` atomically, and a trace for each part that has one."""
     folder.mkdir(parents=True, exist_ok=True)
     names = trace_names(parts)
     for part, name in zip(parts, names, strict=True):
@@ -52,7 +52,7 @@ def write(folder: Path, parts: list[Part]) -> Path:
 
 
 def load(folder: Path) -> list[Part]:
-    """What `write` left. Raises ``PenstockError`` where it is damaged, too large, or of another version."""
+    """Return the parts that `write` saved. Raises ``PenstockError`` if the file is damaged, too large or outdated."""
     path = folder / REPORT_FILE
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -72,7 +72,7 @@ def load(folder: Path) -> list[Part]:
 
 
 def _check(part: _SavedPart) -> None:
-    """What types do not say."""
+    """Check what types cannot: the trace's name, the length of table lines, and the groups of bars."""
     if part.trace is not None and not _TRACE.fullmatch(part.trace):
         raise ValueError(f"a trace is a file beside it, not {part.trace!r}")
     for table in part.section.tables:

@@ -1,4 +1,4 @@
-"""Long recordings made short enough for a page, keeping what a reader looks for: peaks, and who was there when."""
+"""Thinning of long recordings for a page; it keeps peaks, and which group covered most of each stretch of time."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,9 +12,9 @@ _Floats = NDArray[np.float64]
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> tuple[tuple[float, float], ...]:
-    """At most ``most`` of ``points``: the first, the last, and the lowest and highest of every stretch of x.
+    """Return at most ``most`` of ``points``: the first, the last, and the lowest and highest of every stretch of x.
 
-    What is no finite number is left out, since it has no place on an axis.
+    Points that are not finite are left out, since they have no place on an axis.
     """
     array = np.array(points, dtype=np.float64).reshape(-1, 2)
     array = array[np.isfinite(array).all(axis=1)]
@@ -24,7 +24,7 @@ def thin(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> tupl
 
 
 def thin_positions(positions: Iterable[float], most: int = MOST_POINTS) -> tuple[float, ...]:
-    """At most ``most`` of ``positions``, ascending: one of every stretch."""
+    """Return at most ``most`` of ``positions``, ascending: one per stretch."""
     array = np.sort(np.fromiter((one for one in positions if math.isfinite(one)), dtype=np.float64))
     if len(array) > most:
         stretches = _stretches(array, most)
@@ -33,10 +33,10 @@ def thin_positions(positions: Iterable[float], most: int = MOST_POINTS) -> tuple
 
 
 def thin_bars(rows: Sequence[tuple[str, Sequence[tuple[float, float, int]]]], most: int = MOST_BARS) -> tuple[Row, ...]:
-    """Rows of ``(name, bars)`` with at most ``most`` bars in all.
+    """Return rows of ``(name, bars)`` with at most ``most`` bars in total.
 
-    Beyond that every row is cut into short stretches of equal length, and each stretch belongs to the group that
-    covers most of it. The first rows are taken where there are too many.
+    If there are more, every row is cut into short stretches of equal length, and each stretch goes to the group that
+    covers most of it. If there are too many rows, the first ones are kept.
     """
     rows = rows[:MOST_ROWS]
     if sum(len(bars) for _, bars in rows) <= most:
@@ -52,7 +52,7 @@ def thin_bars(rows: Sequence[tuple[str, Sequence[tuple[float, float, int]]]], mo
 
 
 def traffic(events: Sequence[tuple[float, float, int]], begin: float, end: float, num: int = 200) -> _Floats:
-    """Bytes a second in each of ``num`` equal stretches, of ``(begin, end, bytes)`` that were moved evenly."""
+    """Return bytes per second in ``num`` equal stretches; ``(begin, end, bytes)`` events move at a constant rate."""
     edges = np.linspace(begin, end, num + 1)
     if not events:
         return np.zeros(num)
@@ -64,7 +64,7 @@ def traffic(events: Sequence[tuple[float, float, int]], begin: float, end: float
 
 
 def _extremes(array: _Floats, num: int) -> NDArray[np.int64]:
-    """Positions of the first, the last, and of each stretch's lowest and highest."""
+    """Return the indices of the first, the last, and the lowest and highest point of each stretch."""
     stretches = _stretches(array[:, 0], num)
     order = np.lexsort((array[:, 1], stretches))
     starts = np.flatnonzero(np.diff(stretches[order], prepend=-1))
@@ -74,7 +74,7 @@ def _extremes(array: _Floats, num: int) -> NDArray[np.int64]:
 
 
 def _stretches(ascending: _Floats, num: int) -> NDArray[np.int64]:
-    """In which of ``num`` equal stretches each number is."""
+    """Return, for each number, which of ``num`` equal stretches it is in."""
     begin, end = ascending[0], ascending[-1]
     scaled = (ascending - begin) * (num / max(end - begin, 1e-12))
     clipped: NDArray[np.int64] = np.clip(scaled.astype(np.int64), 0, num - 1)
@@ -82,7 +82,7 @@ def _stretches(ascending: _Floats, num: int) -> NDArray[np.int64]:
 
 
 def _owners(edges: _Floats, bars: _Floats) -> NDArray[np.int64]:
-    """Per stretch the group that covers most of it, or -1."""
+    """Return, per stretch, the group that covers most of it, or -1."""
     best, owner = np.zeros(len(edges) - 1), np.full(len(edges) - 1, -1)
     bars = bars[np.argsort(bars[:, 2], kind="stable")]
     for own in np.split(bars, np.flatnonzero(np.diff(bars[:, 2])) + 1):
@@ -94,7 +94,7 @@ def _owners(edges: _Floats, bars: _Floats) -> NDArray[np.int64]:
 
 
 def _covered(edges: _Floats, begins: _Floats, ends: _Floats, weights: _Floats) -> _Floats:
-    """Weighted length of all intervals that lies before each edge."""
+    """Return, per edge, the weighted length of all intervals before it."""
 
     def ramps(starts: _Floats) -> _Floats:
         order = np.argsort(starts)
@@ -108,7 +108,7 @@ def _covered(edges: _Floats, begins: _Floats, ends: _Floats, weights: _Floats) -
 
 
 def _joined(edges: _Floats, owners: NDArray[np.int64]) -> Iterable[tuple[float, float, int]]:
-    """Stretches of one owner, side by side, as one bar."""
+    """Yield adjacent stretches of one owner as one bar."""
     starts = np.flatnonzero(np.diff(owners, prepend=-2))
     ends = np.append(starts[1:], len(owners))
     for start, end in zip(starts, ends, strict=True):
@@ -117,5 +117,5 @@ def _joined(edges: _Floats, owners: NDArray[np.int64]) -> Iterable[tuple[float, 
 
 
 def _short(number: float) -> float:
-    """With ten digits, so that JSON is small."""
+    """Round to ten significant digits, so that JSON stays small."""
     return float(f"{number:.10g}")

@@ -1,8 +1,8 @@
-"""Public fakes and assertions, for the tests of those who build on Penstock and for our own.
+"""Public fakes and assertions, for tests of code that uses Penstock and for our own tests.
 
-- `FaultyTier`: a tier that is full, fails, delivers short, corrupts or waits, on demand.
-- `assert_gradients_equal`, `assert_peak_below`: equality to the bit, and the true peak.
-- `GPT`: a small transformer in plain PyTorch, as in the demo and the benchmarks.
+- `FaultyTier`: a tier that is full, fails, transfers too little, corrupts or waits, on demand.
+- `assert_gradients_equal`, `assert_peak_below`: assert bit-identical gradients, and a limit on the true peak.
+- `GPT`: a small transformer in plain PyTorch, which the demo and the benchmarks use.
 """
 
 from penstock.testing._assertions import assert_gradients_equal as assert_gradients_equal

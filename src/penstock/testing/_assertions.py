@@ -13,7 +13,7 @@ from penstock.units import format_bytes, parse_bytes
 
 @checked("assert_gradients_equal(plain_model, model)")
 def assert_gradients_equal(expected: nn.Module, actual: nn.Module) -> None:
-    """Raises ``AssertionError`` unless both modules have the same gradients, bit for bit, under the same names."""
+    """Raise ``AssertionError`` unless both modules have the same gradients, bit for bit, under the same names."""
     left, right = dict(expected.named_parameters()), dict(actual.named_parameters())
     if left.keys() != right.keys():
         raise AssertionError(f"parameters differ: {sorted(left.keys() ^ right.keys())}")
@@ -37,7 +37,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @checked("assert_peak_below(lambda: step(batch), '6GiB')")
 def assert_peak_below(function: Callable[[], Any], limit: int | str, *, device: str | None = None) -> PeakReport:
-    """Calls ``function`` and raises ``AssertionError`` if its true peak on the device exceeds ``limit``."""
+    """Call ``function`` and raise ``AssertionError`` if its true peak on the device exceeds ``limit``."""
     report = peak_bytes(function, device=device)
     if report.peak_bytes > parse_bytes(limit):
         raise AssertionError(

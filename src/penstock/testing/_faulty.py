@@ -12,21 +12,21 @@ from penstock.tiers import Extent, Piece, Tier
 
 
 class FaultyTier(Tier):
-    """A tier that passes everything on to ``inner``, and fails now and then.
+    """A tier that passes every call on to ``inner``, and sometimes fails.
 
-    Each argument is the probability, from 0 to 1, that one call has that fault; which calls do is fixed by ``seed``
-    (and the order of calls). ``injected`` counts what happened.
+    Each fault's argument is the probability, from 0 to 1, that a call has that fault. ``seed`` and the order of calls
+    determine which calls fail. ``injected`` counts the faults.
 
     Args:
         inner: the tier that really holds the bytes.
-        seed: of the random choices.
-        full: ``reserve`` finds no room.
+        seed: seed of the random choices.
+        full: ``reserve`` finds no space.
         write_error: a write fails with ``EIO``.
         read_error: a read fails with ``EIO``.
-        short_write: a write moves only part of what it was given.
-        short_read: a read brings only part of what was asked for.
-        corrupt: one byte of what a read brings is changed.
-        wait: called before each transfer, to make it slow or to hold it back.
+        short_write: a write moves only part of its bytes.
+        short_read: a read returns only part of the requested bytes.
+        corrupt: a read returns one changed byte.
+        wait: called before each transfer, to slow it down or to hold it back.
     """
 
     @checked(
@@ -59,7 +59,7 @@ class FaultyTier(Tier):
         self.alignment_bytes = inner.alignment_bytes
         self.is_disk = inner.is_disk
         self.injected: Counter[str] = Counter()
-        """How often each fault was injected."""
+        """Number of times that each fault was injected."""
         self._inner = inner
         self._random = random.Random(seed)  # noqa: S311  # faults, not secrets
         self._lock = threading.Lock()
@@ -75,38 +75,38 @@ class FaultyTier(Tier):
 
     @property
     def capacity_bytes(self) -> int:
-        """Of the inner tier."""
+        """Capacity of the inner tier."""
         return self._inner.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of the inner tier."""
+        """Bytes used in the inner tier."""
         return self._inner.used_bytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Of the inner tier."""
+        """Bytes reserved in the inner tier."""
         return self._inner.reserved_bytes
 
     @checked("tier.reserve(4096)", size_bytes=1)
     def reserve(self, size_bytes: int) -> Extent:
-        """Room in the inner tier, or ``TierFullError``."""
+        """Reserve space in the inner tier. Raises ``TierFullError`` where that fault is injected."""
         if self._strikes("full"):
             raise TierFullError(f"no room for {size_bytes} bytes (injected)")
         return self._inner.reserve(size_bytes)
 
     @checked("tier.release(extent)")
     def release(self, extent: Extent) -> None:
-        """Gives the room back to the inner tier."""
+        """Give the space back to the inner tier."""
         self._inner.release(extent)
 
     def close(self) -> None:
-        """Closes the inner tier."""
+        """Close the inner tier."""
         self._inner.close()
 
     @checked("tier.file_name(extent.pieces[0])")
     def file_name(self, piece: Piece) -> str:
-        """Of the inner tier."""
+        """Return the file name of a piece in the inner tier."""
         return self._inner.file_name(piece)
 
     def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
@@ -139,7 +139,7 @@ class FaultyTier(Tier):
         return strikes
 
     def _part(self, size_bytes: int) -> int:
-        """Part of a request, in whole blocks where the tier wants them."""
+        """Return the size of a random part of a request, in whole blocks of the tier's alignment."""
         blocks = max(1, size_bytes // self.alignment_bytes)
         with self._lock:
             return min(size_bytes, self._random.randint(1, blocks) * self.alignment_bytes)

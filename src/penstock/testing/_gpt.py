@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: what the demo, the tests and the benchmarks train."""
+"""A small GPT in plain PyTorch, which the demo, the tests and the benchmarks train."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from penstock.arguments import checked
 
 
 class GPT(nn.Module):
-    """A decoder of ``num_layers`` pre-norm blocks over bytes; ``forward`` returns the mean cross-entropy.
+    """A decoder of ``num_layers`` pre-norm blocks, over bytes by default; ``forward`` returns the mean cross-entropy.
 
     ``tokens`` and ``targets`` are ``int64`` of shape ``[batch, length]`` with ``length <= context``. ``checkpointed``
     recomputes every block in backward instead of saving its activations.
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
@@ -51,7 +51,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer of four times the width, each behind a layer norm."""
+    """A block of attention and a feed-forward layer of four times the width, each after a layer norm."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, width]`` to the same."""
+        """Return the block's output: ``[batch, length, width]``, the shape of ``x``."""
         x = x + self.projection(self._attention(self.norm1(x)))
         expanded: torch.Tensor = functional.gelu(self.expand(self.norm2(x)))
         contracted: torch.Tensor = self.contract(expanded)

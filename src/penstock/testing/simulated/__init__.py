@@ -1,14 +1,14 @@
-"""A simulated accelerator, `"sim"`: device code is tested, and its races are found, on a machine without one.
+"""A simulated accelerator, `"sim"`, which tests device code and finds its races on a machine without an accelerator.
 
-- `load`: compiles and registers the device; from then on `torch.device("sim")` works. `why_not`: why it would not;
-  `compile_device`: the slow part alone.
+- `load`: compiles and registers the device; from then on `torch.device("sim")` works. `why_not`: the reason why it
+  cannot be loaded here; `compile_device`: the slow part alone.
 - `conditions`: delays, laziness, late results, poisoned memory, a limit of memory.
-- `take_races`: which accesses nothing orders, whatever the timing was.
-- `hold`, `release`, `num_pending`: stops a stream, lets it go on, and counts what it has still to do.
+- `take_races`: the accesses that nothing orders, independent of the timing in the run.
+- `hold`, `release`, `num_pending`: stop a stream, let it continue, and count its pending tasks.
 
-Two devices, `sim:0` and `sim:1`, with streams whose copies really run later, memory that faults when the host touches
-it, a caching allocator, pinned memory and generators. Operators give the processor's results, to the bit.
-It becomes this process's accelerator for good, so tests with it have a process of their own.
+There are two devices, `sim:0` and `sim:1`, with streams whose copies really run later, memory that faults when the host
+touches it, a caching allocator, pinned memory and generators. Results of operators are bit-identical to the CPU's.
+It stays this process's accelerator until the process ends, so tests that use it need their own process.
 """
 
 from penstock.testing.simulated._conditions import conditions as conditions

@@ -1,4 +1,4 @@
-"""The conditions under which the simulated accelerator works, and what it has seen."""
+"""Conditions under which the simulated accelerator runs, its races and its streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,17 +22,17 @@ def conditions(
     patience_s: float = 60.0,
     seed: int = 0,
 ) -> Iterator[None]:
-    """Sets how the devices behave inside; afterwards they are as they were loaded: prompt, with the race check on.
+    """Set how the devices behave inside the context; afterwards they are as loaded: prompt, with the race check on.
 
     Args:
-        delay_us: The least and the most microseconds that a copy waits before it runs; drawn from ``seed``.
-        lazy: Tasks run only when somebody waits for them or asks whether they are done.
-        late: The share of operators, 0 to 1, whose results are written by a task, so that other streams may be early.
-        poison: Memory that was freed is overwritten with 0xff when it is handed out again.
+        delay_us: The least and the most microseconds that a copy waits before it runs; drawn with ``seed``.
+        lazy: Tasks run only when something waits for them or asks whether they are done.
+        late: The share of operators, 0 to 1, whose results a task writes, so that other streams may be too early.
+        poison: Freed memory is overwritten with 0xff when it is allocated again.
         check: Collect races, for ``take_races``.
-        limit: A device's memory; 0: no limit. Beyond it ``torch.OutOfMemoryError`` is raised.
+        limit: Memory of a device; 0: no limit. Beyond it ``torch.OutOfMemoryError`` is raised.
         patience_s: How long the host waits for a stream before it raises ``RuntimeError``.
-        seed: Of delays and lateness.
+        seed: The seed of delays and lateness.
     """
     if not 0 <= late <= 1:
         raise ValueError(f"`late` must be a share of operators from 0 to 1, got {late}")
@@ -48,7 +48,7 @@ def conditions(
 
 
 def take_races() -> list[str]:
-    """Return the races since the last call: what accessed the same bytes with nothing to order the two."""
+    """Return the races since the last call: pairs of accesses to the same bytes that nothing orders."""
     races: list[str] = extension().take_races()
     return races
 
@@ -59,12 +59,12 @@ def hold(stream: torch.Stream) -> None:
 
 
 def release(stream: torch.Stream) -> None:
-    """Let a held stream go on."""
+    """Let a held stream continue."""
     extension().hold(*_place(stream), False)
 
 
 def num_pending(stream: torch.Stream) -> int:
-    """Return how many tasks a stream has still to run."""
+    """Return the number of tasks that a stream has yet to run."""
     return int(extension().num_pending(*_place(stream)))
 
 

@@ -1,4 +1,4 @@
-"""Compiling the device, and making it known to PyTorch under its name."""
+"""Compilation of the simulated device and its registration in PyTorch."""
 
 import functools
 import importlib.util
@@ -22,7 +22,7 @@ def load() -> types.ModuleType:
     """Make the simulated accelerator this process's accelerator, and return its module, ``torch.sim``. Idempotent.
 
     The first call on a machine compiles it, which takes about half a minute and 1.2 GB; later calls find it compiled.
-    Raises ``PenstockError`` where ``why_not`` gives a reason, or with what the compiler says.
+    Raises ``PenstockError`` with the reason that ``why_not`` gives, or with the compiler's output.
     """
     reason = why_not()
     if reason is not None:
@@ -35,7 +35,7 @@ def load() -> types.ModuleType:
 
 
 def why_not() -> str | None:
-    """Return why this machine cannot load it, or ``None`` if it can."""
+    """Return why this machine cannot load the device, or ``None`` if it can."""
     if not sys.platform.startswith("linux"):
         return "it needs Linux"
     if find_cpp_compiler() is None:
@@ -48,7 +48,7 @@ def why_not() -> str | None:
 
 @functools.cache
 def extension() -> Any:  # any: a module that mypy does not know
-    """The compiled part."""
+    """Load the compiled part."""
     spec = importlib.util.spec_from_file_location("simulated_device", compile_device())
     assert spec is not None
     assert spec.loader is not None
@@ -58,7 +58,7 @@ def extension() -> Any:  # any: a module that mypy does not know
 
 
 def compile_device() -> Path:
-    """Compile it, unless that was done before, and return the file. Leaves PyTorch as it is."""
+    """Compile the device, unless that was done before, and return the file. PyTorch is not changed."""
     source = Path(__file__).parent / "simulated_device.cpp"
     return compile_extension(source, _flags(), versions=f"{torch.__version__} {sys.version}")
 
@@ -78,7 +78,7 @@ def _flags() -> list[str]:
 
 
 class _OwnStream(torch.Stream):
-    """As CUDA's own streams, which are never equal to those of `torch.accelerator`."""
+    """A stream that is never equal to those of `torch.accelerator`, as CUDA's own streams are not."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _OwnStream) and super().__eq__(other)
@@ -87,7 +87,7 @@ class _OwnStream(torch.Stream):
 
 
 def _module(compiled: Any) -> types.ModuleType:
-    """What PyTorch and programs look for in ``torch.<kind>``."""
+    """Return the module with the names that PyTorch and programs look for in ``torch.<kind>``."""
     accelerator = torch.accelerator
 
     def generator(device: torch.device | int | None = None) -> torch.Generator:
@@ -109,7 +109,7 @@ def _module(compiled: Any) -> types.ModuleType:
     members: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "_initialized": True,  # where it is missing, checkpointing saves no random state of the device
+        "_initialized": True,  # without it, checkpointing does not save the device's random state
         "_is_in_bad_fork": lambda: False,
         "init": lambda: None,
         "_lazy_init": lambda: None,
@@ -146,7 +146,7 @@ def _on_stream(stream: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 class _Device:
-    """Makes a device current."""
+    """A context manager that makes a device current."""
 
     def __init__(self, device: torch.device | str | int | None):
         self._index = device if isinstance(device, int) else torch.device(device or NAME).index
