@@ -162,6 +162,11 @@ def test_advice_for_a_machine_that_is_not_here(file):
         "plain": True, "remat (recompute)": False, "remat (hybrid)": False, "offload": False,
     }  # fmt: skip
     assert all(one["ratio"] >= 1 for one in tight["options"] if not one["is_refused"])
+    again = ["--machine", "rtx4090", "--method", "recompute", "--budget", str(tight["budget_bytes"]), "--json"]
+    plans = json.loads(CliRunner().invoke(app, ["plan", f"{file}:make_step", *again]).stdout)["plans"]
+    plan = next(one for one in plans if one["budget_bytes"] == tight["budget_bytes"])
+    ratio = next(one["ratio"] for one in tight["options"] if one["name"] == "remat (recompute)")
+    assert ratio == pytest.approx(1 + plan["extra_s"] / plan["step_s"])
     shown = " ".join(advise("--host", "8GiB").stdout.split())
     assert "By the data sheet of NVIDIA GeForce RTX 4090" in shown
     assert "nothing was measured" in shown

@@ -85,7 +85,7 @@ def _planned(name: str, problem: remat.RematProblem, budget: int, method: remat.
         made = remat.plan(problem, budget, method=method)
     except BudgetError as error:
         return ModelledOption(name=name, peak_bytes=None, ratio=None, reason=str(error).partition(".")[0])
-    return _fits(name, made.peak_bytes, made.step_s / max(made.step_s - made.extra_s, 1e-12), budget)
+    return _fits(name, made.peak_bytes, 1 + made.extra_s / max(made.step_s, 1e-12), budget)
 
 
 def _offloaded(
