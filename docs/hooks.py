@@ -85,7 +85,7 @@ def _written() -> dict[str, str]:
     return {file.relative_to(folder).as_posix(): file.read_text() for file in sorted(folder.rglob("*.md"))}
 
 
-_ORIGINS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+_ORIGINS = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 """Pages of the site that are files at the top of the repository."""
 
 

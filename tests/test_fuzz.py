@@ -280,7 +280,7 @@ def test_commands_that_cannot_be_read_are_answered(tmp_path):
     assert [one.id for one in state.commands()] == [good]
     assert "cannot be read" in state.answer_to(bad, 0.0)
     assert not state.is_alive
-    with pytest.raises(FleetStateError, match="no command 99"):
+    with pytest.raises(FleetStateError, match="no longer has command 99"):
         state.answer_to(99, 0.0)
 
 

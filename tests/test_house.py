@@ -77,7 +77,7 @@ def test_files_are_of_a_size_to_read(file):
     assert len(file.read_text().splitlines()) <= 600
 
 
-RIDDLES = ("Of", "What", "How", "Those", "That")
+RIDDLES = ("Of", "What", "Those", "That")
 """Words with which a docstring begins that tells what a thing is of, and not what it is."""
 
 

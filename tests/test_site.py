@@ -115,7 +115,7 @@ def test_every_message_is_listed(site):
     for message in (
         "is not a size. Write a number and a unit",
         "offloading contexts do not nest",
-        "a fleet cannot train inside of a job of another fleet",
+        "a fleet cannot train inside a job of another fleet",
     ):
         assert message in page
     assert page.count("<tr>") > 300

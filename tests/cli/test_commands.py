@@ -222,7 +222,7 @@ def test_a_budget_that_cannot_be_met_is_3(workplace, monkeypatch):
     (workplace / "small.yaml").write_text(simulated)
     small = penstock_says("fleet", "simulate", "small.yaml", "--json")
     assert small.exit_code == 3
-    assert "no device takes job 'gpt 0'" in json.loads(small.stdout)["error"]["message"]
+    assert "no device is large enough for job 'gpt 0'" in json.loads(small.stdout)["error"]["message"]
 
     def refuse(*_, **__):
         raise BudgetError("1.0 KiB is below 2.0 KiB")

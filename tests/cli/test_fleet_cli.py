@@ -430,9 +430,9 @@ def test_commands_reach_a_fleet_that_runs(written, tmp_path, elsewhere):
     assert fleet.rows()["clone"]["source"]["parameters"] == {"lr": 0.03, "steps": 1000000}
 
     for arguments, words in [
-        (("clone", run_dir, "clone", "line lr=0.1"), "a job is called"),
+        (("clone", run_dir, "clone", "line lr=0.1"), "there is a job named"),
         (("clone", run_dir, "clone", "other", "--set", "rate=1"), "make_named takes lr, steps, not rate"),
-        (("stop", run_dir, "nobody"), "no job is called 'nobody'"),
+        (("stop", run_dir, "nobody"), "there is no job named 'nobody'"),
         (("run", file.document.path, "--run-dir", run_dir, "--resume"), "a process is running the fleet"),
     ]:
         refused = penstock(*arguments)
@@ -539,7 +539,7 @@ def test_simulate_compares_schedulers(written, tmp_path):
         ("forward_s: 0.1, b", "b", "line 7, jobs[0].shards[0]: forward_s is missing", 1),
         ("num_steps: 4", "steps: 4", "there are name, copies, num_steps", 1),
         ("name: small", "name: gpt", "two are called 'gpt'", 1),
-        ("2GiB", "2MiB", "jobs: no device takes job 'gpt 0'", 3),
+        ("2GiB", "2MiB", "jobs: no device is large enough for job 'gpt 0'", 3),
     ],
 )
 def test_simulate_names_what_is_wrong(written, old, new, words, exit_code):

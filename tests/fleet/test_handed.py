@@ -150,7 +150,7 @@ def test_an_iterator_that_two_jobs_read_is_refused_by_name():
     results = train([job(name, net, data=lambda: batches, epochs=None, steps=2) for name in ("first", "second")])
     assert sorted(result.state.value for result in results) == ["done", "failed"]
     (failed,) = (result for result in results if result.state is fleet.JobState.FAILED)
-    assert "each batch of it can be read once" in failed.error
+    assert "each of its batches can be read only once" in failed.error
 
 
 def test_no_warning_for_factories():

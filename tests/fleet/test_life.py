@@ -73,7 +73,7 @@ FAULTS = {
         0,
     ),
     "no loss": ({"loss": lambda model, batch: None}, "must return a tensor, got NoneType", 0),
-    "a fleet inside": ({"data": lambda: fleet.run([job()], progress=None)}, "inside of a job of another fleet", 0),
+    "a fleet inside": ({"data": lambda: fleet.run([job()], progress=None)}, "inside a job of another fleet", 0),
     "a stage that does not follow": ({"stages": lambda model: [model.token, model.token]}, "cannot follow", 0),
 }
 
@@ -95,7 +95,7 @@ def test_a_fault_stays_with_its_job(fault):
     ("changes", "said"),
     [
         ({"name": "a/b"}, "job name"),
-        ({"model": nn.Linear(1, 1)}, "model is a function"),
+        ({"model": nn.Linear(1, 1)}, "`model` must be a function"),
         ({"epochs": 2}, "either epochs"),
         ({"steps": 0}, "at least 1"),
         ({"clip_norm": -1.0}, "clip_norm"),
@@ -296,7 +296,7 @@ def test_pause_resume_stop_and_clone_while_the_fleet_runs(tmp_path):
     assert list(results["short"].losses) == expected[:3]
     assert results["warm"].losses[0] != expected[0]
     assert [bool(answer) for answer in answers] == [False, False, False, True, True, False, False]
-    assert "import path" in answers[3] and "no job is called" in answers[4]
+    assert "import path" in answers[3] and "there is no job named" in answers[4]
 
 
 def test_a_job_that_accumulates_stops_between_two_steps(tmp_path):
@@ -403,16 +403,16 @@ def test_metrics_of_a_step_are_there_before_its_checkpoint(tmp_path, monkeypatch
 def test_a_fleet_is_used_while_it_is_entered_and_once():
     running = fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None)
     for misuse in (lambda: running.add(job("early")), running.wait):
-        with pytest.raises(ValueError, match="while it is entered"):
+        with pytest.raises(ValueError, match="must be entered before"):
             misuse()
     with running:
         running.add(job("one", steps=1))
         assert running.wait()["one"].error is None
-        with pytest.raises(ValueError, match="waited before"):
+        with pytest.raises(ValueError, match=r"wait\(\) was already called"):
             running.wait()
-    with pytest.raises(ValueError, match="while it is entered"):
+    with pytest.raises(ValueError, match="must be entered before"):
         running.add(job("late"))
-    with pytest.raises(ValueError, match="entered before"), running:
+    with pytest.raises(ValueError, match="entered only once"), running:
         pass
 
 

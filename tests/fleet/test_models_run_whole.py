@@ -212,7 +212,7 @@ def test_the_smallest_budget_that_a_refusal_names_holds_for_batches_that_go_the_
     refused = train([one], budget="64KiB", num_devices=1)["whole"]
     assert BudgetError.__name__ in refused.error
     named = int(refused.error.split("must be at least ")[1].split()[0])
-    with pytest.warns(BudgetNotKeptWarning, match="other ways through the model"):
+    with pytest.warns(BudgetNotKeptWarning, match="another path through the model"):
         assert_as_plain(one, train([one], budget=named, num_devices=1)["whole"])
     below = train([one], budget=int(named * 0.9), num_devices=1)["whole"]
     assert below.state is fleet.JobState.FAILED

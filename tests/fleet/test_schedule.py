@@ -180,7 +180,7 @@ def test_the_papers_setting_beats_model_parallelism_seven_times():
 
 
 def test_a_job_too_large_for_every_device_is_refused():
-    with pytest.raises(ValueError, match=r"no device takes job 'big': one of its units needs \d+ bytes"):
+    with pytest.raises(ValueError, match=r"no device is large enough for job 'big': one of its units needs \d+ bytes"):
         fleet_of([job("big")], 2, budget_bytes=150)
 
 
@@ -198,7 +198,7 @@ def test_a_job_runs_only_where_it_fits():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fleet_of([job()], 0), "a fleet needs a device"),
+        (lambda: fleet_of([job()], 0), "must have at least one device"),
         (lambda: job(num_shards=0), "at least 1, got 0 shards"),
         (lambda: DeviceCost(name="d", speed=0.0), "above 0"),
         (lambda: fleet.simulate(fleet_of([job()], 1), "longest"), "`scheduler` must be 'fair'"),
@@ -214,7 +214,7 @@ def test_a_wrong_schedule_is_found():
     schedule = fleet.simulate(problem)
     first, *others = schedule.units
     wrong = {
-        "do not run once and in order": schedule.units[1:],
+        "do not each run once and in order": schedule.units[1:],
         "begins before": (first, *(replace(one, start_s=0.0) if one.index == 2 else one for one in others)),
         "takes": (replace(first, end_s=first.end_s + 5), *others),
     }

@@ -23,7 +23,7 @@ def test_a_wrong_shape_is_reported_at_its_line(graph):
 
     with pytest.raises(ValueError, match=r"test_relational_language.py:\d+: `message = x\[e.src\] @ weight\[e.etype\]"):
         wrong(graph, torch.ones(6, 4), torch.ones(3, 5, 2))
-    with pytest.raises(ValueError, match="a row of 4 does not fit a matrix of 5 x 2"):
+    with pytest.raises(ValueError, match="a row of size 4 cannot be multiplied by a matrix of 5 x 2"):
         wrong(graph, torch.ones(6, 4), torch.ones(3, 5, 2))
 
 
@@ -38,7 +38,7 @@ def test_a_node_is_not_mixed_with_an_edge(graph):
             total = n.sum(message)
         return total
 
-    with pytest.raises(ValueError, match=r"say which end is meant, as in z\[e.src\]"):
+    with pytest.raises(ValueError, match=r"choose an end of the edge, as in z\[e.src\]"):
         wrong(graph, torch.ones(6, 4))
 
 
@@ -51,7 +51,7 @@ def test_a_tensor_has_one_kind_of_rows(graph):
             total = n.sum(message)
         return total
 
-    with pytest.raises(ValueError, match="x is looked up by an edge type here and by a node at"):
+    with pytest.raises(ValueError, match="x is looked up by an edge type here, but by a node at"):
         wrong(graph, torch.ones(6, 4))
 
 
@@ -62,7 +62,7 @@ def test_softmax_is_of_edges(graph):
             share = softmax(x[n])
         return share
 
-    with pytest.raises(ValueError, match="softmax goes over the edges that enter a node"):
+    with pytest.raises(ValueError, match="softmax is computed over the edges that enter a node"):
         wrong(graph, torch.ones(6, 4))
 
 
@@ -76,11 +76,11 @@ def test_rows_are_counted_when_the_layer_is_called(graph):
         return total
 
     assert fine(graph, torch.ones(6, 4), torch.ones(3, 1)).shape == (6, 4)
-    with pytest.raises(ValueError, match="scale has 2 rows; it is looked up by edge type"):
+    with pytest.raises(ValueError, match="scale has 2 rows, but it is looked up by edge type"):
         fine(graph, torch.ones(6, 4), torch.ones(2, 1))
-    with pytest.raises(TypeError, match="fine takes a graph and x, scale"):
+    with pytest.raises(TypeError, match="fine expects a graph and x, scale"):
         fine(graph, torch.ones(6, 4))
-    with pytest.raises(ValueError, match="convert them to one"):
+    with pytest.raises(ValueError, match="must have one dtype"):
         fine(graph, torch.ones(6, 4, dtype=torch.float64), torch.ones(3, 1))
 
 
@@ -136,15 +136,18 @@ def test_explain_shows_every_pass_and_step(graph):
 
 def test_a_graph_is_checked_once():
     edges = torch.tensor([[0, 1], [1, 5]])
-    with pytest.raises(ValueError, match="the target of an edge .below `num_nodes`. goes from 1 to 5; with 3 of them"):
+    with pytest.raises(
+        ValueError,
+        match="the target of an edge .below `num_nodes`. must be from 0 to 2 .there are 3., got numbers from 1 to 5",
+    ):
         RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=3)
-    with pytest.raises(ValueError, match=r"edge_index is torch.int32 of shape \[2, 2\]"):
+    with pytest.raises(ValueError, match=r"got torch.int32 of shape \[2, 2\]"):
         RelationalGraph(edges.int(), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="edge_type goes from -1"):
+    with pytest.raises(ValueError, match="edge_type must be from 0 .* got numbers from -1"):
         RelationalGraph(edges, torch.tensor([0, -1]))
-    with pytest.raises(ValueError, match="not in ascending order"):
+    with pytest.raises(ValueError, match="must be in ascending order"):
         RelationalGraph(edges, torch.tensor([0, 1]), node_type=torch.tensor([0, 1, 0, 0, 1, 1]))
-    with pytest.raises(ValueError, match="more pairs than int64"):
+    with pytest.raises(ValueError, match="more pairs than an int64"):
         RelationalGraph(edges, torch.tensor([0, 1]), num_nodes=2**40, num_edge_types=2**30)
     empty = RelationalGraph(torch.empty(2, 0, dtype=torch.int64), num_nodes=3)
     assert (empty.num_edges, empty.num_edge_types) == (0, 1)
@@ -164,9 +167,9 @@ def test_values_are_not_compared_and_graphs_not_gone_round():
         return result
 
     for function in (branching, asking):
-        with pytest.raises(ValueError, match="values are not compared or branched on; use maximum"):
+        with pytest.raises(ValueError, match="values cannot be compared or branched on; use maximum"):
             layer(function)(graph, torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"a layer goes round `g.edges\(\)` and `g.nodes\(\)`"):
+    with pytest.raises(ValueError, match=r"a layer must loop over `g.edges\(\)` or `g.nodes\(\)`"):
         layer(lambda g, x: list(g))(graph, torch.ones(2, 3))
     with pytest.raises(TypeError, match="`graph` must be a penstock.relational.RelationalGraph"):
         layer(branching)(torch.ones(2, 3), torch.ones(2, 3))

@@ -207,7 +207,7 @@ def test_misuse_names_the_call_that_works(graph, x):
         RGCNConv(WIDTH, 4, RELATIONS)(x.float(), graph.edge_index)
     with pytest.raises(ValueError, match="edge_dim=3"):
         RGATConv(WIDTH, 4, RELATIONS)(x.float(), graph, None, torch.ones(graph.num_edges, 3))
-    with pytest.raises(ValueError, match="aggr='max'"):
+    with pytest.raises(ValueError, match="`aggr` must be .* got 'max'"):
         RGCNConv(WIDTH, 4, RELATIONS, aggr="max")
-    with pytest.raises(ValueError, match="attention_mechanism='other' is not known"):
+    with pytest.raises(ValueError, match="`attention_mechanism` must be one of .* got 'other'"):
         RGATConv(WIDTH, 4, RELATIONS, attention_mechanism="other")

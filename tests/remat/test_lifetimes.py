@@ -77,7 +77,7 @@ def test_a_backend_that_is_closed_gives_back_its_share_and_says_so():
     assert account.held_bytes("device") == 0
     with pytest.raises(Exception, match="this backend is closed"):
         compiled(torch.randn(16, 32))
-    with pytest.raises(ValueError, match="'budget' is missing beside"):
+    with pytest.raises(ValueError, match=r"'budget' is missing \(got only"):
         remat.Backend(disk="/nvme")
 
 

@@ -200,7 +200,7 @@ class TestVerify:
 
     def test_a_storage_that_is_gone(self):
         decisions = (Decision.RECOMPUTE,) * len(self.problem.storages)
-        with pytest.raises(InternalError, match="which is gone"):
+        with pytest.raises(InternalError, match="which is no longer there"):
             verify(self.problem, replace(self.made(), decisions=decisions, slots=tuple(range(16))))
 
     def test_an_operator_that_is_left_out(self):
@@ -219,5 +219,5 @@ class TestVerify:
     def test_a_return_before_the_departure(self):
         made = self.made()
         kept = next(one for one, what in enumerate(made.decisions) if what == Decision.KEEP)
-        with pytest.raises(InternalError, match="out of its life"):
+        with pytest.raises(InternalError, match="outside of its lifetime"):
             verify(self.problem, replace(made, gone_slots={kept: 9}, fetch_slots={kept: 8}))

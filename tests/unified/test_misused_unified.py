@@ -61,5 +61,5 @@ def test_what_is_written_is_named_and_leaves_nothing(tmp_path):
 
 
 def test_ends_of_edges_name_the_number_of_nodes():
-    with pytest.raises(ValueError, match="`num_nodes` is 4 and `num_sources` 0"):
+    with pytest.raises(ValueError, match="`num_nodes` is 4 and `num_sources` is 0"):
         unified.Graph(EDGES, 4, 0)

@@ -89,9 +89,9 @@ def test_rows_larger_than_a_chunk(tmp_path):
 
 def test_sources_that_say_nothing(tmp_path):
     path = tmp_path / "x.rows"
-    with pytest.raises(ValueError, match="yields no rows"):
+    with pytest.raises(ValueError, match="must yield rows"):
         unified.write_features(path, iter([]))
-    with pytest.raises(ValueError, match="all must be of one kind"):
+    with pytest.raises(ValueError, match="all rows must have one shape and dtype"):
         unified.write_features(path, iter([made((2, 3)), made((2, 4))]))
     with pytest.raises(TypeError, match="int"):
         unified.write_features(path, 5)
@@ -145,12 +145,12 @@ def test_files_that_are_not_read_as_they_are(tmp_path):
     save_file({"x": made((3, 4)), "y": made((3, 4))}, tmp_path / "x.safetensors")
     (tmp_path / "x.txt").write_text("1 2 3")
     for name, message in (
-        ("f.npy", "ascontiguousarray"), ("e.npy", ">f4"), ("o.npy", r"\|O"), ("x.safetensors", "x, y; name one"),
+        ("f.npy", "ascontiguousarray"), ("e.npy", ">f4"), ("o.npy", r"\|O"), ("x.safetensors", "x, y; choose one"),
         ("x.txt", "dtype=torch.float32, shape="),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             unified.from_file(tmp_path / name)
-    with pytest.raises(ValueError, match="name one"):
+    with pytest.raises(ValueError, match="choose one of them"):
         unified.from_file(tmp_path / "x.safetensors", "z")
     with pytest.raises(ValueError, match="raw numbers need"):
         unified.from_file(tmp_path / "x.txt", dtype=torch.float32)
@@ -209,7 +209,7 @@ def test_damage_is_told_from_data(tmp_path, place):
         raw[at] ^= 1
     path.write_bytes(raw)
     with pytest.raises(
-        FeatureFileError, match="rows 0 to 4999 are not what was written" if place == "rows" else "x.rows is"
+        FeatureFileError, match="rows 0 to 4999 differ from what was written" if place == "rows" else "x.rows is"
     ):
         unified.check(path)
     with pytest.raises(FeatureFileError):
@@ -224,7 +224,7 @@ def test_a_file_of_another_version(tmp_path):
     raw[12:16] = struct.pack("<I", zlib.crc32(text))
     raw[16 : 16 + length] = text
     path.write_bytes(raw)
-    with pytest.raises(FeatureFileError, match="of version 2, this Penstock reads 1"):
+    with pytest.raises(FeatureFileError, match="format version 2, but this Penstock reads version 1"):
         unified.from_file(path)
 
 

@@ -131,11 +131,11 @@ def test_int8_with_a_scale(either):
     for scale in (0.5, torch.rand(7)):
         expected = plain[index].float() * scale
         assert torch.equal(unified.gather(plain, index, scale=scale), expected)
-    with pytest.raises(ValueError, match="int8 needs one"):
+    with pytest.raises(ValueError, match="int8 needs a scale"):
         unified.gather(plain, index, dtype=torch.float32)
     with pytest.raises(ValueError, match="cannot be read as torch.float64"):
         unified.gather(plain.half(), index, dtype=torch.float64)
-    with pytest.raises(ValueError, match="rows have 7"):
+    with pytest.raises(ValueError, match="one number or 7"):
         unified.gather(plain, index, scale=torch.rand(3))
 
 
@@ -270,7 +270,7 @@ def test_rows_that_a_device_reads_leave_their_gradient_in_host_memory(monkeypatc
     rows, gradient = trained(weight)
     assert all(torch.equal(one, two) for one, two in zip(rows, expected[0], strict=True))
     torch.testing.assert_close(gradient, expected[1], rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match=r"trains by rows only.*table\.cuda\(\)"):
+    with pytest.raises(RuntimeError, match=r"trains only by rows.*table\.cuda\(\)"):
         weight * 2
 
 
@@ -300,7 +300,7 @@ def test_operands_that_occur_twice():
 def test_shapes_stay():
     found = unified.wrap(table())
     for change in (found.t_, lambda: found.unsqueeze_(0), lambda: found.resize_(3)):
-        with pytest.raises(RuntimeError, match="keeps its own"):
+        with pytest.raises(RuntimeError, match="is fixed"):
             change()
     for shape in ((20_000, 5), (2, 5)):
         with pytest.raises(RuntimeError, match="give one of the result's shape"):
@@ -588,7 +588,7 @@ def test_pickling_is_refused_or_by_reference(tmp_path):
     again[0] = 77
     assert (shared[0] == 77).all()  # one memory
     for view in (shared[1:], shared.view(-1), shared.view(torch.int32), shared.t()):
-        with pytest.raises(TypeError, match="not pickled"):
+        with pytest.raises(TypeError, match="cannot be pickled"):
             pickle.dumps(view)
     parameter = pickle.loads(pickle.dumps(torch.nn.Parameter(shared)))
     assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad

@@ -60,7 +60,7 @@ class Limits:
     reserve_bytes: int
     """Device bytes that other parts of the process hold."""
     unaccounted_bytes: int
-    """Those of ``reserve_bytes`` that are not in a shared account."""
+    """The part of ``reserve_bytes`` that is in no shared account."""
     extra_bytes: int
     """Bytes held during trials but not in training, minus those held in training but not yet."""
 

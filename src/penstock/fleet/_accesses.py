@@ -140,8 +140,9 @@ class Recorder(TorchDispatchMode):
 def writes_to(name: str) -> CaptureError:
     """Return the error for a model whose forward writes to a parameter."""
     return CaptureError(
-        f"forward writes to the parameter {name}, or to one beside it, which would be lost or happen twice, since its "
-        "bytes have copies elsewhere. Register what forward changes as a buffer, or change it in the optimizer"
+        f"forward writes to the parameter {name}, or to another one in the same storage. Such a write would be lost or "
+        "applied twice, because other copies of these bytes exist. Register what forward changes as a buffer, or "
+        "change it in the optimizer"
     )
 
 

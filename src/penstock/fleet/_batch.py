@@ -48,6 +48,6 @@ def _walk(thing: Any, tensors: list[torch.Tensor]) -> tuple[Callable[[Sequence[t
     if thing is None or isinstance(thing, bool | int | float | str | bytes | torch.dtype | torch.device):
         return lambda _: thing, ("constant", repr(thing))
     raise TypeError(
-        f"batches are tensors, numbers and text in tuples, lists and dicts; this one holds a {type(thing).__name__}. "
-        "Let data() yield its tensors: {'x': batch.x, 'y': batch.y}"
+        "a batch may hold only tensors, numbers and strings in tuples, lists and dicts, but this one holds a "
+        f"{type(thing).__name__}. Yield its tensors from data(): {{'x': batch.x, 'y': batch.y}}"
     )

@@ -65,7 +65,7 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
     except (OSError, SafetensorError, TypeError) as error:
         raise CheckpointError(
             f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the "
-            "last whole checkpoint is untouched"
+            "last complete checkpoint is untouched"
         ) from error
     return target
 
@@ -86,7 +86,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
             if key in training.weights.originals:
                 training.weights.put(key, _like(tensor, training.weights.originals[key], key))
             elif not key.startswith("constant."):
-                raise ValueError(f"it has a tensor {key!r}, and the job's model has none")
+                raise ValueError(f"it has a tensor {key!r}, but the job's model does not")
         if warm:
             return lambda: None
         _load_state(training, state)
@@ -102,7 +102,7 @@ def read_state(path: Path) -> Json:
         state = read_json(path / _STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             found = state.get("format") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"its format is {found!r}, and this version reads {FORMAT}")
+            raise ValueError(f"its format is {found!r}, but this version of Penstock reads {FORMAT}")
         if not all(isinstance(state.get(key), list) for key in ("losses", "validations")):
             raise ValueError("it has no lists of losses and validations")
         for loss in state["losses"]:
@@ -140,13 +140,16 @@ def copy_newest(folder: Path, origin: Path, name: str) -> None:
     for attempt in range(_COPIES):
         path = latest(folder)
         if path is None:
-            raise ValueError(f"job {name!r} has no checkpoint yet to begin a clone from; clone it cold, or later")
+            raise ValueError(
+                f"job {name!r} has no checkpoint yet, so a warm clone has nothing to start from; clone it cold "
+                "(warm=False), or later"
+            )
         draft = origin.with_name(f"{origin.name}-draft")
         shutil.rmtree(draft, ignore_errors=True)
         try:
             shutil.copytree(path, draft / path.name)
             if not path.is_dir():
-                raise FileNotFoundError(f"{path} went while it was copied")
+                raise FileNotFoundError(f"{path} was deleted while it was copied")
         except (OSError, shutil.Error):
             if path.is_dir() or attempt == _COPIES - 1:
                 raise
@@ -166,7 +169,7 @@ def forget_after(path: Path, step: int) -> None:
         lines = [line for line in text.splitlines() if _step_of(line) <= step]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"metrics go to {path}, which cannot be used: {error}. Move it away") from error
+        raise CheckpointError(f"metrics cannot be written to {path}: {error}. Move it away") from error
 
 
 def _step_of(line: str) -> float:
@@ -218,7 +221,8 @@ def _write(
 def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
     if tensor.shape != own.shape or tensor.dtype != own.dtype:
         raise ValueError(
-            f"{key} is {tuple(tensor.shape)} {tensor.dtype} there and {tuple(own.shape)} {own.dtype} in the model"
+            f"{key} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint but {tuple(own.shape)} {own.dtype} in "
+            "the model"
         )
     return tensor
 

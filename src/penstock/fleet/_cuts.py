@@ -151,8 +151,8 @@ class Cuts:
         own = _owners(captured, found) if _ascends(found) else {}
         if not own or any(self._owners.get(name, owner) != owner for name, owner in own.items()):
             raise CaptureError(
-                f"job {self._job.name!r}: a batch of another shape cannot be cut where the first was; "
-                "let all batches have one shape (drop_last=True, padding)"
+                f"job {self._job.name!r}: a batch has another shape than the first one, and the model cannot be cut "
+                "into the same shards for it; give all batches one shape (drop_last=True, padding)"
             )
         return tuple(found)
 

@@ -16,11 +16,13 @@ def devices_of(given: Sequence[str | torch.device | Device] | None) -> list[Devi
     CPU devices share PyTorch's threads.
     """
     if isinstance(given, str | torch.device | Device):
-        raise TypeError(f"devices is a list: devices=[{str(given)!r}]")
+        raise TypeError(f"`devices` must be a list, got {str(given)!r}: devices=[{str(given)!r}]")
     if given is None:
         given = [*accelerators()] or ["cpu"]
     if not given:
-        raise ValueError("a fleet needs a device: devices=['cuda:0'] or devices=['cpu', 'cpu']")
+        raise ValueError(
+            "`devices` must name at least one device, got none: devices=['cuda:0'] or devices=['cpu', 'cpu']"
+        )
     devices = [one if isinstance(one, Device) else Device(name=str(one)) for one in given]
     for device in devices:
         _check_is_here(device)
@@ -48,7 +50,10 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
     """Return the account of the tiers below the devices, and fill in the devices' own budgets."""
     if isinstance(budget, Budget):
         if host is not None or disk is not None:
-            raise ValueError("Budget(device=..., host=..., disk=...) says it all; leave out host_budget and disk")
+            raise ValueError(
+                "`budget` is a Budget, which sets the limits of host memory and disk itself; leave out `host_budget` "
+                "and `disk`: Budget(device=..., host=..., disk=...)"
+            )
         account, budget = budget.named("fleet"), budget.room_bytes("device")
     else:
         account = Budget(host=host, disk=disk)

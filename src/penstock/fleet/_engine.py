@@ -131,8 +131,9 @@ class Engine:
                 self._read_once.append((data, run.job.name))
             if reader != run.job.name:
                 raise ValueError(
-                    f"job {run.job.name!r}: {field}() returned the {type(data).__name__} that job {reader!r} reads, "
-                    f"and each batch of it can be read once. Make one per job: {field}=lambda: DataLoader(dataset)"
+                    f"job {run.job.name!r}: {field}() returned the {type(data).__name__} that job {reader!r} already "
+                    f"reads, and each of its batches can be read only once. Make one per job: {field}=lambda: "
+                    "DataLoader(dataset)"
                 )
 
     def fail(self, run: JobRun, worker: Worker, error: BaseException) -> None:

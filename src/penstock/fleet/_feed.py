@@ -70,8 +70,8 @@ class Feed:
             return flatten(batch)
         if not at.batch:
             raise ValueError(
-                f"job {self._job.name!r}: its data yields no batch in epoch {at.epoch}; data() "
-                "returns what can be iterated again, a list or a DataLoader, not a generator"
+                f"job {self._job.name!r}: its data yields no batch in epoch {at.epoch}; data() must return something "
+                "that can be iterated again, such as a list or a DataLoader, not a generator"
             )
         self._batches = None
         at.epoch, at.batch = at.epoch + 1, 0

@@ -28,19 +28,19 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
     shared = held_elsewhere(box)
     if shared is None:
         return box.pop()
-    what = "a module" if not shared else f"a module whose part {shared!r}"
-    advice = "model=lambda: copy.deepcopy(module), or a factory that makes a new one"
+    what = "a module that" if not shared else f"a module whose part {shared!r}"
+    advice = "model=lambda: copy.deepcopy(module), or a factory that creates a new one"
     try:
         own = copy.deepcopy(box[0])
     except Exception as error:  # a part of the module may raise anything
         raise ValueError(
-            f"job {job!r}: model() returned {what} is held elsewhere too, and it cannot be copied "
-            f"({type(error).__name__}: {error}). Its bytes leave while others train, so each call of model() must "
-            "return a module of its own"
+            f"job {job!r}: model() returned {what} is also referenced elsewhere, and it cannot be copied "
+            f"({type(error).__name__}: {error}). Its bytes leave the device while other jobs train, so each call of "
+            "model() must return a new module"
         ) from error
     warnings.warn(
-        f"job {job!r}: model() returned {what} that others hold too. The fleet trains a copy and leaves that one as it "
-        f"is. To say so yourself: {advice}",
+        f"job {job!r}: model() returned {what} is also referenced elsewhere. The fleet trains a copy and leaves the "
+        f"original unchanged. To avoid this warning: {advice}",
         SharedModelWarning,
         stacklevel=2,
     )

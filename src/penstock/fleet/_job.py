@@ -99,24 +99,31 @@ class Job:
         if not isinstance(self.name, str):
             raise must_be("name", "text", self.name, "Job(name='lr=3e-4', ...)")
         if not self.name or not set(self.name) <= _ALLOWED or self.name.strip(" .") != self.name:
-            raise ValueError(f"job name {self.name!r}: letters, digits, blanks and ._-=+, make a name, as in 'lr=3e-4'")
+            raise ValueError(
+                f"job name {self.name!r}: a name may contain letters, digits, spaces and any of ._-=+, but must not be "
+                "empty or begin or end with a space or a dot, for instance 'lr=3e-4'"
+            )
         for key in ("model", "data", "loss", "optimizer"):
             given = getattr(self, key)
             if not callable(given) or (key == "model" and isinstance(given, nn.Module)):
                 raise TypeError(
-                    f"job {self.name!r}: {key} is a function, not {type(given).__name__}; for instance {_EXAMPLES[key]}"
+                    f"job {self.name!r}: `{key}` must be a function, got {type(given).__name__}; for instance "
+                    f"{_EXAMPLES[key]}"
                 )
         if (self.epochs is None) == (self.steps is None):
             raise ValueError(f"job {self.name!r}: give either epochs=3 or steps=1000")
         for key in ("epochs", "steps", "accumulate", "evaluate_every"):
             value = getattr(self, key)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"job {self.name!r}: {key} is a whole number of at least 1, not {value!r}")
+                raise ValueError(f"job {self.name!r}: `{key}` must be a whole number of at least 1, got {value!r}")
         check_fields(self, "Job(name='lr=3e-4', model=..., data=..., loss=..., optimizer=..., epochs=3)")
         if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"job {self.name!r}: clip_norm is above 0, not {self.clip_norm!r}")
+            raise ValueError(f"job {self.name!r}: `clip_norm` must be above 0, got {self.clip_norm!r}")
         if self.validation is None and (self.evaluate_every or self.metric):
-            raise ValueError(f"job {self.name!r}: nothing to evaluate on; give validation=lambda: batches")
+            raise ValueError(
+                f"job {self.name!r}: `evaluate_every` and `metric` need validation data; give validation=lambda: "
+                "batches"
+            )
 
     def with_changes(self, **changes: Any) -> "Job":
         """Return the same job with other fields, as for a clone: ``job.with_changes(name="b", optimizer=...)``."""
@@ -195,6 +202,8 @@ class Device:
                 f"`devices` must name 'cpu' or accelerators, got {self.name!r}: fleet.Device(name='cuda:0')"
             ) from error
         if self.threads is not None and (kind != "cpu" or self.threads < 1):
-            raise ValueError(f"device {self.name!r}: threads belongs to CPU devices and is at least 1")
+            raise ValueError(
+                f"device {self.name!r}: `threads` must be at least 1 and is for CPU devices only, got {self.threads}"
+            )
         if self.budget is not None:
             parse_bytes(self.budget)

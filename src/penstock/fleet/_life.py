@@ -70,7 +70,7 @@ class JobRun:
     measures_of: dict[Any, list[ShardMeasure]] = field(default_factory=dict)
     """Measures of all shapes of batch so far."""
     ways: Ways = field(default_factory=Ways)
-    """What is known of its mini-batches, if the model is run whole."""
+    """Measurements of its mini-batches, if the model is run whole."""
     saves: list[bool] = field(default_factory=list)
     is_vertical: bool = False
     """Whether all mini-batches of a step pass one shard before the next."""

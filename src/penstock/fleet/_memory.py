@@ -316,6 +316,7 @@ class DeviceMemory:
     def _refuse(self, size_bytes: int, why: str) -> None:
         held = self.library_bytes + sum(item.held_bytes() for item in self._items)
         raise BudgetError(
-            f"{why} takes {format_bytes(size_bytes)} beside {format_bytes(held)} that it works on, more than the "
-            f"budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least {held + size_bytes} bytes"
+            f"{why} takes {format_bytes(size_bytes)} in addition to the {format_bytes(held)} that it works on, more "
+            f"than the budget of {format_bytes(self.budget_bytes)} on {self.device}; it needs at least "
+            f"{held + size_bytes} bytes"
         )

@@ -20,14 +20,17 @@ class ShardedOptimizer:
     def __init__(self, master: torch.optim.Optimizer, names: Mapping[int, str]):
         if not isinstance(master, torch.optim.Optimizer):
             raise TypeError(
-                f"the optimizer factory returned {type(master).__name__}; for instance "
+                f"the optimizer factory must return a torch.optim.Optimizer, got {type(master).__name__}; for instance "
                 "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)"
             )
         refuse_whole_optimizers(master, "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")
         self.master = master
         unknown = [one for group in master.param_groups for one in group["params"] if id(one) not in names]
         if unknown:
-            raise ValueError("the optimizer holds parameters that the model does not have; use those it is given")
+            raise ValueError(
+                "the optimizer holds parameters that the model does not have; use the parameters that the factory "
+                "receives"
+            )
         self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
         self._initial = {names[id(one)]: dict(state) for one, state in master.state.items() if id(one) in names}
         """States that the factory made, each kept until its parameter's first step."""

@@ -420,7 +420,7 @@ class _Units:
         return 0
 
     def compute(self, index: int) -> None:
-        raise AssertionError(f"unit {index} of a pilot would step")
+        raise AssertionError(f"unit {index} of a pilot would be an optimizer step")
 
     def end(self, index: int) -> None:
         self.seconds[index] += time.perf_counter()

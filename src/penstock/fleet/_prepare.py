@@ -171,12 +171,12 @@ class Preparation:
         if max(most, largest) <= self._room_bytes:
             return
         least = max(most, largest) + self.worker.memory.library_bytes
-        tried = "" if is_last else ", cut as it is"
+        tried = "" if is_last else " as it is cut now"
         raise BudgetError(
-            f"`budget` must be at least {least} ({format_bytes(least)}) for job "
-            f"{self.run_of.job.name!r}{tried}, got {format_bytes(self.engine.budget_bytes)}: the shard "
-            f"{program.shards[at].label} takes {format_bytes(most)}, and cannot be cut further. That is for batches "
-            "like the first; smaller ones (accumulate=) take less"
+            f"`budget` must be at least {least} ({format_bytes(least)}) for job {self.run_of.job.name!r}{tried}, got "
+            f"{format_bytes(self.engine.budget_bytes)}: the shard {program.shards[at].label} takes "
+            f"{format_bytes(most)} and cannot be cut further. This holds for batches like the first; smaller batches "
+            "(accumulate=) take less"
         )
 
     def _refuse_by_far(self, problem: PartitionProblem, refused: BudgetError) -> None:

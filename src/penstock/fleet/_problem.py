@@ -275,13 +275,17 @@ class FleetProblem:
     def __post_init__(self) -> None:
         check_fields(self, "FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")
         if not self.devices:
-            raise ValueError("a fleet needs a device: FleetProblem(jobs=jobs, devices=(DeviceCost(name='cuda:0'),))")
+            raise ValueError(
+                "`devices` must have at least one device, got none: FleetProblem(jobs=jobs, "
+                "devices=(DeviceCost(name='cuda:0'),))"
+            )
         for job in self.jobs:
             most = max(unit.resident_bytes for unit in job.step_units)
             if not any(one.budget_bytes is None or most <= one.budget_bytes for one in self.devices):
                 raise BudgetError(
-                    f"no device takes job {job.name!r}: one of its units needs {most} bytes, and the largest budget is "
-                    f"{max(one.budget_bytes or 0 for one in self.devices)}. Cut it into smaller shards"
+                    f"no device is large enough for job {job.name!r}: one of its units needs {most} bytes, and the "
+                    f"largest budget is {max(one.budget_bytes or 0 for one in self.devices)} bytes. Cut the job into "
+                    "smaller shards"
                 )
 
     @checked("problem.may_run(job=0, device=0)", job=0, device=0)

@@ -144,7 +144,9 @@ class Captured:
         except Exception as error:  # a user's forward or PyTorch may raise anything
             raise CaptureError(f"{type(model).__name__} cannot be traced: {first_line(error)}") from error
         if any(free_unbacked_symbols(node.meta.get("val")) for node in exported.graph.nodes):
-            raise CaptureError(f"{type(model).__name__} cannot be traced: sizes of its tensors depend on numbers")
+            raise CaptureError(
+                f"{type(model).__name__} cannot be traced: sizes of its tensors depend on values of tensors"
+            )
         self.result = results[-1]
         self.constants: dict[str, torch.Tensor] = {}
         self._graph = exported.graph
@@ -189,7 +191,10 @@ class Captured:
                 self.constants[name] = exported.constants[spec.target]
                 self._tensor_of[node] = name
             elif node.users:
-                raise CaptureError(f"the graph of the model takes {kind.lower()} {spec.target!r}; cut it with stages=")
+                raise CaptureError(
+                    f"the graph of the model takes {kind.lower()} {spec.target!r}, which is not an input, a parameter "
+                    "or a buffer; cut the model with stages="
+                )
 
     def _last_use_of(self, node: fx.Node) -> int:
         uses = [self._position[user] if user.op != "output" else len(self.nodes) for user in node.users]
@@ -424,7 +429,9 @@ def _own_derivatives_refused() -> Iterator[None]:
     def refused(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
             if threading.get_ident() == tracer:
-                raise CaptureError("its forward has derivatives or hooks of its own, which a trace would lose")
+                raise CaptureError(
+                    "its forward uses a torch.autograd.Function or a hook on a tensor, which a trace would lose"
+                )
             return original(*arguments, **keywords)
 
         return call

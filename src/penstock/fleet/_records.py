@@ -81,7 +81,7 @@ class Records:
                 with (self._run_dir / "units.jsonl").open("a") as file:
                     file.write("".join(line + "\n" for line in lines))
             except OSError as error:
-                self._warn(f"units could not be written: {error}")
+                self._warn(f"the record of units (units.jsonl) could not be written: {error}")
 
     def close(self) -> None:
         """Tell the trackers that the fleet has ended."""
@@ -94,7 +94,10 @@ class Records:
                     call(tracker)
                 except Exception as error:
                     self._trackers.remove(tracker)
-                    self._warn(f"{type(tracker).__name__} raised {type(error).__name__}: {error}, and is told no more")
+                    self._warn(
+                        f"{type(tracker).__name__} raised {type(error).__name__}: {error}. This tracker receives no "
+                        "further updates"
+                    )
 
     def _warn(self, message: str) -> None:
         warnings.warn(f"{message}. Training goes on.", TrackerWarning, stacklevel=4)

@@ -113,7 +113,7 @@ class Results(Mapping[str, JobResult]):
             return self._results[name]
         except (KeyError, TypeError):  # such as a list
             raise KeyError(
-                f"`name` must be that of a job, got {name!r}; there are {', '.join(self._results)}"
+                f"`name` must be the name of a job, got {name!r}; there are {', '.join(self._results)}"
             ) from None
 
     def __iter__(self) -> Iterator[str]:

@@ -39,14 +39,16 @@ class Roster:
         folder = self._records.folder(job)
         with self._engine.condition:
             if job.name in self:
-                raise ValueError(f"two jobs are called {job.name!r}; a name is a job's own: Job(name='lr=3e-4', ...)")
+                raise ValueError(
+                    f"two jobs are called {job.name!r}; each job must have its own name: Job(name='lr=3e-4', ...)"
+                )
             place, self._num_places = self._num_places, self._num_places + 1
             if source is not None:
                 self._sources[job.name] = source
             known = self.known.get(job.name)
             if not self._resume and _checkpoint.latest(folder) is not None:
                 raise ValueError(
-                    f"{folder} holds checkpoints of such a job already; go on with them, "
+                    f"{folder} already holds checkpoints of a job with this name; continue from them with "
                     "fleet.run(..., resume=True), or give another run_dir"
                 )
             if known is not None and JobState(known.state).is_over:
@@ -80,7 +82,7 @@ class Roster:
         over = self._over.get(name)
         original = self._find(name).job if over is None else over.job
         if new_name in self:
-            raise ValueError(f"a job is called {new_name!r} already; a clone needs a name of its own")
+            raise ValueError(f"there is a job named {new_name!r} already; give the clone another name")
         source = self._sources.get(name)
         if source is not None:
             parameters = {**source.parameters, **changes}
@@ -119,7 +121,7 @@ class Roster:
                 if run.job.name == name:
                     return run
             raise ValueError(
-                f"no job is called {name!r}; there are {', '.join(run.job.name for run in self._engine.runs)}"
+                f"there is no job named {name!r}; there are {', '.join(run.job.name for run in self._engine.runs)}"
             )
 
     def _row_of(self, run: JobRun) -> JobRow:
@@ -179,14 +181,14 @@ class Commands:
             arguments = dict(command.arguments)
             if not self._roster.can_be_made_again(command.job):
                 raise ValueError(
-                    f"job {command.job!r} was not given by import path, so another process cannot make one like it; "
-                    "use fleet.clone(...) where it was made"
+                    f"job {command.job!r} was not given by import path, so another process cannot create a job like "
+                    "it; call fleet.clone(...) in the process that created it"
                 )
             changes = arguments.get("changes", {})
             self._roster.clone(command.job, arguments["name"], warm=arguments.get("warm", False), **changes)
             return
         if command.verb not in _WANTED:
-            raise ValueError(f"{command.verb!r} is none of pause, resume, stop, clone")
+            raise ValueError(f"a command must be pause, resume, stop or clone, got {command.verb!r}")
         self._roster.want(command.job, _WANTED[command.verb])
 
 

@@ -161,10 +161,13 @@ class Fleet:
 
     def __enter__(self) -> Self:
         if trains_jobs():
-            raise ValueError("a fleet cannot train inside of a job of another fleet, whose device would wait for it")
+            raise ValueError(
+                "a fleet cannot train inside a job of another fleet, because that job's device would have to wait for "
+                "it"
+            )
         if self._taken is not None:
             raise ValueError(
-                "this fleet was entered before; make another: with fleet.Fleet(devices, budget) as running:"
+                "a fleet can be entered only once; create a new one: with fleet.Fleet(devices, budget) as running:"
             )
         sizes = [worker.memory.budget_bytes for worker in self._engine.workers]
         with contextlib.ExitStack() as stack:
@@ -253,7 +256,9 @@ class Fleet:
 
         self._refuse_outside()
         if self._is_started:
-            raise ValueError("this fleet waited before, and its devices have ended; make another for more jobs")
+            raise ValueError(
+                "wait() was already called on this fleet and its devices have stopped; create a new fleet for more jobs"
+            )
         self._ask(more)
         self._is_started = True
         with FakeTensorMode():  # without a GPU, CUDA builds lose with their first thread what later traces use
@@ -308,8 +313,8 @@ class Fleet:
     def _refuse_outside(self) -> None:
         if self._taken is None or self._has_ended:
             raise ValueError(
-                "a fleet takes and trains jobs while it is entered: with fleet.Fleet(devices, budget) as running: "
-                "running.add(job); running.wait()"
+                "a fleet must be entered before it can take and train jobs: with fleet.Fleet(devices, budget) as "
+                "running: running.add(job); running.wait()"
             )
 
     def _write_state(self) -> None:

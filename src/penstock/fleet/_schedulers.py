@@ -165,5 +165,5 @@ def scheduler_of(name: "SchedulerName | Scheduler") -> Callable[[Progress], Any]
     if callable(name):
         return _returns_a_number(name)
     if name not in _SCHEDULERS:
-        raise ValueError(f"no scheduler is called {name!r}; there are {', '.join(_SCHEDULERS)}")
+        raise ValueError(f"there is no scheduler named {name!r}; there are {', '.join(_SCHEDULERS)}")
     return _SCHEDULERS[name]

@@ -28,7 +28,7 @@ class Show:
 
     def __init__(self, kind: str | None, rows: Callable[[], list[JobRow]], workers: Sequence[Worker]):
         if kind not in ("auto", "rich", "plain", None):
-            raise ValueError(f"progress is 'auto', 'rich', 'plain' or None, not {kind!r}")
+            raise ValueError(f"`progress` must be 'auto', 'rich', 'plain' or None, got {kind!r}")
         self._console = Console(stderr=True)
         is_rich = kind == "rich" or (kind == "auto" and self._console.is_terminal)
         self._rows, self._workers = rows, workers

@@ -90,7 +90,8 @@ class Staged:
             return [(self._names[id(one)], one) for one in own]
         except KeyError:
             raise CaptureError(
-                f"stage {_name_of(stage)} has parameters that the model does not have; stages are parts of the model"
+                f"stage {_name_of(stage)} has parameters that the model does not have; stages must be parts of the "
+                "model"
             ) from None
 
     def _shard(self, first: int, last: int) -> Shard:

@@ -105,13 +105,13 @@ def _row_of(known: dict[str, Any]) -> JobRow:  # any: what SQLite holds
     for value in _kind(known["validation"], dict).values():
         _kind(value, int, float)
     if known["state"] not in _STATES:
-        raise ValueError(f"{known['state']!r} is none of {', '.join(_STATES)}")
+        raise ValueError(f"its state must be one of {', '.join(_STATES)}, got {known['state']!r}")
     return JobRow(**known)
 
 
 def _kind(value: Any, *kinds: type) -> Any:  # any: what SQLite and JSON hold
     if not isinstance(value, kinds):
-        raise TypeError(f"{value!r} is no {' or '.join(one.__name__ for one in kinds)}")
+        raise TypeError(f"expected {' or '.join(one.__name__ for one in kinds)}, got {value!r}")
     return value
 
 
@@ -156,7 +156,7 @@ class FleetState:
         folder = self.path.parent
         if self.exists and not resume:
             raise ValueError(
-                f"{folder} holds a fleet already; go on with it, fleet.run(..., resume=True), or give another run_dir"
+                f"{folder} already holds a fleet; continue it with fleet.run(..., resume=True), or give another run_dir"
             )
         if self.exists and self.is_alive:
             raise ValueError(f"a process is running the fleet in {folder}; `penstock fleet ps {folder}` shows it")
@@ -195,8 +195,8 @@ class FleetState:
             return [_row_of(dict(zip(_COLUMNS, values, strict=True))) for values in found]
         except (TypeError, ValueError) as error:
             raise FleetStateError(
-                f"{self.path} holds a job that cannot be read: {error}. Without that file the jobs' checkpoints are "
-                "still there: move it away, and resume"
+                f"{self.path} holds a job that cannot be read: {error}. The jobs' checkpoints do not need that file: "
+                "move it away, and resume"
             ) from error
 
     def ask(self, verb: str, job: str, arguments: Mapping[str, Any] | None = None) -> int:
@@ -234,7 +234,7 @@ class FleetState:
             with self._open() as database:
                 found = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
             if found is None:
-                raise FleetStateError(f"{self.path} has no command {number} any more; ask again")
+                raise FleetStateError(f"{self.path} no longer has command {number}; send it again")
             if found[0] is not None:
                 return str(found[0])
             if time.monotonic() > end_s:
@@ -252,5 +252,5 @@ class FleetState:
                 yield database
         except sqlite3.Error as error:
             raise FleetStateError(
-                f"{self.path} cannot be used: {error}. It belongs on a local disk with space left; give another run_dir"
+                f"{self.path} cannot be used: {error}. It must be on a local disk with space left; give another run_dir"
             ) from error

@@ -140,7 +140,9 @@ def _not_by_itself(
     inputs: Sequence[torch.Tensor],
     device: torch.device,  # noqa: ARG001
 ) -> Sequence[torch.Tensor]:
-    raise AssertionError(f"a shard of a model that is run whole is no function ({len(tensors)}, {len(inputs)})")
+    raise AssertionError(
+        f"a shard of a model that is run whole cannot be called by itself ({len(tensors)}, {len(inputs)})"
+    )
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -71,7 +71,9 @@ class Upkeep:
                 raise
             if not self._warned:
                 self._warned = True
-                warnings.warn(f"{error}. Training goes on; this is said once.", TierDegradedWarning, stacklevel=2)
+                warnings.warn(
+                    f"{error}. Training goes on; this warning is shown once.", TierDegradedWarning, stacklevel=2
+                )
         run.saved_step, run.saved_s = training.position.step, time.time()
 
     def wants_save(self, run: JobRun) -> bool:

@@ -25,13 +25,13 @@ def verify(problem: FleetProblem, schedule: Schedule) -> None:
         _verify_device(problem, device, units)
     end_s = max((unit.end_s for unit in schedule.units), default=0.0)
     if abs(end_s - schedule.makespan_s) > _ROUNDING_S:
-        raise InternalError(f"the last unit ends at {end_s} s, and the makespan is said to be {schedule.makespan_s} s")
+        raise InternalError(f"the last unit ends at {end_s} s, but the schedule's makespan is {schedule.makespan_s} s")
 
 
 def _verify_job(problem: FleetProblem, job: int, units: list[ScheduledUnit]) -> None:
     cost = problem.jobs[job]
     if [unit.index for unit in units] != list(range(cost.num_units)):
-        raise InternalError(f"job {cost.name!r}: its {cost.num_units} units do not run once and in order")
+        raise InternalError(f"job {cost.name!r}: its {cost.num_units} units do not each run once and in order")
     before_s = cost.arrival_s
     for unit in units:
         if unit.start_s < before_s - _ROUNDING_S:
@@ -59,4 +59,6 @@ def _verify_device(problem: FleetProblem, device: int, units: list[ScheduledUnit
         least_s = (needed.in_bytes - needed.kept_bytes) / cost.in_bandwidth_bytes_per_s
         is_resident = (unit.job, unit.index - 1, unit.shard) in here
         if not is_resident and unit.start_s - unit.load_s < least_s - _ROUNDING_S * max(1.0, unit.start_s):
-            raise InternalError(f"device {cost.name!r} begins unit {unit.index} of job {unit.job} before it is there")
+            raise InternalError(
+                f"device {cost.name!r} begins unit {unit.index} of job {unit.job} before its bytes have arrived"
+            )

@@ -115,8 +115,8 @@ class Visits:
         """Return a saved tensor to autograd. Backward enters the unit that saved it."""
         if self._has_ended:
             raise RuntimeError(
-                f"job {self._work.training.job.name!r}: something kept a part of the graph of a mini-batch that is "
-                "over, and runs its backward; detach what forward keeps: self.last = x.detach()"
+                f"job {self._work.training.job.name!r}: backward reached the graph of a mini-batch that is over, "
+                "because something kept a part of that graph; detach what forward keeps: self.last = x.detach()"
             )
         if self.kind is UnitKind.BACKWARD and not (self.current is visit and visit.task.kind is self.kind):
             self._enter(visit.task.shard, visit)

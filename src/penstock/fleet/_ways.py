@@ -61,10 +61,11 @@ class Ways:
             self._said_bytes = 2 * most_bytes
             training = mini.work.training
             warnings.warn(
-                f"job {training.job.name!r}: a mini-batch of step {training.position.step + 1} took "
-                f"{most_bytes} bytes, above the budget of {budget_bytes} bytes: it is larger than the first one, or it "
-                "goes other ways through the model, as where layers are dropped at random or experts are chosen. "
-                "Training goes on above the budget. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
+                f"job {training.job.name!r}: a mini-batch of step {training.position.step + 1} took {most_bytes} "
+                f"bytes, above the budget of {budget_bytes} bytes: it is larger than the first one, or it takes "
+                "another path through the model, for example because layers are dropped at random or experts are "
+                "chosen. Training goes on above the budget. Give a larger budget, or smaller batches: "
+                "Job(accumulate=4, ...)",
                 BudgetNotKeptWarning,
                 stacklevel=2,
             )

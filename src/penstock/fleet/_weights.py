@@ -38,8 +38,8 @@ class Weights:
         for name, tensor in constants.items():
             if tensor.untyped_storage()._cdata in self._handed:
                 raise CaptureError(
-                    f"job {self._job!r}: forward reads a tensor of the module that model() returned, not of the "
-                    "copy that the fleet trains (a hook or a closure refers to it); let model() make a new module"
+                    f"job {self._job!r}: forward reads a tensor of the module that model() returned, not of the copy "
+                    "that the fleet trains (a hook or a closure refers to it); model() must create a new module"
                 )
             if name not in self.tensors:
                 self.tensors[name] = tensor.detach()
@@ -99,12 +99,17 @@ class Weights:
     def _refuse_what_is_not_there(self) -> None:
         for name, tensor in self.tensors.items():
             if tensor.device.type == "meta" or torch.nn.parameter.is_lazy(tensor):
-                raise ValueError(f"job {self._job!r}: {name} has no values yet; model() returns a model ready to train")
+                raise ValueError(
+                    f"job {self._job!r}: {name} has no values yet; model() must return a model that is ready to train"
+                )
             if tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
-                raise ValueError(f"job {self._job!r}: {name} is not a plain tensor, and fleets train those alone")
+                raise ValueError(
+                    f"job {self._job!r}: {name} is not a plain tensor, and a fleet can train only plain tensors"
+                )
         if not any(parameter.requires_grad for parameter in self.parameters.values()):
             raise ValueError(
-                f"job {self._job!r}: no parameter of its model requires a gradient; give `model` one that trains"
+                f"job {self._job!r}: no parameter of its model requires a gradient; `model` must return a module with "
+                "at least one that does"
             )
 
 

@@ -198,7 +198,7 @@ class WholeBatch(MiniBatch):
                 if tensor is None or (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
                     raise CaptureError(
                         f"forward replaces the buffer {name} by something of another shape or dtype, which a fleet "
-                        "cannot keep; write into it: self.buffer.copy_(new)"
+                        "does not support; write into the buffer: self.buffer.copy_(new)"
                     )
                 module._buffers[key] = old
                 if not self.work.behaviour.is_pilot:

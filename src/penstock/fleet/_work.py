@@ -136,8 +136,9 @@ class Work:
         """Return the gradient of ``loss`` with which backward begins. Raise ``ValueError`` if it cannot be a loss."""
         if loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
-                f"the loss is a scalar that requires a gradient, not a tensor of shape {tuple(loss.shape)}; for "
-                "instance loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
+                f"the loss must be a scalar that requires a gradient, got a tensor of shape {tuple(loss.shape)} with "
+                f"requires_grad={loss.requires_grad}; for instance loss=lambda model, batch: "
+                "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
             )
         seed = torch.ones_like(loss)
         if self.training.scale is not None:

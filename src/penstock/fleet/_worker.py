@@ -183,9 +183,10 @@ class Worker:
             task, work = mini.tasks[index], mini.work
             warnings.warn(
                 f"job {work.training.job.name!r}: {task.kind.value} of the shard "
-                f"{work.program.shards[task.shard].label} took {most} bytes with what else is on the device, above the "
-                f"budget of {self.memory.budget_bytes} bytes: the pilot run measured less. Training goes on above the "
-                "budget, and this is said once. Give a larger one, or smaller batches: Job(accumulate=4, ...)",
+                f"{work.program.shards[task.shard].label} took {most} bytes together with everything else on the "
+                f"device, above the budget of {self.memory.budget_bytes} bytes; the pilot run measured less. Training "
+                "goes on above the budget, and this warning is shown once. Give a larger budget, or smaller batches: "
+                "Job(accumulate=4, ...)",
                 BudgetNotKeptWarning,
                 stacklevel=2,
             )

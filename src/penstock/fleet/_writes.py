@@ -46,8 +46,8 @@ def run_watched(
         if tensor._version != version and name not in buffers:
             what = f"the parameter {name}" if name in shard.tensors else f"its input {name}"
             raise CaptureError(
-                f"the shard {shard.label} writes to {what} in place, which would be lost or happen twice. Write to a "
-                "copy (x = x.clone()), register what forward changes as a buffer, or with stages= begin a stage with "
-                "an operator that does not write to its input"
+                f"the shard {shard.label} writes to {what} in place. Such a write would be lost or applied twice. "
+                "Write to a copy (x = x.clone()), register what forward changes as a buffer, or with stages= begin a "
+                "stage with an operator that does not write to its input"
             )
     return outputs

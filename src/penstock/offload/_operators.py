@@ -44,7 +44,7 @@ class Touched:
     pages: list[Page]
     """Its pages, each once."""
     written: list[Page]
-    """Those of ``pages`` whose bytes it changes."""
+    """The ``pages`` whose bytes the operator changes."""
     is_overwritten: bool
     """Whether it overwrites ``written`` without reading it."""
     is_of_lists: bool

@@ -51,8 +51,8 @@ class RelationalGraph:
     ):
         if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.dtype != torch.int64:
             raise ValueError(
-                f"edge_index is {edge_index.dtype} of shape {list(edge_index.shape)}; it has to be int64 of shape "
-                "[2, num_edges], sources first: torch.stack([sources, targets])"
+                f"edge_index must be int64 of shape [2, num_edges] with sources first, got {edge_index.dtype} of shape "
+                f"{list(edge_index.shape)}: torch.stack([sources, targets])"
             )
         self.device = edge_index.device
         self.num_edges = edge_index.shape[1]
@@ -76,7 +76,7 @@ class RelationalGraph:
         _check_range("edge_type", edge_type, self.num_edge_types)
         if self.num_edge_types * max(sizes) >= 2**63:
             raise ValueError(
-                f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than int64 has numbers"
+                f"{self.num_edge_types} edge types of {max(sizes)} nodes have more pairs than an int64 can count"
             )
         self._set_node_types(node_type, num_node_types)
         self._edge_index = edge_index.detach().clone()  # the caller may write to the originals
@@ -114,7 +114,10 @@ class RelationalGraph:
         for number, ((source, relation, target), one) in enumerate(edge_index.items()):
             for end, row in zip((source, target), one, strict=True):
                 if end not in starts:
-                    raise ValueError(f"({source}, {relation}, {target}) names {end!r}; `num_nodes` has {list(starts)}")
+                    raise ValueError(
+                        f"({source}, {relation}, {target}) names the node type {end!r}, but `num_nodes` has only "
+                        f"{list(starts)}"
+                    )
                 _check_range(f"a node of type {end!r} in {relation!r}", row, num_nodes[end])
             parts.append(one + torch.tensor([[starts[source]], [starts[target]]], device=one.device))
             types.append(torch.full((one.shape[1],), number, dtype=torch.int64, device=one.device))
@@ -146,7 +149,8 @@ class RelationalGraph:
         if graph.is_block:
             if len(graph.canonical_etypes) > 1:
                 raise ValueError(
-                    "a DGL block with several edge types: dgl.block_to_graph and to_homogeneous come first"
+                    "a DGL block with several edge types is not supported; convert it first with dgl.block_to_graph "
+                    "and to_homogeneous"
                 )
             sizes = (graph.num_src_nodes(), graph.num_dst_nodes())
             return cls(torch.stack(graph.edges()), graph.edata.get("etype"), num_nodes=sizes)
@@ -316,7 +320,8 @@ class RelationalGraph:
                 on_cuda = self.device.type == "cuda"
                 if on_cuda and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
-                        "no index can be built while a CUDA graph is captured; call the layer on this graph once before"
+                        "the index of a graph cannot be built while a CUDA graph is captured; call the layer on this "
+                        "graph once before the capture"
                     )
                 made = make()
                 self._charges.charge("device", _size_bytes(made))
@@ -335,7 +340,7 @@ class RelationalGraph:
     def _check_int32(self, *domains: Domain) -> None:
         if max(self.count(domain) for domain in domains) >= 2**31:
             raise ValueError(
-                f"{self} has more rows than int32 has numbers; PyTorch runs it: layer.with_options(emitter='eager')"
+                f"{self} has more rows than an int32 can count; use PyTorch for it: layer.with_options(emitter='eager')"
             )
 
     def _ordered(self, over: Domain, by: Domain) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -363,7 +368,7 @@ class RelationalGraph:
             _check_ids("node_type", types, size, self.device)
             if len(types) and bool((types[1:] < types[:-1]).any()):
                 raise ValueError(
-                    "node_type is not in ascending order: number the nodes type by type, as PyG's HeteroData and "
+                    "node_type must be in ascending order: number the nodes type by type, as PyG's HeteroData and "
                     "penstock.relational.RelationalGraph.from_pyg do"
                 )
         found = max((int(types[-1]) + 1 for types in pair if len(types)), default=1)
@@ -503,7 +508,7 @@ def counting_sort(keys: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torc
     pointers = (ctypes.c_void_p(one.data_ptr()) for one in (positions, starts))
     sizes = ctypes.c_int64(len(keys)), ctypes.c_int64(num_keys)
     if library.penstock_counting_sort(ctypes.c_void_p(keys.data_ptr()), *sizes, *pointers):
-        raise MemoryError(f"no memory to sort {len(keys)} keys")
+        raise MemoryError(f"not enough memory to sort {len(keys)} keys")
     return positions, starts
 
 
@@ -525,15 +530,17 @@ def pairs_of(
     library.penstock_pairs.restype = ctypes.c_int64
     count = library.penstock_pairs(*given, *sizes, *(ctypes.c_void_p(one.data_ptr()) for one in made))
     if count < 0:
-        raise MemoryError(f"no memory to find the pairs of {len(nodes)} edges")
+        raise MemoryError(f"not enough memory to find the pairs of {len(nodes)} edges")
     return made[0][:count].clone(), made[1][:count].clone(), made[2]
 
 
 def _check_ids(name: str, ids: torch.Tensor, size: int, device: torch.device) -> None:
     if ids.dtype != torch.int64 or ids.shape != (size,):
-        raise ValueError(f"{name} is {ids.dtype} of shape {list(ids.shape)}; it has to be int64 of shape [{size}]")
+        raise ValueError(f"{name} must be int64 of shape [{size}], got {ids.dtype} of shape {list(ids.shape)}")
     if ids.device != device:
-        raise ValueError(f"{name} is on {ids.device} and edge_index on {device}: {name}.to(edge_index.device)")
+        raise ValueError(
+            f"{name} must be on the device of edge_index, {device}, got {ids.device}: {name}.to(edge_index.device)"
+        )
 
 
 def _check_range(name: str, ids: torch.Tensor, size: int) -> None:
@@ -541,4 +548,4 @@ def _check_range(name: str, ids: torch.Tensor, size: int) -> None:
         return
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
-        raise ValueError(f"{name} goes from {low} to {high}; with {size} of them it has to be from 0 to {size - 1}")
+        raise ValueError(f"{name} must be from 0 to {size - 1} (there are {size}), got numbers from {low} to {high}")

@@ -44,7 +44,7 @@ class HGTConv(nn.Module):
     ):
         super().__init__()
         if out_channels % heads:
-            raise ValueError(f"out_channels={out_channels} has to be divisible by heads={heads}")
+            raise ValueError(f"out_channels={out_channels} must be divisible by heads={heads}")
         self.node_types = list(metadata[0])
         self.edge_types: list[EdgeType] = [(one[0], one[1], one[2]) for one in metadata[1]]
         self.in_channels = (
@@ -103,7 +103,7 @@ class HGTConv(nn.Module):
     ) -> RelationalGraph:
         if not isinstance(graph, RelationalGraph):
             if sizes is None:
-                raise ValueError("edge_index_dict wants x as a mapping, too: conv(x_dict, edge_index_dict)")
+                raise ValueError("`x` must be a mapping if edge_index_dict is one: conv(x_dict, edge_index_dict)")
             if not isinstance(graph, Mapping) or any(not isinstance(one, torch.Tensor) for one in graph.values()):
                 words = "a RelationalGraph, or a dict of edge_index by type"
                 raise must_be("graph", words, graph, "conv(data.x_dict, data.edge_index_dict)")
@@ -114,11 +114,12 @@ class HGTConv(nn.Module):
             return graph_of_types(edges, dict(zip(self.node_types, sizes, strict=True)))
         check_relations(graph, len(self.edge_types))
         if graph.num_node_types != len(self.node_types):
-            raise ValueError(f"the layer has {len(self.node_types)} node types and {graph} another number")
+            raise ValueError(f"the layer has {len(self.node_types)} node types, but {graph} has {graph.num_node_types}")
         names = (list(graph.node_type_names), list(graph.edge_type_names))
         if graph.node_type_names and names != (self.node_types, self.edge_types):
             raise ValueError(
-                f"the graph has types in the order {names}, the layer {self.node_types}, {self.edge_types}"
+                f"the graph must have the node and edge types of the layer in the same order, {self.node_types} and "
+                f"{self.edge_types}, got {names}"
             )
         return graph
 

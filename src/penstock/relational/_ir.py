@@ -299,7 +299,7 @@ def matmul_shape(left: Shape, right: Shape, *, transposed: bool) -> Shape:
     """Return the shape of a row's product. Raises ``ValueError`` if the inner sizes differ."""
     inner, outer = (right[-1], right[-2]) if transposed else (right[-2], right[-1])
     if left[-1] != inner:
-        raise ValueError(f"a row of {left[-1]} does not fit a matrix of {inner} x {outer}")
+        raise ValueError(f"a row of size {left[-1]} cannot be multiplied by a matrix of {inner} x {outer}")
     return (*broadcast(left[:-1], right[:-2]), outer)
 
 

@@ -72,8 +72,8 @@ def trace(
         if not isinstance(value, Value):
             name = getattr(function, "__name__", "the layer")
             raise TypeError(
-                f"{name} returns {type(value).__name__}; it has to return values of nodes or edges, such as "
-                "`return n.sum(message)`"
+                f"{name} must return values of nodes or edges, such as `return n.sum(message)`, got "
+                f"{type(value).__name__}"
             )
     program = tracer.builder.program(value.place for value in values)
     domains = tuple(_OF_SCOPES[value.scope] for value in values)
@@ -99,13 +99,16 @@ class Tracer:
             return other.whole()
         if isinstance(other, int | float):
             return self.value(Constant(domain=Domain.ONE, shape=(), value=float(other)), "all")
-        return refuse(f"a value, a tensor of the layer or a number is expected, got {type(other).__name__}")
+        return refuse(f"expected a value, a tensor of the layer or a number, got {type(other).__name__}")
 
     def scope(self, values: Sequence["Value"]) -> Scope:
         """Return whether an operation on ``values`` belongs to edges, to nodes, or to all."""
         scopes = {value.scope for value in values} - {"all"}
         if len(scopes) > 1:
-            refuse("a value of an edge meets a value of a node: say which end is meant, as in z[e.src] or z[e.dst]")
+            refuse(
+                "cannot combine a value of an edge with a value of a node: choose an end of the edge, as in z[e.src] "
+                "or z[e.dst]"
+            )
         return scopes.pop() if scopes else "all"
 
     def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
@@ -125,7 +128,7 @@ class Tracer:
                 parameter=parameter,
             )
         except ValueError as error:
-            refuse(f"{error}; rows are matched from the right, so give one of them a size of 1: a.unsqueeze(-1)")
+            refuse(f"{error}; shapes are aligned from the right, so give one of them a size of 1: a.unsqueeze(-1)")
         return Value(self, place, scope)
 
     def at_sources(self, place: int) -> int:
@@ -147,7 +150,9 @@ class Graph:
         self._tracer = tracer
 
     def __iter__(self) -> NoReturn:
-        refuse("a layer goes round `g.edges()` and `g.nodes()`, not round the graph itself: `for e in g.edges(): ...`")
+        refuse(
+            "a layer must loop over `g.edges()` or `g.nodes()`, not over the graph itself: `for e in g.edges(): ...`"
+        )
 
     def edges(self) -> "Iterator[Edge]":
         """Yield one edge, which stands for all."""
@@ -215,7 +220,7 @@ class Node(Index):
     def _reduce(self, value: "Value", kind: Literal["sum", "max"]) -> "Value":
         value = self._tracer.lift(value)
         if value.scope == "node":
-            refuse("this is a value of a node already; edges' values are brought together, as in n.sum(x[e.src])")
+            refuse("cannot reduce a value of a node; reduce values of edges, as in n.sum(x[e.src])")
         operation = Reduce(
             domain=Domain.TARGET, shape=value.shape, operands=(value.place,), over=Domain.EDGE, kind=kind
         )
@@ -230,7 +235,7 @@ class _Arithmetic(abc.ABC):
         """Return the tracer that records operations."""
 
     def _compared(self, _: object) -> NoReturn:
-        refuse("values are not compared or branched on; use maximum(a, b), relu(a) or products with a mask")
+        refuse("values cannot be compared or branched on; use maximum(a, b), relu(a) or products with a mask")
 
     __lt__ = __le__ = __gt__ = __ge__ = _compared
 
@@ -270,8 +275,8 @@ class _Arithmetic(abc.ABC):
         scope = tracer.scope([left, right])
         if len(right.shape) < 2 or not left.shape:
             refuse(
-                f"a row of shape {left.shape} @ one of shape {right.shape}: the left one needs a dimension, the right "
-                "one two; dot(a, b) multiplies two vectors"
+                f"cannot compute a row of shape {left.shape} @ a row of shape {right.shape}: the left one needs at "
+                "least one dimension and the right one at least two; dot(a, b) multiplies two vectors"
             )
         try:
             shape = matmul_shape(left.shape, right.shape, transposed=False)
@@ -294,14 +299,14 @@ class Argument(_Arithmetic):
     def __getitem__(self, index: Any) -> "Value":
         if isinstance(index, tuple) and len(index) == 2 and all(isinstance(one, Index) for one in index):
             if [one.domain for one in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
-                refuse(f"{self._name} is looked up by two indexes only if they are [e.src, e.etype], in this order")
+                refuse(f"{self._name} can be looked up by two indexes only if they are [e.src, e.etype], in this order")
             self._note("a source and an edge type")
             return self._tracer.value(
                 Input(domain=Domain.SOURCE_AND_TYPE, shape=self._shape.source[1:], name=self._name), "edge"
             )
         if not isinstance(index, Index):
             refuse(
-                f"{self._name}[{index!r}]: tensors are looked up by an edge, an end of it, a node or a type: "
+                f"{self._name}[{index!r}]: a tensor must be looked up by an edge, an end of an edge, a node or a type: "
                 f"{self._name}[e.src], {self._name}[n], {self._name}[e.etype]"
             )
         self._note(_KINDS[index.domain])
@@ -318,8 +323,8 @@ class Argument(_Arithmetic):
     def _note(self, kind: str) -> None:
         if self._used_by is not None and self._used_by[0] != kind:
             refuse(
-                f"{self._name} is looked up by {kind} here and by {self._used_by[0]} at {self._used_by[1]}: its rows "
-                "are one or the other"
+                f"{self._name} is looked up by {kind} here, but by {self._used_by[0]} at {self._used_by[1]}; all "
+                "look-ups of a tensor must be of one kind"
             )
         self._used_by = (kind, _user_line()[0])
 
@@ -347,7 +352,9 @@ class Value(_Arithmetic):
                 shape = (*self.shape[:-1], stop - start)
                 operation = Slice(domain=self._domain, shape=shape, operands=(self.place,), start=start)
                 return self._tracer.value(operation, self.scope)
-        return refuse("values of nodes are looked up by an end of an edge, z[e.src]; columns are taken by z[..., 2:5]")
+        return refuse(
+            "values of nodes must be looked up by an end of an edge, as in z[e.src]; for columns use z[..., 2:5]"
+        )
 
     def reshape(self, *shape: int) -> "Value":
         """Return a row's elements in another shape; one size may be -1."""
@@ -357,7 +364,7 @@ class Value(_Arithmetic):
             known = -math.prod(given)
             given[given.index(-1)] = size // known if known else 0
         if math.prod(given) != size or -1 in given:
-            refuse(f"a row of shape {self.shape} cannot take the shape {shape}")
+            refuse(f"a row of shape {self.shape} cannot be reshaped to {shape}")
         return self._tracer.value(Reshape(domain=self._domain, shape=tuple(given), operands=(self.place,)), self.scope)
 
     view = reshape
@@ -382,7 +389,8 @@ class Value(_Arithmetic):
     def _looked_up(self, index: Index) -> "Value":
         if self.scope != "node" or index.domain not in (Domain.SOURCE, Domain.TARGET):
             refuse(
-                f"a value of {_a(self.scope)} is not looked up by {index.what}: nodes' values are, by e.src or e.dst"
+                f"a value of {_a(self.scope)} cannot be looked up by {index.what}; only values of nodes can be looked "
+                "up, by e.src or e.dst"
             )
         place = self._tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
         return Value(self._tracer, place, index.scope)
@@ -397,7 +405,7 @@ def dot(left: Any, right: Any) -> Value:  # any: values or tensors
     one, two = tracer.lift(left), tracer.lift(right)
     scope = tracer.scope([one, two])
     if not one.shape or not two.shape or one.shape[-1] != two.shape[-1]:
-        refuse(f"dot of rows of shape {one.shape} and {two.shape}: their last sizes have to be equal")
+        refuse(f"dot of rows of shape {one.shape} and {two.shape}: their last sizes must be equal")
     try:
         shape = broadcast(one.shape, two.shape)[:-1]
     except ValueError as error:
@@ -413,7 +421,7 @@ def concat(*values: Value) -> Value:
     found = [tracer.lift(one) for one in values]
     scope = tracer.scope(found)
     if len({one.shape[:-1] for one in found}) > 1 or not all(one.shape for one in found):
-        refuse(f"rows of shapes {[one.shape for one in found]} differ in more than their last size")
+        refuse(f"rows must differ only in their last size, got shapes {[one.shape for one in found]}")
     shape = (*found[0].shape[:-1], sum(one.shape[-1] for one in found))
     places = tuple(one.place for one in found)
     return tracer.value(Concat(domain=tracer.domain(found, scope), shape=shape, operands=places), scope)
@@ -430,7 +438,8 @@ def softmax(score: Value, *, per_type: bool = False) -> Value:
         refuse(f"`per_type` must be True or False, got {per_type!r}")
     if score.scope != "edge":
         refuse(
-            f"softmax goes over the edges that enter a node and takes a value of an edge; this is of {_a(score.scope)}"
+            "softmax is computed over the edges that enter a node and expects a value of an edge, got a value of "
+            f"{_a(score.scope)}"
         )
     domain = Domain.TARGET_AND_TYPE if per_type else Domain.TARGET
 
@@ -541,7 +550,7 @@ def _tracer(*values: Any) -> Tracer:
     for value in values:
         if isinstance(value, Value | Argument):
             return value._tracer_of()
-    refuse("functions of penstock.relational take values of a layer; tensors are given to the layer when it is called")
+    refuse("functions of penstock.relational expect values of a layer; pass tensors to the layer when you call it")
 
 
 def _a(scope: Scope) -> str:

@@ -37,7 +37,7 @@ class CompGCNConv(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, num_relations: int, composition: str = "subtract"):
         super().__init__()
         if composition not in ("subtract", "multiply"):
-            raise ValueError(f"composition={composition!r}: it is 'subtract' or 'multiply'")
+            raise ValueError(f"`composition` must be 'subtract' or 'multiply', got {composition!r}")
         self.num_relations, self.composition = num_relations, composition
         self.forth, self.back, self.loop, self.relate = (
             nn.Parameter(torch.empty(in_channels, out_channels)) for _ in range(4)

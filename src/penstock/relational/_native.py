@@ -260,4 +260,4 @@ def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.c_void_p:
 
 def _check(status: int) -> None:
     if status:
-        raise MemoryError("no memory for the partial sums of a relational layer")
+        raise MemoryError("not enough memory for the partial sums of a relational layer")

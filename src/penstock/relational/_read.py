@@ -59,7 +59,7 @@ def read_ntriples(path: str | Path, *, inverses: bool = False) -> Triples:
         found = _LINE.match(line)
         if found is None:
             text = line.strip()[:80]
-            raise ValueError(f"{path}:{number}: {text!r} is no triple `<subject> <relation> <object> .`")
+            raise ValueError(f"{path}:{number}: expected a triple `<subject> <relation> <object> .`, got {text!r}")
         subject, relation, other = found.groups()
         rows.append(
             (
@@ -91,9 +91,9 @@ def _lines(path: Path) -> Iterator[str]:
                     raise ValueError(f"{path} has a line of more than {_MOST_CHARACTERS:,} characters")
                 yield line
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged, or was not compressed by gzip: {error}") from error
+        raise ValueError(f"{path} is damaged, or is not compressed with gzip: {error}") from error
 
 
 @checked("penstock.relational.read_id_file('train.tsv')")
@@ -106,7 +106,7 @@ def read_id_file(path: str | Path) -> torch.Tensor:
     lines = _lines(path)
     first = next(lines, "").split()
     if len(first) != 1 or _COUNT.fullmatch(first[0]) is None:
-        raise ValueError(f"{path}:1: {' '.join(first)[:80]!r} is no count of the triples that follow")
+        raise ValueError(f"{path}:1: expected the number of triples that follow, got {' '.join(first)[:80]!r}")
     count, rest = int(first[0]), list(lines) if int(first[0]) else []
     try:
         table = np.loadtxt(rest, dtype=np.int64, ndmin=2) if any(map(str.strip, rest)) else np.empty((0, 3), np.int64)
@@ -114,6 +114,6 @@ def read_id_file(path: str | Path) -> torch.Tensor:
         raise ValueError(f"{path}: a line is not `head tail relation` in whole numbers: {error}") from error
     if table.shape != (count, 3):
         raise ValueError(
-            f"{path}: its first line says {count} triples; it has {len(table)} lines of {table.shape[1]} numbers"
+            f"{path}: its first line says {count} triples, but it has {len(table)} lines of {table.shape[1]} numbers"
         )
     return torch.from_numpy(table)

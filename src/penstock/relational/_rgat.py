@@ -103,7 +103,9 @@ class RGATConv(nn.Module):
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks are two decompositions of the same weights; give one of them")
         if dropout > 0 and mod is not None:
-            raise ValueError(f"dropout={dropout} is for mod=None; with mod={mod!r} shares are changed otherwise")
+            raise ValueError(
+                f"dropout={dropout} needs mod=None, got mod={mod!r}, which changes the attention weights in another way"
+            )
         self.in_channels, self.out_channels, self.num_relations = in_channels, out_channels, num_relations
         self.num_bases, self.num_blocks, self.mod = num_bases, num_blocks, mod
         self.attention_mechanism, self.attention_mode = attention_mechanism, attention_mode
@@ -178,7 +180,7 @@ class RGATConv(nn.Module):
             self.basis = nn.Parameter(torch.empty(self.num_bases, self.in_channels, width))
         elif self.num_blocks is not None:
             if self.in_channels % self.num_blocks or width % self.num_blocks:
-                raise ValueError(f"num_blocks={self.num_blocks} has to divide in_channels and heads * out_channels")
+                raise ValueError(f"num_blocks={self.num_blocks} must divide in_channels and heads * out_channels")
             shape = (self.num_blocks, self.in_channels // self.num_blocks, width // self.num_blocks)
             self.weight = nn.Parameter(torch.empty(self.num_relations, *shape))
         else:
@@ -201,9 +203,7 @@ class RGATConv(nn.Module):
         if edge_attr is None:
             return None
         if self.lin_edge is None or self.e is None:
-            raise ValueError(
-                f"edge_attr is given to a layer without edge_dim: RGATConv(..., edge_dim={edge_attr.shape[-1]})"
-            )
+            raise ValueError(f"`edge_attr` needs a layer with edge_dim: RGATConv(..., edge_dim={edge_attr.shape[-1]})")
         edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         score: torch.Tensor = self.lin_edge(edge_attr) @ self.e
         return score if len(score) == graph.num_edges else score[graph.edge_type]
@@ -224,4 +224,4 @@ class RGATConv(nn.Module):
 
 def _check(name: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name}={value!r} is not known; it is one of {', '.join(map(repr, known))}")
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, known))}, got {value!r}")

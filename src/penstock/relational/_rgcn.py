@@ -48,7 +48,9 @@ class RGCNConv(nn.Module):
     ):
         super().__init__()
         if aggr not in ("mean", "add", "sum"):
-            raise ValueError(f"aggr={aggr!r}: RGCNConv sums within a relation by 'mean', 'add' or 'sum'")
+            raise ValueError(
+                f"`aggr` must be 'mean', 'add' or 'sum', by which RGCNConv aggregates within a relation, got {aggr!r}"
+            )
         if num_bases is not None and num_blocks is not None:
             raise ValueError("num_bases and num_blocks are two decompositions of the same weights; give one of them")
         self.in_channels = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
@@ -58,9 +60,7 @@ class RGCNConv(nn.Module):
         self.num_bases, self.num_blocks, self.aggr = num_bases, num_blocks, aggr
         width = self.in_channels[0]
         if num_blocks is not None and (width % num_blocks or out_channels % num_blocks):
-            raise ValueError(
-                f"num_blocks={num_blocks} has to divide in_channels={width} and out_channels={out_channels}"
-            )
+            raise ValueError(f"num_blocks={num_blocks} must divide in_channels={width} and out_channels={out_channels}")
         self.comp: nn.Parameter | None
         self.root: nn.Parameter | None
         self.bias: nn.Parameter | None
@@ -144,7 +144,8 @@ class RGCNConv(nn.Module):
         if source.dtype == torch.int64:
             if self.num_blocks is not None:
                 raise ValueError(
-                    "num_blocks needs features: rows of a block-diagonal matrix are not whole; give x in float"
+                    "num_blocks needs features, because a block-diagonal weight has no complete rows to look up; give "
+                    "`x` in float"
                 )
             nodes, types = graph.pairs()
             table = weight.reshape(-1, self.out_channels)[types * weight.shape[1] + source[nodes]]
@@ -196,11 +197,12 @@ def check_relations(graph: RelationalGraph, num_relations: int, edge_type: torch
         raise must_be("graph", "a penstock.relational.RelationalGraph", graph, "conv(x, RelationalGraph(edge_index))")
     if edge_type is not None:
         raise ValueError(
-            "`edge_type` belongs to an edge_index, and a RelationalGraph has its own: conv(x, graph) or "
-            "conv(x, edge_index, edge_type)"
+            "`edge_type` must be given only with an edge_index, because a RelationalGraph has its own edge types: "
+            "conv(x, graph) or conv(x, edge_index, edge_type)"
         )
     if graph.num_edge_types != num_relations:
         raise ValueError(
-            f"the layer has num_relations={num_relations} and {graph} another number; a graph in which some types do "
-            f"not occur is told: RelationalGraph(edge_index, edge_type, num_edge_types={num_relations})"
+            f"the layer has num_relations={num_relations}, but {graph} has {graph.num_edge_types} edge types. If some "
+            "types do not occur in the graph, give their number: RelationalGraph(edge_index, edge_type, "
+            f"num_edge_types={num_relations})"
         )

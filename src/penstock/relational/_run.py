@@ -108,9 +108,7 @@ class Layer:
         for name, pair in tensors.items():
             for one in pair:
                 if one.device != graph.device:
-                    raise ValueError(
-                        f"{name} is on {one.device} and the graph on {graph.device}: they have to be together"
-                    )
+                    raise ValueError(f"{name} and the graph must be on one device, got {one.device} and {graph.device}")
         is_unified = not graph.is_block and all(one is two for one, two in tensors.values())
         # torch.compile treats a concatenated string as a constant, never as a symbol, as it may treat a number
         variant, number, inputs, num_results, num_outputs, dtype = self._prepare(
@@ -179,7 +177,7 @@ class Layer:
         given = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         if len(args) > len(self._names) or given.keys() != set(self._names):
             raise TypeError(
-                f"{self._function.__name__} takes a graph and {', '.join(self._names)}; it was given {', '.join(given)}"
+                f"{self._function.__name__} expects a graph and {', '.join(self._names)}, got {', '.join(given)}"
             )
         tensors, constants = {}, {}
         for name in self._names:
@@ -292,7 +290,7 @@ def _chosen(emitter: Emitter, dtype: torch.dtype, device: torch.device) -> Emitt
     """Return the emitter that runs, out of those that can. Raises ``ValueError`` if the requested one cannot."""
     if emitter == "c" and device.type != "cpu":
         raise ValueError(
-            f"emitter='c' compiles for the CPU; the tensors are on {device}: layer.with_options(emitter='auto')"
+            f"emitter='c' works only on the CPU, but the tensors are on {device}: layer.with_options(emitter='auto')"
         )
     if device.type == "cpu" and dtype in C_DTYPES and emitter in ("auto", "c") and CompiledC.is_available():
         return "c"
@@ -301,9 +299,9 @@ def _chosen(emitter: Emitter, dtype: torch.dtype, device: torch.device) -> Emitt
             return "triton"
         if emitter == "triton":
             raise ValueError(
-                f"emitter='triton' cannot compute in {dtype} on {device}: it wants Triton (pip install triton), a CUDA "
-                "device that knows the dtype (x.cuda() and graph.to('cuda')), and float32, float16 or bfloat16; "
-                "layer.with_options(emitter='auto') takes what there is"
+                f"emitter='triton' cannot compute in {dtype} on {device}: it needs Triton (pip install triton), a CUDA "
+                "device that supports the dtype (x.cuda() and graph.to('cuda')), and float32, float16 or bfloat16; "
+                "layer.with_options(emitter='auto') uses what is available"
             )
     return "eager"
 
@@ -343,11 +341,13 @@ class Variant:
 def _check_rows(name: str, found: Description, domain: Domain, shape: tuple[int, ...], graph: RelationalGraph) -> None:
     wanted = graph.count(domain)
     if found[0][0] != wanted:
-        raise ValueError(f"{name} has {found[0][0]} rows; it is looked up by {domain.value}, and {graph} has {wanted}")
+        raise ValueError(
+            f"{name} has {found[0][0]} rows, but it is looked up by {domain.value}, of which {graph} has {wanted}"
+        )
     if found[0][1:] != shape:
         raise ValueError(
-            f"{name} has rows of shape {list(found[0][1:])} here and of {list(shape)} at the other end; what nodes "
-            "compute and both ends read wants rows of one shape"
+            f"{name} has rows of shape {list(found[0][1:])} here and of {list(shape)} at the other end; rows must have "
+            "one shape at both ends if nodes compute with them and both ends read the result"
         )
 
 
@@ -362,8 +362,8 @@ def _variant(
 ) -> Variant:
     if graph.is_block and any(isinstance(one, SameRows) for one in traced.program.operations):
         raise ValueError(
-            f"{layer._function.__name__} reads at sources what edges brought together at targets; in a block these are "
-            "different nodes"
+            f"{layer._function.__name__} reads at sources what was reduced at targets, but in a block sources and "
+            "targets are different nodes"
         )
     dtype = _dtype(given, layer.options.emitter, graph.device)
     wanted = _wanted(traced.program, given) if is_grad_enabled else ()
@@ -432,7 +432,7 @@ def _dtype(given: Mapping[str, tuple[Description, Description]], emitter: Emitte
         return torch.get_default_dtype()
     found = functools.reduce(torch.promote_types, dtypes)
     if len(dtypes) > 1 and found is torch.float64:
-        raise ValueError(f"the layer's tensors are {sorted(map(str, dtypes))}; convert them to one: x.to(weight.dtype)")
+        raise ValueError(f"the layer's tensors must have one dtype, got {sorted(map(str, dtypes))}: x.to(weight.dtype)")
     is_half = found in (torch.float16, torch.bfloat16)
     return torch.float32 if is_half and _chosen(emitter, found, device) != "triton" else found
 

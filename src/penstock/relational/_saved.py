@@ -62,21 +62,21 @@ def _tensors(graph: "RelationalGraph") -> dict[str, torch.Tensor]:
 def load_graph(made: type["RelationalGraph"], path: Path) -> "RelationalGraph":
     """Load the graph with its indexes, after checking what kernels will use."""
     if not path.exists():
-        raise FileNotFoundError(f"{path} is no file; graph.save({str(path)!r}) writes one")
+        raise FileNotFoundError(f"{path} is not a file; graph.save({str(path)!r}) writes one")
     check_is_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     except SafetensorError as error:
-        raise ValueError(f"{path} is no graph that RelationalGraph.save wrote: {error}") from error
+        raise ValueError(f"{path} is not a graph that RelationalGraph.save wrote: {error}") from error
     if metadata.get("format") != _FORMAT:
-        raise ValueError(f"{path} is of format {metadata.get('format')!r}; RelationalGraph.save writes {_FORMAT!r}")
+        raise ValueError(f"{path} has format {metadata.get('format')!r}, but RelationalGraph.save writes {_FORMAT!r}")
     try:
         graph = _made(made, parse_json(metadata["about"], "its description"), tensors)
         _take(graph, tensors)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{path} does not fit together ({error}); save the graph again") from error
+        raise ValueError(f"the parts of {path} do not fit together ({error}); save the graph again") from error
     return graph
 
 
@@ -88,7 +88,7 @@ def _made(
     sources, targets = about["num_nodes"]
     for one in (sources, targets, about["num_edge_types"], about["num_node_types"]):
         if type(one) is not int or not 0 <= one < 2**48:
-            raise ValueError(f"{one!r} is no number of nodes or types")
+            raise ValueError(f"expected a number of nodes or types, got {one!r}")
     types = tensors.pop("node_type 0"), tensors.pop("node_type 1")
     graph = made(
         tensors.pop("edge_index"), tensors.pop("edge_type"),
@@ -119,7 +119,7 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
         keys = found[1] * graph.count(end) + found[0]
         of_edges = graph.edge_type * graph.count(end) + graph.edge_index[0 if end is Domain.SOURCE else 1]
         if not bool((keys.diff() > 0).all()) or not torch.equal(keys[found[2]], of_edges):
-            raise ValueError(f"pairs of {domain.name} are not those of the edges")
+            raise ValueError(f"pairs of {domain.name} do not match the edges")
         if bool((found[2].bincount(minlength=pairs) == 0).any()):
             raise ValueError(f"a pair of {domain.name} has no edge")
     for name in sorted(tensors):
@@ -128,20 +128,20 @@ def _take(graph: "RelationalGraph", tensors: dict[str, torch.Tensor]) -> None:
         if kind == "starts":
             starts = _checked(tensors[name], torch.int64, graph.count(by) + 1, graph.count(over) + 1)
             if int(starts[0]) or int(starts[-1]) != graph.count(over) or bool((starts.diff() < 0).any()):
-                raise ValueError(f"{name!r} is no list of borders")
+                raise ValueError(f"{name!r} is not a valid list of start positions")
             positions = tensors.get(f"positions {' '.join(names)}")
             if positions is not None:
                 _checked(positions, torch.int32, graph.count(over), graph.count(over))
                 if bool((positions.long().bincount(minlength=len(positions)) != 1).any()):
-                    raise ValueError(f"{name!r} has an order with repeated rows")
+                    raise ValueError(f"{name!r} has an order that repeats rows")
             index = graph.index(over, by)
             keys = torch.zeros(graph.count(over), dtype=torch.int64) if index is None else index
             keys = keys if positions is None else keys[positions.long()]
             if not torch.equal(keys, torch.arange(graph.count(by)).repeat_interleave(starts.diff())):
-                raise ValueError(f"{name!r} is not in order")
+                raise ValueError(f"{name!r} is not sorted")
             graph._orders[over, by] = (positions, starts)
         elif kind != "positions":
-            raise ValueError(f"{name!r} is nothing that is saved")
+            raise ValueError(f"unknown entry {name!r}")
 
 
 def _pair_indexes(*domains: Domain) -> list[tuple[Domain, Domain]]:
@@ -158,7 +158,7 @@ def _pair_indexes(*domains: Domain) -> list[tuple[Domain, Domain]]:
 
 def _checked(index: torch.Tensor, dtype: torch.dtype, size: int, within: int) -> torch.Tensor:
     if index.dtype is not dtype or index.shape != (size,):
-        raise ValueError(f"an index is {index.dtype} of shape {list(index.shape)}, not {dtype} of shape [{size}]")
+        raise ValueError(f"an index must be {dtype} of shape [{size}], got {index.dtype} of shape {list(index.shape)}")
     if size and (int(index.min()) < 0 or int(index.max()) >= within):
-        raise ValueError(f"an index leaves its {within} rows")
+        raise ValueError(f"an index points outside of its {within} rows")
     return index

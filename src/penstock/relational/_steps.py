@@ -182,7 +182,7 @@ class Run(ABC):
 
     def sum_blocks(self, step: BlockedSum, kernel: Kernel | None) -> None:
         """Compute a sum of products; ``kernel`` computes the rows of a block if they are not stored."""
-        raise InternalError(f"{type(self).__name__} was given %{step.place}, {kernel}, to compute in blocks")
+        raise InternalError(f"{type(self).__name__} cannot compute %{step.place}, {kernel}, in blocks")
 
     def take(self, at: int, place: int) -> torch.Tensor:
         """Give the memory of one value to another, with its contents."""

@@ -106,8 +106,8 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     for node in graph.nodes:
         if _knows_too_little(node):
             raise CaptureError(
-                f"the step reads the value of a tensor ({node.name} depends on it) and cannot be planned before it is "
-                "known. Leave it a tensor: y * y.sum() instead of y * y.sum().item()"
+                f"the step reads the value of a tensor ({node.name} depends on it), so it cannot be planned before "
+                "that value is known. Keep it a tensor: y * y.sum() instead of y * y.sum().item()"
             )
         if node.op == "placeholder":
             _place_input(captured, node)
@@ -190,7 +190,7 @@ def separate_sums(graph: fx.Graph, num_forward_outputs: int, groups: Sequence[Se
     AOTAutograd replaced several views of a base by the base, since the numbers then mean other inputs.
     """
     if groups and any("ViewBase" in type(node.meta.get("desc")).__name__ for node in graph.nodes):
-        raise AssertionError("inputs that are views of one tensor, which is changed")
+        raise AssertionError("several inputs are views of one tensor, which the graph changes")
     output = _output_of(graph)
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     for first, *further in groups:

@@ -74,7 +74,7 @@ class _Checker(fx.Interpreter):
         actual = sum(held_bytes(storage) for key, storage in held.items() if key not in self._static)
         expected = self._expected[slot] - self._problem.operators[self._plan.slots[slot]].workspace_bytes
         if not expected - self._unseen_bytes(slot) <= actual <= expected:
-            raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, and {expected} were planned")
+            raise InternalError(f"after {node.name} (slot {slot}) {actual} bytes are held, but {expected} were planned")
 
     def _unseen_bytes(self, slot: int) -> int:
         """Return bytes that the plan counts but that handles or the caller may hold instead of the graph."""

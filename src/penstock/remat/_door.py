@@ -251,7 +251,7 @@ def compile(  # noqa: A001
     """
     if isinstance(model, CompiledModule | CompiledFunction):
         raise ValueError(
-            "`model` is what penstock.remat.compile returned already; close it, and compile the model inside: "
+            "`model` must not be the result of penstock.remat.compile; close that, and compile the original model: "
             "penstock.remat.compile(model, budget='6GiB')"
         )
     if isinstance(model, type):

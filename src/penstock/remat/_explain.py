@@ -7,8 +7,8 @@ from penstock.remat._problem import RematProblem
 from penstock.units import format_bytes, format_duration
 
 NOTHING_PLANNED = (
-    "nothing is planned yet. A step is planned when it first runs with gradients, or, if it has several graphs, when "
-    "it has run; without gradients nothing is, nor if the budget has no room for any plan"
+    "nothing is planned yet. A step is planned when it first runs with gradients, or, if it has several graphs, after "
+    "that run. Nothing is planned without gradients, or if no plan fits the budget"
 )
 _MAX_SHAPES = 3
 """Largest number of graphs' shapes in one line."""

@@ -21,8 +21,8 @@ class NotKept:
         self._say(
             "first",
             f"the first step of its kind takes {_exactly(peak_bytes)} or more, above the budget of "
-            f"{_exactly(budget_bytes)}: what belongs to it is not known before it has run, so each of its graphs saves "
-            "as little as it can. From the next one on they are planned together, and may fit",
+            f"{_exactly(budget_bytes)}. Which graphs belong to it is known only after it has run, so in this step each "
+            "graph saves as little as it can. From the next step on the graphs are planned together, and may fit",
         )
 
     def perhaps_first(self, peak_bytes: int, budget_bytes: int) -> None:
@@ -34,8 +34,8 @@ class NotKept:
             self._say(
                 "first",
                 f"the first step of its kind may have taken up to {_exactly(peak_bytes)}, above the budget of "
-                f"{_exactly(budget_bytes)}: what belongs to it was not known before. From now on its graphs are "
-                "planned together",
+                f"{_exactly(budget_bytes)}, because it was not known before which graphs belong to it. From now on its "
+                "graphs are planned together",
             )
 
     def lowest(self, peak_bytes: int, budget_bytes: int) -> None:
@@ -50,7 +50,9 @@ class NotKept:
         """Report that a step's graphs, separated by ``breaks``, cannot be planned together with what is outside."""
         num_graphs = len(breaks)
         graphs = f"the {num_graphs} graphs of a step do" if num_graphs > 1 else "the graph of a step does"
-        beside = f" beside {format_bytes(outside_bytes)} that the step takes outside of them" if outside_bytes else ""
+        beside = (
+            f" together with {format_bytes(outside_bytes)} that the step takes outside of them" if outside_bytes else ""
+        )
         where = "; ".join(one for one in dict.fromkeys(breaks) if one)
         broken = f" (it breaks at {where})" if where else ""
         self._say("lowest", f"{graphs} not fit{beside}{broken}: {error} {_GOES_ON}", error)
@@ -67,8 +69,8 @@ class NotKept:
         """Report that nothing of a step was compiled."""
         self._say(
             "eagerly",
-            f"PyTorch can compile nothing of this step, which took {_exactly(peak_bytes)}, above the budget of "
-            f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks says why. {_GOES_ON}",
+            f"PyTorch cannot compile any part of this step, which took {_exactly(peak_bytes)}, above the budget of "
+            f"{_exactly(budget_bytes)}; TORCH_LOGS=graph_breaks shows why. {_GOES_ON}",
         )
 
     def profiled(self, rest_bytes: int) -> None:
@@ -84,8 +86,8 @@ class NotKept:
         """Report that what eager code saves cannot be counted."""
         self._say(
             "under transforms",
-            "this step uses torch.func, which allows no hooks on saved tensors: what code that runs eagerly saves "
-            "cannot be counted, and the budget covers the compiled graphs alone. Leave room for the rest",
+            "this step uses torch.func, which allows no hooks on saved tensors: what eager code saves cannot be "
+            "counted, so the budget covers only the compiled graphs. Leave room for the rest",
         )
 
     def _say(self, way: str, text: str, error: BudgetError | None = None) -> None:

@@ -292,9 +292,9 @@ class Piece:
             num_alike = sum(_but_floats(one) == _but_floats(kind) for one in self._variants) if floats else 0
         if num_alike == _MANY_NUMBERS:
             warn(
-                f"a number among the arguments of a compiled step was another one in each of {num_alike + 1} calls, "
-                f"the last {floats[0]:g}. Every new number is traced and planned again, which is slow. Pass a tensor "
-                f"instead: torch.tensor({floats[0]:g})",
+                f"a float among the arguments of a compiled step had a different value in each of {num_alike + 1} "
+                f"calls, the last {floats[0]:g}. Every new value is traced and planned again, which is slow. Pass a "
+                f"tensor instead: torch.tensor({floats[0]:g})",
                 PenstockWarning,
             )
 
@@ -306,8 +306,8 @@ class Piece:
             self.owner.has_warned_of_pieces = True
             warn(
                 f"in {len(calls)} calls a step was traced and planned again for the same shapes, which is slow: "
-                "something that is no tensor changes between calls, such as a counter that forward reads. "
-                "TORCH_LOGS=recompiles says what. Keep it in a buffer, or out of forward",
+                "something other than a tensor changes between calls, such as a counter that forward reads. "
+                "TORCH_LOGS=recompiles shows what changes. Keep it in a buffer, or out of forward",
                 PenstockWarning,
             )
 
@@ -336,8 +336,8 @@ class Piece:
                 if isinstance(error, CaptureError):
                     raise
                 raise CaptureError(
-                    "the step reads the value of a tensor, or makes one whose shape depends on values, and cannot be "
-                    f"planned before they are known: {_why(error)}"
+                    "the step reads the value of a tensor, or creates a tensor whose shape depends on values, so it "
+                    f"cannot be planned before these values are known: {_why(error)}"
                 ) from error
             variant.run, variant.is_eager = self._module.forward, True
             self.owner.left_eager(_why(error))
@@ -345,8 +345,8 @@ class Piece:
             if isinstance(error, PenstockError) or not _dynamo.is_untested():
                 raise
             raise CaptureError(
-                f"a step could not be captured by PyTorch {torch.__version__}, which is newer than what plans were "
-                f"tested with ({_dynamo.TESTED}): {_why(error)}. Please report it; an older PyTorch works"
+                f"a step could not be captured by PyTorch {torch.__version__}, which is newer than the versions that "
+                f"plans are tested with ({_dynamo.TESTED}): {_why(error)}. Please report it; an older PyTorch works"
             ) from error
         return variant
 

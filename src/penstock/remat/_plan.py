@@ -547,7 +547,7 @@ def _finished(graph: Graph, decisions: _Decisions) -> RematPlan:
     keep_all = simulate(graph, np.zeros(graph.num_storages, dtype=np.uint8))
     simulation = simulate(graph, decisions)
     if keep_all is None or simulation is None:
-        raise InternalError("the decisions of a plan recompute without end")
+        raise InternalError("the decisions of a plan lead to endless recomputation")
     swapped = np.flatnonzero(simulation.gone >= 0).tolist()
     return RematPlan(
         decisions=tuple(Decision(int(one)) for one in decisions),

@@ -164,7 +164,7 @@ class RematProblem:
         try:
             content: dict[str, Any] = read_json(Path(file))
             if content.pop("format") != _FORMAT:
-                raise ValueError("of another version")
+                raise ValueError("it was written by another version")
             operators = tuple(
                 Operator(**{**one, "inputs": tuple(one["inputs"]), "outputs": tuple(one["outputs"])})
                 for one in content.pop("operators")
@@ -191,36 +191,37 @@ def _check(problem: RematProblem) -> None:
         _check_count(f"producer of storage {at}", storage.producer, len(operators) - 1)
         if not isinstance(storage.name, str) or not isinstance(storage.is_output, bool):
             raise ValueError(
-                f"storage {at} is named {storage.name!r}, and whether it is an output {storage.is_output!r}"
+                f"`name` of storage {at} must be a string and `is_output` a bool, got {storage.name!r} and "
+                f"{storage.is_output!r}"
             )
     made: list[int] = []
     for at, one in enumerate(operators):
         if not all(isinstance(text, str) for text in (one.name, one.target, one.must_run_once, one.module)):
-            raise ValueError(f"a name of operator {at} is no text")
+            raise ValueError(f"`name`, `target`, `must_run_once` and `module` of operator {at} must be strings")
         _check_count(f"workspace_bytes of operator {at}", one.workspace_bytes)
         _check_rate(f"duration_s of operator {at}", one.duration_s)
         for number in (*one.inputs, *one.outputs):
-            _check_count(f"a storage of operator {at}", number, len(storages) - 1)
+            _check_count(f"a storage number of operator {at}", number, len(storages) - 1)
         if any(storages[number].producer >= at for number in one.inputs):
-            raise ValueError(f"operator {at} reads what is not made yet")
+            raise ValueError(f"operator {at} must not read a storage that no earlier operator makes")
         if any(storages[number].producer != at for number in one.outputs):
-            raise ValueError(f"operator {at} makes what another makes")
+            raise ValueError(f"operator {at} must not have an output whose `producer` is another operator")
         made += one.outputs
     if sorted(made) != list(range(len(storages))):
-        raise ValueError("not every storage is made once")
+        raise ValueError("every storage must be an output of exactly one operator")
     for name in ("static_bytes", "swap_page_bytes"):
         _check_count(name, getattr(problem, name))
     for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
         _check_rate(name, getattr(problem, name))
     if sum(storage.size_bytes for storage in storages) > _MOST_BYTES:
-        raise ValueError("the storages have more bytes than any machine")
+        raise ValueError(f"the storages must have at most {_MOST_BYTES} bytes together")
 
 
 def _check_count(name: str, value: object, most: int = _MOST_BYTES) -> None:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{name} is {value!r}, which is no whole number from 0 to {most}")
+        raise ValueError(f"{name} must be a whole number from 0 to {most}, got {value!r}")
 
 
 def _check_rate(name: str, value: object) -> None:
     if type(value) not in (int, float) or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}, which is no number from 0 on")
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")

@@ -102,12 +102,12 @@ class OptimizedStep:
         why = _dynamo.why_unsupported(error)
         if self._must_be_one_graph:
             raise CaptureError(
-                f"the step cannot be planned as one graph: {why}. Remove the break, which "
-                "torch.compile(step, fullgraph=True) shows, or train it with penstock.remat.compile(step, budget=...)"
+                f"the step cannot be planned as one graph: {why}. Remove the break (torch.compile(step, "
+                "fullgraph=True) shows where it is), or train the step with penstock.remat.compile(step, budget=...)"
             ) from error
         warn(
-            f"the step is not one graph ({why}), so it is planned once it has run: in its first step each graph saves "
-            "as little as it can, and what cannot be compiled runs eagerly. torch.compile(step, fullgraph=True) shows "
+            f"the step is not one graph ({why}), so it is planned after its first run. In that run each graph saves as "
+            "little as it can, and what cannot be compiled runs eagerly. torch.compile(step, fullgraph=True) shows "
             "the break",
             GraphBreakWarning,
         )
@@ -137,7 +137,7 @@ class OptimizedStep:
             self._session.settle()
         if not self._session.planned:
             raise ValueError(
-                "nothing is planned yet: the step is not one graph, and is planned once it has run"
+                "nothing is planned yet: the step is not one graph, so it is planned after its first run"
                 if self._broken is not None
                 else "nothing is planned: no argument and no parameter of the step requires gradients"
             )

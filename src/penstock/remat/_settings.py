@@ -53,9 +53,11 @@ class Settings:
     def __post_init__(self) -> None:
         check_fields(self, _EXAMPLE)
         if self.verify and self.compiler != "eager":
-            raise ValueError("verify=True looks at one operator after the other, which needs compiler='eager'")
+            raise ValueError(
+                f"verify=True checks one operator after the other, which needs compiler='eager', got {self.compiler!r}"
+            )
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
-            raise ValueError(f"a budget as a share is above 0 and at most 1, such as 0.5, not {self.budget}")
+            raise ValueError(f"`budget` as a share must be above 0 and at most 1, such as 0.5, got {self.budget}")
 
     @property
     def has_tiers(self) -> bool:
@@ -78,12 +80,12 @@ class Settings:
     def of_options(cls, options: dict[str, Any]) -> Self:
         """Make settings from a dict, as ``torch.compile`` passes them. Raise ``ValueError`` for unknown options."""
         if "budget" not in options:
-            given = f" beside {sorted(options)}" if options else ""
+            given = f" (got only {sorted(options)})" if options else ""
             raise ValueError(
                 f"the option 'budget' is missing{given}: penstock.remat.compile(model, budget='6GiB') or "
                 "torch.compile(model, backend='penstock', options={'budget': '6GiB'})"
             )
         unknown = set(options) - set(cls.__dataclass_fields__)
         if unknown:
-            raise ValueError(f"unknown options {sorted(unknown)}; there are {sorted(cls.__dataclass_fields__)}")
+            raise ValueError(f"unknown options {sorted(unknown)}; valid options are {sorted(cls.__dataclass_fields__)}")
         return cls(**options)

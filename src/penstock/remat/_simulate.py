@@ -171,7 +171,7 @@ def _simulate_compiled(library: ctypes.CDLL, graph: Graph, decisions: NDArray[np
     buffers.decisions[:] = decisions
     outcome = library.penstock_simulate(*buffers.arguments)
     if outcome == _NO_MEMORY:
-        raise MemoryError("no memory for the planner's simulation")
+        raise MemoryError("not enough memory for the planner's simulation")
     if outcome == _ENDLESS:
         return None
     result = buffers.result

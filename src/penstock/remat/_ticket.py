@@ -40,7 +40,7 @@ def thing_of(ticket: torch.Tensor) -> Any:
     """Return the object that ``ticket`` represents."""
     found = _tickets.get(int.from_bytes(ticket.numpy().tobytes(), "little"))
     if found is None:
-        raise InternalError("what a planned step hands from forward to backward was replaced on the way")
+        raise InternalError("the tensor that a planned step passes from forward to backward was replaced in between")
     return found.thing
 
 

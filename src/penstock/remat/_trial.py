@@ -44,7 +44,9 @@ class Trial:
         self._device = max(map(device_of, backward.graph.nodes), key=is_accelerator)
         once = [one for one in problem.operators if one.must_run_once and one.target != "tangent"]
         if once:
-            self._decline(f"a trial would run {once[0].name} once more ({once[0].must_run_once})")
+            self._decline(
+                f"a trial would run {once[0].name} a second time, but it must run only once ({once[0].must_run_once})"
+            )
             return
         try:
             self._forward, self._backward = compiled(forward), compiled(backward)
@@ -74,7 +76,10 @@ class Trial:
             self._decline(f"its trial failed ({type(error).__name__}: {str(error).partition(chr(10))[0]})")
             return
         if taken > self._allowed_bytes:
-            self._decline(f"compiled by Inductor it takes {format_bytes(taken)} of {format_bytes(self._allowed_bytes)}")
+            self._decline(
+                f"compiled by Inductor, the step takes {format_bytes(taken)}, but may take only "
+                f"{format_bytes(self._allowed_bytes)}"
+            )
         else:
             self.is_accepted = True
 

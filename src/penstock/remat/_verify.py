@@ -17,7 +17,7 @@ def verify(problem: RematProblem, plan: RematPlan) -> None:
     if plan.slots[:num_forward] != tuple(range(num_forward)):
         raise InternalError("forward does not run as captured")
     if [one for one in plan.slots if one >= num_forward] != list(range(num_forward, len(problem.operators))):
-        raise InternalError("backward does not run once and in order")
+        raise InternalError("operators of backward do not each run once and in order")
     for index in set(plan.slots[num_forward:]):
         if index < num_forward and problem.operators[index].must_run_once:
             raise InternalError(f"{problem.operators[index].name} runs again: {problem.operators[index].must_run_once}")
@@ -41,7 +41,7 @@ def live_bytes(problem: RematProblem, plan: RematPlan) -> list[int]:
         for storage in problem.operators[index].inputs:
             if storage not in current:
                 raise InternalError(
-                    f"{problem.operators[index].name} reads {problem.storages[storage].name}, which is gone"
+                    f"{problem.operators[index].name} reads {problem.storages[storage].name}, which is no longer there"
                 )
             copies[current[storage]][1] = slot
         for storage in problem.operators[index].outputs:
@@ -81,7 +81,8 @@ def _split_at_swaps(problem: RematProblem, plan: RematPlan, copies: list[list[in
                 gone, back = plan.gone_slots[storage], plan.fetch_slots[storage]
                 if not first < gone < back <= last:
                     raise InternalError(
-                        f"{problem.storages[storage].name} leaves at {gone} and returns at {back}, out of its life"
+                        f"{problem.storages[storage].name} leaves at slot {gone} and returns at slot {back}, outside "
+                        "of its lifetime"
                     )
                 page_bytes = problem.swap_page_bytes
                 edge_bytes = page_bytes + size_bytes % page_bytes if page_bytes else 0

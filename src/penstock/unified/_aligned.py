@@ -64,12 +64,13 @@ def read_header(path: Path, file: Any) -> Header:
     length, crc = int.from_bytes(page[8:12], "little"), int.from_bytes(page[12:16], "little")
     text = page[16 : 16 + length]
     if page[:8] != MAGIC or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
-        refuse(path, "its header is not what was written")
+        refuse(path, "its header differs from what was written")
     try:
         found = parse_json(text, "the header")
         if found["version"] != VERSION:
             raise FeatureFileError(
-                f"{path} is of version {found['version']}, this Penstock reads {VERSION}. Write it once more with it"
+                f"{path} has format version {found['version']}, but this Penstock reads version {VERSION}. Write it "
+                "again with this version of Penstock"
             )
         table = Table(
             path=path, shape=tuple(found["shape"]), dtype=DTYPES[found["dtype"]], first_byte=PAGE_BYTES,
@@ -78,14 +79,14 @@ def read_header(path: Path, file: Any) -> Header:
         check_shape(path, table.shape)
         chunk_rows, at = found["chunk_rows"], found["checksums_byte"]
         if any(type(one) is not int or one < 0 for one in (chunk_rows, at, found["stride_bytes"])):
-            refuse(path, "a number of its header is none")
+            refuse(path, "a number in its header is not a whole number of at least 0")
         num_chunks = -(-table.shape[0] // chunk_rows)
         if size != at + 4 * num_chunks or table.stride_bytes != stride_for(table.row_bytes) or at < table.end_byte:
-            refuse(path, f"it has {format_bytes(size)}, and its header says otherwise")
+            refuse(path, f"it has {format_bytes(size)}, but its header says otherwise")
         file.seek(at)
         raw = file.read(4 * num_chunks)
         if len(raw) != 4 * num_chunks or zlib.crc32(raw) != found["checksums_crc"]:
-            refuse(path, "its checksums are not what was written")
+            refuse(path, "its checksums differ from what was written")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, FeatureFileError):
             raise
@@ -125,7 +126,7 @@ def verified(table: Table, file: Any) -> Iterator[tuple[int, bytearray]]:
     for number, (begin, raw) in enumerate(chunks(table, file, header.chunk_rows)):
         if zlib.crc32(raw) != header.checksums[number]:
             end = min(begin + header.chunk_rows, table.shape[0]) - 1
-            refuse(table.path, f"rows {begin} to {end} are not what was written")
+            refuse(table.path, f"rows {begin} to {end} differ from what was written")
         yield begin, raw
 
 

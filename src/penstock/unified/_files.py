@@ -52,7 +52,8 @@ def find_table(
                 )
             if not shape or any(not isinstance(one, int) or one < 0 for one in shape) or offset < 0:
                 raise ValueError(
-                    f"a table's shape has rows first and no negative numbers, not {shape} at byte {offset}"
+                    "`shape` must begin with the number of rows and hold no negative numbers, and `offset` must be at "
+                    f"least 0, got {shape} and {offset}"
                 )
             row = math.prod(shape[1:]) * dtype.itemsize
             found = Table(path=path, shape=tuple(shape), dtype=dtype, first_byte=offset, stride_bytes=row)
@@ -64,12 +65,13 @@ def find_table(
             found = _safetensors(path, file, key, size)
         else:
             raise FeatureFileError(
-                f"{path} is no .npy, .safetensors or penstock file. For raw numbers give their type and shape: "
-                "dtype=torch.float32, shape=(num_rows, width)"
+                f"{path} is not a .npy, .safetensors or penstock file. If it holds raw numbers, give their type and "
+                "shape: dtype=torch.float32, shape=(num_rows, width)"
             )
     if found.end_byte > size:
         raise FeatureFileError(
-            f"{path} is cut short: {found.shape} of {found.dtype} end at byte {found.end_byte}, the file at byte {size}"
+            f"{path} is cut short: {found.shape} of {found.dtype} should end at byte {found.end_byte}, but the file "
+            f"ends at byte {size}"
         )
     return found
 
@@ -97,7 +99,7 @@ def _npy(path: Path, file: Any, begin: bytes) -> Table:
     if order and len(shape) > 1:
         raise ValueError(f"{path} holds columns one after the other (Fortran order); save np.ascontiguousarray(array)")
     if not isinstance(name, str) or name[:1] == ">" or name[1:] not in _NPY_TYPES:
-        raise ValueError(f"{path} holds numbers of type {name!r}, which are not numbers that PyTorch reads as they are")
+        raise ValueError(f"{path} holds numbers of type {name!r}, which PyTorch cannot read as they are")
     dtype = _NPY_TYPES[name[1:]]
     row = math.prod(shape[1:]) * dtype.itemsize
     return Table(path=path, shape=shape, dtype=dtype, first_byte=file.tell(), stride_bytes=row)
@@ -113,11 +115,11 @@ def _safetensors(path: Path, file: Any, key: str | None, size: int) -> Table:
         (key,) = entries
     if key not in entries:
         raise ValueError(
-            f"{path} holds the tensors {', '.join(sorted(entries)[:20])}; name one: from_file(path, key=...)"
+            f"{path} holds the tensors {', '.join(sorted(entries)[:20])}; choose one of them: from_file(path, key=...)"
         )
     entry = entries[key]
     check_shape(path, entry.shape)
     if entry.dtype is None:
-        raise ValueError(f"{path} holds {key!r} as {entry.type_name}, which rows are not read of")
+        raise ValueError(f"{path} holds {key!r} as {entry.type_name}, a type that rows cannot have")
     row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
     return Table(path=path, shape=entry.shape, dtype=entry.dtype, first_byte=entry.first_byte, stride_bytes=row)

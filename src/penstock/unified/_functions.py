@@ -39,8 +39,8 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 def refusal(name: str, features: Any) -> ValueError:
     """Return the error for a function that needs the whole table, or writes to it."""
     return ValueError(
-        f"{name} needs all {format_bytes(features.nbytes)} of the tiered features as one tensor, or writes to them; "
-        "they are read by rows, and only read. Read rows first: rows = features[index]"
+        f"{name} needs all {format_bytes(features.nbytes)} of the tiered features as one tensor, or writes to them, "
+        "but they are read-only and read row by row. Read rows first: rows = features[index]"
     )
 
 
@@ -55,7 +55,7 @@ def _index_select(features: Any, dim: int, index: torch.Tensor, *, out: torch.Te
     if out is None:
         return rows
     if out.dtype is not rows.dtype:
-        raise RuntimeError(f"out= is of {out.dtype}; rows are of {rows.dtype}")
+        raise RuntimeError(f"out= must have the dtype of the rows, {rows.dtype}, got {out.dtype}")
     return out.resize_(rows.shape).copy_(rows)
 
 
@@ -71,7 +71,7 @@ def _embedding(
     if max_norm is not None:
         raise refusal("embedding(..., max_norm=...)", weight)
     if not hasattr(weight, "_rows"):
-        raise TypeError("embedding(index, features) takes row numbers first, then tiered features")
+        raise TypeError("embedding expects row numbers first, then tiered features: embedding(index, features)")
     rows: torch.Tensor = weight.index_select(0, index.reshape(-1))
     return rows.view(*index.shape, *weight.shape[1:])
 
@@ -95,9 +95,9 @@ def _moved(features: Any, *args: Any, **kwargs: Any) -> Any:
     if is_there and dtype in (None, features.dtype) and not copies and not any(flags[1:]):
         return features
     raise ValueError(
-        f"tiered features of {features.dtype} that give rows on {features.device} do not become "
-        f"{dtype or features.dtype} on {wanted}, since their rows stay where they are. Move the mini-batch: "
-        "batch.to(device), or make them so: TieredFeatures(..., device=device)"
+        f"tiered features of {features.dtype} that give rows on {features.device} cannot be converted to "
+        f"{dtype or features.dtype} on {wanted}, because their rows stay where they are. Move the mini-batch: "
+        "batch.to(device), or create the features for that device: TieredFeatures(..., device=device)"
     )
 
 

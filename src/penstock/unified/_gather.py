@@ -150,7 +150,8 @@ class _Flags:
             self.bad.zero_()
             raise IndexError(
                 f"an index at position {position - 1} of an earlier gather on the device was out of range (tables had "
-                f"up to {self.num_rows} rows), and its rows are zeros. gather(table, index, verify=True) raises at once"
+                f"up to {self.num_rows} rows), and its rows were filled with zeros. gather(table, index, verify=True) "
+                "raises at once"
             )
 
 

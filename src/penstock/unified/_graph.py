@@ -30,8 +30,8 @@ class Graph:
     def __init__(self, edge_index: torch.Tensor, num_nodes: int | None = None, num_sources: int | None = None):
         if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.dtype is not torch.int64:
             raise ValueError(
-                f"edge_index is int64 [2, edges], sources above targets, not {tuple(edge_index.shape)} "
-                f"{edge_index.dtype}: Graph(torch.stack([sources, targets]))"
+                f"edge_index must be int64 of shape [2, edges] with sources above targets, got {edge_index.dtype} of "
+                f"shape {tuple(edge_index.shape)}: Graph(torch.stack([sources, targets]))"
             )
         sources, targets = edge_index.cpu().contiguous()
         least = int(edge_index.min()) if edge_index.numel() else 0
@@ -40,8 +40,9 @@ class Graph:
         self.num_sources = self.num_nodes if num_sources is None else num_sources
         if least < 0 or most[0] > self.num_sources or most[1] > self.num_nodes:
             raise ValueError(
-                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, the lowest is {least}; `num_nodes` "
-                f"is {self.num_nodes} and `num_sources` {self.num_sources}: Graph(edge_index, num_nodes={max(most)})"
+                f"edges lead from nodes below {most[0]} to nodes below {most[1]}, and the lowest node is {least}, but "
+                f"`num_nodes` is {self.num_nodes} and `num_sources` is {self.num_sources}: Graph(edge_index, "
+                f"num_nodes={max(most)})"
             )
         self.starts, self.sources, self.positions = _by_target(sources, targets, self.num_nodes, self.num_sources)
 
@@ -63,15 +64,17 @@ class Graph:
         starts, sources = starts.to("cpu", torch.int64).contiguous(), sources.cpu()
         positions = None if positions is None else positions.cpu()
         if starts.dim() != 1 or not len(starts) or int(starts[0]) or int(starts[-1]) != len(sources):
-            raise ValueError(f"starts goes from 0 to the number of edges, {len(sources)}: Graph.from_csc(colptr, row)")
+            raise ValueError(
+                f"`starts` must go from 0 to the number of edges, {len(sources)}: Graph.from_csc(colptr, row)"
+            )
         if bool((starts[1:] < starts[:-1]).any()):
-            raise ValueError("starts never falls: it says where each node's edges begin")
+            raise ValueError("`starts` must not decrease: it holds the position at which each node's edges begin")
         made = Graph.__new__(Graph)
         made.num_nodes = made.num_sources = len(starts) - 1
         made.starts, made.positions = starts, positions
         made.sources = sources.contiguous() if sources.dtype is torch.int32 else sources.to(torch.int64).contiguous()
         if len(sources) and (int(sources.min()) < 0 or int(sources.max()) >= made.num_nodes):
-            raise ValueError(f"sources has a node that is not among the {made.num_nodes}")
+            raise ValueError(f"`sources` must hold nodes below {made.num_nodes}, got a node outside of that range")
         return made
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ def from_file(
     table = find_table(path, key, dtype=dtype, shape=shape, offset=offset)
     if table.stride_bytes != table.row_bytes and shared:
         raise ValueError(
-            f"{path} has padded rows, which are not shared; TieredFeatures({str(path)!r}) reads it in place"
+            f"{path} has padded rows, which cannot be shared; TieredFeatures({str(path)!r}) reads it in place"
         )
     if shared:
         host = _mapped(table)
@@ -60,8 +60,8 @@ def _mapped(table: Table) -> torch.Tensor:
     start = table.first_byte // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     if (table.first_byte - start) % table.dtype.itemsize:
         raise ValueError(
-            f"{table.path}: the table begins at byte {table.first_byte}, no multiple of its numbers' size; read it "
-            "instead: from_file(path, shared=False)"
+            f"{table.path}: the table begins at byte {table.first_byte}, which is not a multiple of the size of its "
+            "numbers, so it cannot be shared; read it instead: from_file(path, shared=False)"
         )
     with table.path.open("r+b") as file:
         mapped = mmap.mmap(file.fileno(), table.end_byte - start, offset=start)

@@ -100,7 +100,7 @@ class Loader:
         seed: int = 0,
     ):
         if batch_size < 1 or ahead < 0:
-            raise ValueError(f"batch_size is at least 1 and ahead at least 0, not {batch_size} and {ahead}")
+            raise ValueError(f"`batch_size` must be at least 1 and `ahead` at least 0, got {batch_size} and {ahead}")
         self.sampler, self.features, self.labels = sampler, features, labels
         if labels is not None and len(labels) < sampler.graph.num_nodes:
             raise ValueError(
@@ -110,7 +110,7 @@ class Loader:
         self.seeds = as_seeds(seeds, sampler.graph.num_nodes).cpu()
         if len(self.seeds.unique()) != len(self.seeds):
             raise ValueError(
-                "a node is among the seeds twice, and a mini-batch has it once: Loader(..., seeds.unique())"
+                "a node is among the seeds twice, but a mini-batch can hold it only once: Loader(..., seeds.unique())"
             )
         self.batch_size, self.ahead, self.seed = batch_size, ahead, seed
         self.shuffle, self.drop_last = shuffle, drop_last

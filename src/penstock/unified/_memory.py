@@ -78,7 +78,7 @@ class Memory:
         owner = torch.as_tensor(_Exported(address, 1, self.storage)).device
         if owner != device:  # PyTorch would copy all of it
             raise ValueError(
-                f"the memory was registered when {owner} was current, and is asked for on {device}: call "
+                f"the memory was registered when {owner} was the current device, but is now used on {device}: call "
                 f"torch.cuda.set_device({device.index}) before wrap, as with one process for each device. Rows can be "
                 "read on any device: tensor[index]"
             )
@@ -152,7 +152,7 @@ def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
     except OSError as error:
         if budget is not None:
             budget.credit("host", size_bytes)
-        raise MemoryError(f"no {format_bytes(size_bytes)} of host memory: {error}") from error
+        raise MemoryError(f"cannot allocate {format_bytes(size_bytes)} of host memory: {error}") from error
     ledger.charge(size_bytes)
     weakref.finalize(mapped, _uncharge, size_bytes, budget)
     return torch.frombuffer(mapped, dtype=torch.uint8)

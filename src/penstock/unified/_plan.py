@@ -81,7 +81,11 @@ def _checked(problem: TierProblem) -> torch.Tensor:
         return torch.ones(problem.num_rows, dtype=torch.float64, device="cpu")
     scores = problem.scores.detach().to("cpu", torch.float64).reshape(-1)
     if len(scores) != problem.num_rows:
-        raise ValueError(f"scores has {len(scores)} numbers; the table has {problem.num_rows} rows: give one for each")
+        raise ValueError(
+            f"`scores` must have one number for each of the table's {problem.num_rows} rows, got {len(scores)}"
+        )
     if not bool(torch.isfinite(scores).all()) or bool((scores < 0).any()):
-        raise ValueError("scores are expected accesses: finite and not negative, as unified.expected_accesses gives")
+        raise ValueError(
+            "`scores` must be expected accesses, finite and not negative, as unified.expected_accesses returns them"
+        )
     return scores

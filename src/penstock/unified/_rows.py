@@ -55,13 +55,14 @@ class RowType:
             )
         if (scale is not None) != (stored is torch.int8):
             raise ValueError(
-                f"rows of {stored} {'with' if scale is not None else 'without'} a scale: int8 needs one, a number or "
-                "one for each column, scale=torch.full((width,), 0.05), and other types take none"
+                f"rows of {stored} cannot be read {'with' if scale is not None else 'without'} scale=: int8 needs a "
+                "scale, one number or one for each column, for instance scale=torch.full((width,), 0.05); other types "
+                "take none"
             )
         if scale is not None:
             scale = torch.as_tensor(scale, dtype=torch.float32, device="cpu")
             if scale.numel() not in (1, width):
-                raise ValueError(f"scale has {scale.numel()} numbers; rows have {width}: give one number, or {width}")
+                raise ValueError(f"`scale` must have one number or {width}, one for each column, got {scale.numel()}")
             scale = scale.reshape(-1).expand(width).contiguous()
         return RowType(shape, stored, dtype, scale)
 
@@ -173,8 +174,8 @@ def as_rows(index: Any) -> torch.Tensor:
     """Convert lists, arrays and the like to row numbers or a mask. Raises ``IndexError`` for anything else."""
     if isinstance(index, list | range) and any(isinstance(part, _NO_ROW_NUMBERS) for part in index):
         raise IndexError(
-            "a list of lists, tensors, slices, ... or None is a tuple to PyTorch, which chooses numbers, not rows: "
-            "features[torch.tensor(rows)]"
+            "PyTorch treats a list of lists, tensors, slices, ... or None as a tuple, which chooses single numbers, "
+            "not rows: features[torch.tensor(rows)]"
         )
     try:
         return torch.as_tensor(index, device="cpu")

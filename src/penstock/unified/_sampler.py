@@ -43,7 +43,9 @@ class Sample:
         """Return the edges for layer ``layer`` of a model, from 0; only the first layer uses the last hop."""
         hops = len(self.num_sampled_edges) - layer
         if not 0 < hops <= len(self.num_sampled_edges):
-            raise IndexError(f"layer {layer}: {len(self.num_sampled_edges)} hops were sampled, for as many layers")
+            raise IndexError(
+                f"layer {layer} does not exist: {len(self.num_sampled_edges)} hops were sampled, one for each layer"
+            )
         count = sum(self.num_sampled_edges[:hops])
         return Block(
             edge_index=torch.stack([self.rows[:count], self.cols[:count]]), edges=self.edges[:count],
@@ -80,7 +82,9 @@ class NeighborSampler:
     ):
         if graph.num_sources != graph.num_nodes:
             raise ValueError(
-                "sources and targets are different nodes: HeteroNeighborSampler({('a', 'to', 'b'): graph}, ...)"
+                f"`graph` must have the same nodes as sources and as targets, got {graph.num_sources} sources and "
+                f"{graph.num_nodes} targets; for two types of nodes: "
+                "HeteroNeighborSampler({('a', 'to', 'b'): graph}, ...)"
             )
         self.graph, self.fanouts, self.replace = graph, checked_fanouts(fanouts), replace
         self.device = torch.device(device)
@@ -149,16 +153,22 @@ class HeteroNeighborSampler:
         self.graphs, self.replace, self.device = dict(graphs), replace, torch.device(device)
         by_type = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(self.graphs, fanouts)
         if set(by_type) != set(self.graphs) or not self.graphs:
-            raise ValueError(f"fanouts name the edge types {sorted(by_type)}, the graphs {sorted(self.graphs)}")
+            raise ValueError(
+                f"`fanouts` must name the edge types of the graphs, {sorted(self.graphs)}, got {sorted(by_type)}"
+            )
         self.fanouts = {one: checked_fanouts(by_type[one]) for one in self.graphs}
         if len({len(one) for one in self.fanouts.values()}) != 1:
-            raise ValueError("all edge types have as many fanouts as there are hops; 0 takes none of a type")
+            raise ValueError(
+                "all edge types must have the same number of fanouts, one for each hop; a fanout of 0 samples no "
+                "edges of a type"
+            )
         self.num_nodes: dict[str, int] = {}
         for (source, _, target), graph in self.graphs.items():
             for name, count in ((source, graph.num_sources), (target, graph.num_nodes)):
                 if self.num_nodes.setdefault(name, count) != count:
                     raise ValueError(
-                        f"graphs disagree about how many nodes {name!r} has: {self.num_nodes[name]}, {count}"
+                        f"all graphs must have the same number of nodes of type {name!r}, got {self.num_nodes[name]} "
+                        f"and {count}"
                     )
         self._drawers = {one: Drawer(graph, self.device) for one, graph in self.graphs.items()}
 
@@ -206,7 +216,8 @@ def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     """Return the fanouts as a tuple. Raises ``ValueError`` for invalid ones."""
     if not fanouts or any(isinstance(one, bool) or not isinstance(one, int) or one < -1 for one in fanouts):
         raise ValueError(
-            f"fanouts are neighbours to draw, one number a hop, -1 for all, not {fanouts!r}: fanouts=[10, 5]"
+            "`fanouts` must be numbers of neighbors to draw, one for each hop, or -1 for all neighbors, got "
+            f"{fanouts!r}: fanouts=[10, 5]"
         )
     return tuple(fanouts)
 

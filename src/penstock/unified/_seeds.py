@@ -21,10 +21,12 @@ def as_seeds(seeds: Any, num_nodes: int) -> torch.Tensor:
             )
         seeds = seeds.nonzero()
     if seeds.dtype is torch.uint8:
-        raise TypeError("`seeds` of uint8 may be numbers or a mask: seeds.long(), or seeds.bool()")
+        raise TypeError("`seeds` must not be uint8, which could mean numbers or a mask: seeds.long(), or seeds.bool()")
     if seeds.numel() and (seeds.dtype.is_floating_point or seeds.dtype.is_complex):
         raise TypeError(f"`seeds` must be whole numbers, got {seeds.dtype}: seeds.long()")
     nodes: torch.Tensor = seeds.reshape(-1).to(torch.int64).contiguous()
     if len(nodes) and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
-        raise IndexError(f"seeds go from {int(nodes.min())} to {int(nodes.max())}, nodes from 0 to {num_nodes - 1}")
+        raise IndexError(
+            f"`seeds` must be from 0 to {num_nodes - 1}, got numbers from {int(nodes.min())} to {int(nodes.max())}"
+        )
     return nodes

@@ -62,9 +62,9 @@ def share_host(
     if fixed > host_bytes:
         least = fixed if in_flight is not None else -(-8 * (fixed - ahead) // 7)
         raise BudgetError(
-            f"host_budget={format_bytes(host_bytes)} is less than what must be held in memory: {format_bytes(places)} "
-            f"to know where each row is, {format_bytes(buffer_bytes)} to read from the disk and {format_bytes(ahead)} "
-            f"for rows read in advance. At least: host_budget={least}"
+            f"`host_budget` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
+            f"needed to know where each row is, {format_bytes(buffer_bytes)} to read from the disk and "
+            f"{format_bytes(ahead)} for rows read in advance"
         )
     return HostShare(
         rows_bytes=_rows_beside(fixed, host_bytes, row_bytes), places_bytes=places, buffer_bytes=buffer_bytes,

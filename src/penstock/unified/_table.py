@@ -49,9 +49,9 @@ def check_shape(path: Path, shape: tuple[Any, ...]) -> None:
     if not shape or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in shape):
         refuse(path, f"its shape is {shape!r}")
     if math.prod(max(1, one) for one in shape) > 2**60:
-        refuse(path, f"its shape {shape!r} has more numbers than there are bytes in the world's disks")
+        refuse(path, f"its shape {shape} has more numbers than any disk can hold")
 
 
 def refuse(path: Path, reason: str) -> NoReturn:
     """Raise ``FeatureFileError`` for a damaged file."""
-    raise FeatureFileError(f"{path} is damaged: {reason}. Write it once more, or restore it from a copy")
+    raise FeatureFileError(f"{path} is damaged: {reason}. Write it again, or restore it from a copy")

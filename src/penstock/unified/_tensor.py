@@ -89,8 +89,8 @@ class UnifiedTensor(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         raise RuntimeError(
-            f"a unified tensor keeps its memory and type, {self.dtype}; .data cannot become {tuple(value.shape)} "
-            f"{value.dtype}. Fill it by tensor.copy_(...), and give it to a module after module.to(...)"
+            f"a unified tensor keeps its memory and its type, {self.dtype}; .data cannot become {tuple(value.shape)} "
+            f"{value.dtype}. Fill it with tensor.copy_(...), and give it to a module after module.to(...)"
         )
 
     @property
@@ -131,7 +131,10 @@ class UnifiedTensor(torch.Tensor):
         """Return the tensor if its memory is shared, else raise: other memory would not be registered."""
         if self._host.is_shared():
             return self
-        raise ValueError("a unified tensor keeps its memory; share it first: wrap(tensor.share_memory_())")
+        raise ValueError(
+            "a unified tensor keeps its memory, which is not shared; share the tensor before you wrap it: "
+            "wrap(tensor.share_memory_())"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self._memory.order.before_host(writes=False)
@@ -156,9 +159,9 @@ class UnifiedTensor(torch.Tensor):
         is_whole = (host.data_ptr(), host.shape, host.stride(), host.dtype) == self._memory.whole
         if reference is None or not is_whole:
             raise TypeError(
-                f"a unified tensor of {format_bytes(self._host.nbytes)} is not pickled, since that would copy it. Give "
-                "other processes a file: penstock.unified.from_file(path, shared=True) is pickled as the path, and "
-                "they share its memory. To save the numbers: torch.save(tensor.cpu(), path)"
+                f"a unified tensor of {format_bytes(self._host.nbytes)} cannot be pickled, because that would copy it. "
+                "Give other processes a file: penstock.unified.from_file(path, shared=True) is pickled as the path, "
+                "and the processes share its memory. To save the numbers: torch.save(tensor.cpu(), path)"
             )
         return _reopen, (*reference, self._prefer, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
@@ -274,16 +277,18 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     if isinstance(tensor, UnifiedTensor):
         return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if tensor.layout is not torch.strided:
-        raise TypeError(f"wrap takes dense tensors, not {tensor.layout}; wrap its parts, or tensor.to_dense()")
+        raise TypeError(f"`tensor` must be dense, got {tensor.layout}; wrap its parts, or tensor.to_dense()")
     if tensor.device.type != "cpu":
         raise ValueError(
-            f"the tensor is on {tensor.device}, where operators run at full speed already; unified tensors are in host "
-            "memory: wrap(tensor.cpu())"
+            f"`tensor` must be in host memory, got one on {tensor.device}, where operators already run at full speed: "
+            "wrap(tensor.cpu())"
         )
     if tensor.is_conj() or tensor.is_neg():
-        raise ValueError("the tensor is a lazy conjugate or negative: wrap(tensor.resolve_conj().resolve_neg())")
+        raise ValueError("`tensor` must not be a lazy conjugate or negative: wrap(tensor.resolve_conj().resolve_neg())")
     if not tensor.is_leaf:
-        raise ValueError("the tensor is a result that keeps a history of gradients: wrap(tensor.detach())")
+        raise ValueError(
+            "`tensor` must not be the result of an operation that autograd recorded: wrap(tensor.detach())"
+        )
     return UnifiedTensor(tensor, Memory.of(tensor), prefer)
 
 
@@ -301,7 +306,7 @@ def empty(
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
     if any(isinstance(one, str | bytes) for one in shape) or any(type(one) is not int or one < 0 for one in sizes):
-        raise ValueError(f"a shape is whole numbers that are not negative, not {sizes}: empty(1000, 64)")
+        raise ValueError(f"`shape` must hold whole numbers that are not negative, got {sizes}: empty(1000, 64)")
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
     host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]
     return UnifiedTensor(host, Memory.of(host), prefer)
@@ -329,13 +334,18 @@ def gather(
     Raises ``IndexError`` for rows that do not exist, ``ValueError`` for unsupported conversions.
     """
     if not table.dim() or index.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"gather takes a table [rows, ...] and int64 rows, not {tuple(table.shape)} and {index.dtype}")
+        raise TypeError(
+            "gather expects a table of shape [rows, ...] and int64 row numbers, got a table of shape "
+            f"{tuple(table.shape)} and row numbers of {index.dtype}"
+        )
     kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
     host, memory, device = table.detach(), None, None
     if isinstance(table, UnifiedTensor):
         host, memory, device = table._host, table._memory, _where([index], [table])
     elif table.device.type != "cpu":
-        raise ValueError(f"the table is on {table.device}; table[index] reads it at full speed")
+        raise ValueError(
+            f"`table` must be in host memory, got one on {table.device}; table[index] reads it at full speed there"
+        )
     return gather_rows(host, index, device, memory, kind, sort=sort, verify=verify)
 
 
@@ -390,7 +400,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
     if torch.Tag.inplace_view in func.tags or func is _aten.resize_.default:
         raise RuntimeError(
-            f"{func} changes the shape of a tensor where it is; a unified tensor keeps its own. Take a view: "
+            f"{func} changes the shape of a tensor in place, but the shape of a unified tensor is fixed. Take a view: "
             "tensor.t(), tensor.unsqueeze(0), tensor.view(shape)"
         )
     device = _where(others, unified)
@@ -411,9 +421,9 @@ def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[U
     if func is _aten._to_copy.default:  # its backward brings the gradient back
         return
     raise RuntimeError(
-        f"{func} on a device has a gradient for a unified tensor, which trains by rows only, since the device need not "
-        "have room for a gradient of the table's size. Read rows, table[index] or torch.nn.functional.embedding(index, "
-        "table); or copy a table that fits: table.cuda()"
+        f"{func} on a device would create a gradient of the whole unified tensor, for which the device may not have "
+        "enough memory. A unified tensor trains only by rows. Read rows, table[index] or "
+        "torch.nn.functional.embedding(index, table); or copy a table that fits: table.cuda()"
     )
 
 
@@ -454,8 +464,8 @@ def _run(
     for one, plain in kept.values():
         if id(one) in written and plain.shape != one.shape:
             raise RuntimeError(
-                f"{func} gives {tuple(plain.shape)}, and out= is a unified tensor of {tuple(one.shape)}, whose memory "
-                "has its size for good: give one of the result's shape"
+                f"{func} returns shape {tuple(plain.shape)}, but out= is a unified tensor of shape {tuple(one.shape)}, "
+                "whose size is fixed: give one of the result's shape"
             )
         if id(one) in outs:  # otherwise PyTorch would replace its memory if the shapes differ
             (one._host if device is None else one._memory.on(one._host, device)).copy_(plain)

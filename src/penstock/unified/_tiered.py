@@ -138,7 +138,7 @@ class TieredFeatures(torch.Tensor):
         if self._share.needs_disk and table is None and disk is None:
             raise BudgetError(
                 f"{format_bytes(self._num_rows * self.kind.row_bytes)} of rows do not fit host_budget={host_budget!r}; "
-                "give a directory on an SSD for the others: TieredFeatures(..., disk='/nvme')"
+                "give a directory on an SSD for the remaining rows: TieredFeatures(..., disk='/nvme')"
             )
         problem = TierProblem(
             num_rows=self._num_rows, row_bytes=self.kind.row_bytes, device_bytes=device_bytes,
@@ -258,7 +258,7 @@ class TieredFeatures(torch.Tensor):
         if isinstance(index, slice):
             start, stop, step = index.indices(self._num_rows)
             if step < 1:
-                raise ValueError(f"rows are not read backwards, as slices of tensors are not: [::{step}]")
+                raise ValueError(f"negative slice steps are not supported, got [::{step}]")
             return self._rows(torch.arange(start, max(start, stop), step, device="cpu"))
         if isinstance(index, int) and not isinstance(index, bool):
             if not -self._num_rows <= index < self._num_rows:
@@ -269,20 +269,20 @@ class TieredFeatures(torch.Tensor):
         chosen = index if isinstance(index, torch.Tensor) else as_rows(index)
         if chosen.dtype in (torch.bool, torch.uint8):
             if chosen.shape != (self._num_rows,):
-                raise IndexError(f"a mask has one entry for each of {self._num_rows} rows, not {tuple(chosen.shape)}")
+                raise IndexError(f"a mask must have {self._num_rows} entries, one per row, got {tuple(chosen.shape)}")
             return self._rows(chosen.nonzero().view(-1))
         if not chosen.numel():
             chosen = chosen.to(torch.int64)
         if chosen.dtype.is_floating_point or chosen.dtype.is_complex:
-            raise IndexError(f"rows are chosen by whole numbers or a mask, not by {chosen.dtype}")
+            raise IndexError(f"rows must be chosen by whole numbers or a mask, got {chosen.dtype}")
         return self._rows(chosen)
 
     def _part(self, rows: Any = slice(None), *rest: Any) -> torch.Tensor:
         """Index rows first, then the parts of each row."""
         if rows is Ellipsis or rows is None or any(not isinstance(one, _PLAIN_INDEX) for one in rest):
             raise IndexError(
-                "the first index of tiered features chooses rows, and others are whole numbers, slices, ... or None: "
-                "features[rows, 2:5]. For more read rows first: features[rows][:, columns]"
+                "the first index of tiered features must choose rows, and all others must be whole numbers, slices, "
+                "... or None: features[rows, 2:5]. For anything else read rows first: features[rows][:, columns]"
             )
         found = self[rows]
         num_dims = found.dim() - len(self.kind.shape)
@@ -292,9 +292,9 @@ class TieredFeatures(torch.Tensor):
     def index_select(self, dim: int, index: torch.Tensor) -> torch.Tensor:
         """Select rows like a tensor, along dimension 0; negative row numbers are not allowed."""
         if dim not in (0, -self.dim()):
-            raise ValueError("tiered features are read by rows: features.index_select(0, index)")
+            raise ValueError(f"`dim` must be 0 for tiered features, got {dim}: features.index_select(0, index)")
         if index.dtype not in (torch.int64, torch.int32) or index.dim() > 1:
-            raise IndexError(f"index_select takes a list of int64 rows, not {tuple(index.shape)} of {index.dtype}")
+            raise IndexError(f"`index` must be a vector of int64 rows, got {tuple(index.shape)} {index.dtype}")
         flat = as_index(index)
         return self._rows(check_range(flat, self._num_rows, wraps=False))
 
@@ -365,8 +365,8 @@ class TieredFeatures(torch.Tensor):
         if get_spawning_popen() is not None:
             return _absent, (self._num_rows, self.kind)
         raise TypeError(
-            f"tiered features of {format_bytes(self.nbytes)} are not pickled, since that would copy them. Save "
-            "them with penstock.unified.write_features(path, features); other processes open that: TieredFeatures(path)"
+            f"tiered features of {format_bytes(self.nbytes)} cannot be pickled, since that would copy them. Save them "
+            "with penstock.unified.write_features(path, features) and open TieredFeatures(path) in other processes"
         )
 
     def _rows(self, index: torch.Tensor) -> torch.Tensor:
@@ -490,8 +490,8 @@ class TieredFeatures(torch.Tensor):
 def _absent(num_rows: int, kind: RowType) -> TieredFeatures:
     """Return features for a spawned process: PyG's workers can sample with them, but every read raises."""
     readers = Readers(
-        "tiered features cannot be read in a process that was spawned. Workers only sample with "
-        "filter_per_worker=False (PyG), and read rows with multiprocessing_context='fork'"
+        "tiered features cannot be read in a spawned process. In PyG, workers only sample if you set "
+        "filter_per_worker=False; workers can read rows if you set multiprocessing_context='fork'"
     )
     readers.close()
     made = TieredFeatures._without_rows(num_rows, kind, torch.device("cpu"), readers)
@@ -549,8 +549,8 @@ def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:
         )
     if budget_bytes and device.type == "cpu":
         raise ValueError(
-            "device_budget is room on a CUDA device; on a CPU give host_budget alone: "
-            "TieredFeatures(source, host_budget='1GiB')"
+            "`device_budget` is for CUDA devices only; on a CPU give `host_budget` alone: TieredFeatures(source, "
+            "host_budget='1GiB')"
         )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -563,8 +563,8 @@ def _source(source: Any, key: str | None) -> tuple[Table | None, torch.Tensor | 
     if isinstance(source, torch.Tensor):
         if source.device.type != "cpu" or not source.dim() or source.layout is not torch.strided:
             raise ValueError(
-                f"tiered features are made from a dense tensor [rows, ...] in host memory, not from "
-                f"{tuple(source.shape)} on {source.device}: TieredFeatures(tensor.cpu(), ...)"
+                f"`source` must be a dense tensor [rows, ...] in host memory, got shape {tuple(source.shape)} on "
+                f"{source.device}: TieredFeatures(tensor.cpu(), ...)"
             )
         return None, source.detach().resolve_conj().resolve_neg()
     return find_table(source, key), None
@@ -581,8 +581,8 @@ def _spilled(tensor: torch.Tensor, disk: DiskSpec, account: Charges, progress: b
             size_bytes = len(rows) * stride_for(rows[:1].nbytes)
             if limit is not None and size_bytes > limit:
                 raise BudgetError(
-                    f"{format_bytes(size_bytes)} of rows go to {directory}, which may take {format_bytes(limit)}: "
-                    f"disk={{{str(directory)!r}: {size_bytes}}}, or several directories"
+                    f"{format_bytes(size_bytes)} of rows do not fit into {directory}, which may hold "
+                    f"{format_bytes(limit)}: disk={{{str(directory)!r}: {size_bytes}}}, or several directories"
                 )
             account.charge(str(directory), size_bytes)
             file = stack.enter_context(spill(directory, rows, progress=progress))

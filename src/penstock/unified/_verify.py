@@ -17,9 +17,9 @@ def verify(problem: TierProblem, plan: TierPlan) -> None:
     if bool((seen > 1).any()) or int(seen.sum()) + plan.num_disk_rows != problem.num_rows:
         raise InternalError("a row is in two tiers, or in none")
     if len(plan.device_rows) * problem.row_bytes > problem.device_bytes:
-        raise InternalError("the device's rows exceed its room")
+        raise InternalError("the device's rows exceed its budget")
     if problem.host_bytes is not None and len(plan.host_rows) * problem.row_bytes > problem.host_bytes:
-        raise InternalError("the host's rows exceed its room")
+        raise InternalError("the host's rows exceed its budget")
     if problem.scores is None:
         return
     scores = problem.scores.double()
@@ -28,4 +28,4 @@ def verify(problem: TierProblem, plan: TierPlan) -> None:
     for number, upper in enumerate(tiers):
         for lower in tiers[number + 1 :]:
             if len(upper) and len(lower) and float(upper.min()) < float(lower.max()):
-                raise InternalError("a row is wanted more than one that lies above it")
+                raise InternalError("a row has a higher score than a row in a faster tier")

@@ -45,7 +45,7 @@ def write_features(
     first = next(blocks, None)
     if first is None or not first.dim():
         raise ValueError(
-            "the source yields no rows: write_features(path, tensor) with a tensor [rows, width], or empty"
+            "`source` must yield rows, got none: write_features(path, tensor) with a tensor [rows, width], or empty"
         )
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -83,7 +83,7 @@ class _Writer:
         self._file = file
         self._dtype, self._shape = first.dtype, tuple(first.shape[1:])
         if str(first.dtype).removeprefix("torch.") not in DTYPES:
-            raise ValueError(f"rows of {first.dtype} are not written; {', '.join(DTYPES)} are")
+            raise ValueError(f"rows of {first.dtype} cannot be written; expected one of {', '.join(DTYPES)}")
         self._row_bytes = math.prod(self._shape) * first.element_size()
         self._stride = stride_for(self._row_bytes)
         self._chunk_rows = (
@@ -101,7 +101,7 @@ class _Writer:
             if block.dtype is not self._dtype or tuple(block.shape[1:]) != self._shape:
                 raise ValueError(
                     f"the source yields rows of {tuple(block.shape[1:])} {block.dtype} after rows of {self._shape} "
-                    f"{self._dtype}; all must be of one kind"
+                    f"{self._dtype}; all rows must have one shape and dtype"
                 )
             self._add(block)
             advance(len(block))
@@ -163,7 +163,7 @@ def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int |
         table = find_table(source, key)
         return _from_table(table), table.shape[0]
     if not isinstance(source, Iterable):
-        raise TypeError(f"rows come from a tensor, a file or what yields tensors, not from {type(source).__name__}")
+        raise TypeError(f"`source` must be a tensor, a file or an iterable of tensors, got {type(source).__name__}")
     return map(_checked_block, source), None
 
 
