@@ -235,7 +235,7 @@ def _kept_budget(case: Case, make: Callable[[int | None], Any], size: int | None
 
 def _named(case: Case, error: BaseException) -> int | None:
     """The number of bytes that a refusal names."""
-    named = r"at least (\d+) bytes|took (\d+) bytes|`budget` must be at least (\d+)|`host_budget` must be at least (\d+)"
+    named = r"at least (\d+) bytes|took (\d+) bytes|`(?:host_)?budget` must be at least (\d+)"
     found = re.search(named, str(error))
     if found is None:
         case.found("budget", f"a refusal without a number: {error}")
