@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import chain, problems, random_problem
 
 from penstock.errors import BudgetError, InternalError
-from penstock.remat import Decision, RematProblem, _plan, _simulate, pareto, plan, smallest_budget_bytes, verify
+from penstock.remat import Decision, RematProblem, _simulate, _space, pareto, plan, smallest_budget_bytes, verify
 from penstock.remat._simulate import Graph, simulate, simulate_slowly
 from penstock.remat._verify import live_bytes
 
@@ -19,7 +19,7 @@ many = settings(deadline=None, max_examples=100, database=None)
 
 @pytest.fixture(autouse=True)
 def _small_storages_may_swap(monkeypatch):
-    monkeypatch.setattr(_plan, "MIN_SWAP_BYTES", 0)
+    monkeypatch.setattr(_space, "MIN_SWAP_BYTES", 0)
 
 
 def keep_all_bytes(problem):

@@ -1,0 +1,178 @@
+"""Searches that save time within a budget: give back what was dropped, exchange, anneal."""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.remat._problem import Decision
+from penstock.remat._repair import START_OPERATORS
+from penstock.remat._space import RECOMPUTE, Candidate, Decisions, Space, Tries, recomputed
+
+MIN_STARTS, _MAX_STARTS = 2, 32
+"""Limits of the starts to refine. Small graphs refine more."""
+_SMALL_GRAPH, _ANNEAL_STEPS, _HEAT = 2000, 300, 0.02
+"""Largest graph to anneal, in operators; steps per free decision; initial heat, as a share of the step's time."""
+_SEARCH_OPERATORS = 60_000_000
+"""Limit of operators played in all simulations, for exchanges and for annealing each."""
+
+
+def refined(space: Space, fitting: Sequence[Candidate], budget_bytes: int, before: Candidate | None) -> Candidate:
+    """Give back from several starts, then exchange. A fast start with a high peak is often a dead end.
+
+    ``before`` is the plan for the next smaller budget, which needs few changes: large graphs start from it alone.
+    """
+    num_starts = min(max(START_OPERATORS // max(1, space.graph.num_operators), MIN_STARTS), _MAX_STARTS)
+    different = list({(one.peak_bytes, one.extra_s): one for one in fitting}.values())
+    different.sort(key=lambda one: one.peak_bytes * (space.graph.step_s + one.extra_s))
+    starts = different[:num_starts] if before is None or num_starts > MIN_STARTS else [before]
+    best = min([*different, *(given_back(space, start, budget_bytes) for start in starts)], key=lambda one: one.extra_s)
+    if num_starts > MIN_STARTS:
+        best = _exchanged(space, best, budget_bytes)
+    if space.graph.num_operators <= _SMALL_GRAPH:
+        best = _annealed(space, best, budget_bytes)
+    return best
+
+
+def relaxed(space: Space, start: Candidate, budget_bytes: int) -> Candidate:
+    """Keep swapped storages if budget and time allow it, which saves wear of the disk."""
+    best, decisions = start, start.decisions.copy()
+    swapped = np.flatnonzero(decisions == Decision.SWAP)
+    for storage in swapped[np.argsort(-space.graph.sizes[swapped], kind="stable")].tolist():
+        decisions[storage] = Decision.KEEP
+        tried = space.evaluated(decisions.copy())
+        if tried is None or tried.peak_bytes > budget_bytes or tried.extra_s > best.extra_s:
+            decisions[storage] = Decision.SWAP
+        else:
+            best = tried
+    return best
+
+
+def given_back(
+    space: Space, start: Candidate, budget_bytes: int, most: int | None = None, tries: Tries | None = None
+) -> Candidate:
+    """Keep, hold or swap what was recomputed, most seconds per byte first, as long as all fits.
+
+    Outputs of one operator go together: if one of them is missing, the operator runs again anyway. ``most`` limits
+    the simulations; then only the operators that promise the most are considered.
+    """
+    tries = Tries() if tries is None else tries
+    last = None if most is None else tries.count + most
+    best = start
+    producers = np.unique(space.graph.producers[recomputed(best.decisions)]).tolist()
+    if most is not None:
+        producers = heapq.nlargest(most // 8, producers, key=lambda one: _promise(space, one))
+    heap: list[tuple[float, int]] = []
+    for producer in producers:
+        gain, _ = _gain(space, best, producer, budget_bytes, tries)
+        if gain > 0:
+            heap.append((-gain, producer))
+    heapq.heapify(heap)
+    while heap and best.extra_s > 0 and (last is None or tries.count < last):
+        promised, producer = heapq.heappop(heap)
+        gain, better = _gain(space, best, producer, budget_bytes, tries)
+        if better is None:
+            continue
+        if heap and gain < min(-heap[0][0], -promised) * (1 - 1e-9):
+            heapq.heappush(heap, (-gain, producer))
+            continue
+        best = better
+        heapq.heappush(heap, (-gain, producer))  # what is held now may be kept next
+    return best
+
+
+def _promise(space: Space, producer: int) -> float:
+    """Return the seconds of an operator per byte that it makes."""
+    made = sum(int(space.graph.sizes[one]) for one in space.graph.outputs[producer])
+    return float(space.graph.durations_s[producer]) / (1 + made)
+
+
+def _gain(
+    space: Space, best: Candidate, producer: int, budget_bytes: int, tries: Tries
+) -> tuple[float, Candidate | None]:
+    """Return the seconds saved per held byte by the best other decision that fits on an operator's results."""
+    graph = space.graph
+    found: tuple[float, Candidate | None] = (0.0, None)
+    group = np.array(graph.outputs[producer], dtype=np.int64)
+    group = group[recomputed(best.decisions[group])]
+    if not len(group):
+        return found
+    for option in _options(space, group, int(best.decisions[group].max())):
+        decisions = _with(space, best.decisions, group, option)
+        simulation = space.simulated(decisions, tries)
+        if simulation is None or simulation.peak_bytes > budget_bytes:
+            continue
+        saved_s = best.extra_s - simulation.extra_s
+        away = (simulation.gone[group] >= 0) if option == Decision.SWAP else np.zeros(len(group), dtype=bool)
+        held = 1.0 + float((graph.sizes[group] * np.where(away, 0.5, 1.0)).sum())  # away for most of its life
+        if saved_s / held > found[0]:
+            found = (saved_s / held, Candidate(decisions, simulation.peak_bytes, simulation.extra_s))
+    return found
+
+
+def _with(space: Space, decisions: Decisions, group: NDArray[np.int64], option: Decision) -> Decisions:
+    """Return a copy with another decision for a group; those of it that may not be swapped are kept instead."""
+    changed = decisions.copy()
+    changed[group] = option
+    if option == Decision.SWAP:
+        changed[group[~space.may_swap[group]]] = Decision.KEEP
+    return changed
+
+
+def _options(space: Space, group: NDArray[np.int64], now: int) -> list[Decision]:
+    """Return the other decisions to try for the recomputed outputs of an operator."""
+    options = [Decision.KEEP]
+    if space.may_swap[group].any():
+        options.append(Decision.SWAP)
+    if now in RECOMPUTE:
+        options += RECOMPUTE[: RECOMPUTE.index(Decision(now))]
+    return options
+
+
+def _exchanged(space: Space, best: Candidate, budget_bytes: int) -> Candidate:
+    """Recompute one operator that is kept or swapped, then give back again, as long as that is faster."""
+    graph, tries, improves = space.graph, Tries(), True
+    most = _SEARCH_OPERATORS // max(1, graph.num_operators)
+    while improves and best.extra_s > 0:
+        improves = False
+        held = np.flatnonzero(~recomputed(best.decisions) & space.may_recompute)
+        for producer in np.unique(graph.producers[held]).tolist():
+            if tries.count > most:
+                return best
+            decisions = best.decisions.copy()
+            group = np.array(graph.outputs[producer], dtype=np.int64)
+            decisions[group[space.may_recompute[group]]] = Decision.RECOMPUTE
+            tried = space.evaluated(decisions, tries)
+            if tried is None or tried.peak_bytes > budget_bytes or tried.peak_bytes >= best.peak_bytes:
+                continue
+            tried = given_back(space, tried, budget_bytes, tries=tries)
+            if tried.extra_s < best.extra_s * (1 - 1e-9):
+                best, improves = tried, True
+    return best
+
+
+def _annealed(space: Space, start: Candidate, budget_bytes: int) -> Candidate:
+    """Anneal single decisions, from the best plan so far. Small graphs can afford it."""
+    groups, choose = list(space.groups()), np.random.default_rng(0)
+    if not groups:
+        return start
+    best, now, energy_s = start, start.decisions.copy(), start.extra_s
+    num_steps = min(_ANNEAL_STEPS * len(groups), _SEARCH_OPERATORS // space.graph.num_operators)
+    for step in range(num_steps):
+        heat_s = _HEAT * space.graph.step_s * (1 - step / num_steps) ** 2
+        group, choices = groups[int(choose.integers(len(groups)))]
+        before = now[group].copy()
+        now[group] = choices[int(choose.integers(len(choices)))]
+        tried = space.simulated(now)
+        if tried is not None:
+            excess = max(0, tried.peak_bytes - budget_bytes)
+            if not excess and tried.extra_s < best.extra_s * (1 - 1e-9):
+                best = Candidate(now.copy(), tried.peak_bytes, tried.extra_s)
+            tried_s = tried.extra_s + space.graph.step_s * excess / max(1, budget_bytes)
+            if tried_s <= energy_s or choose.random() < math.exp((energy_s - tried_s) / heat_s):
+                energy_s = tried_s
+                continue
+        now[group] = before
+    return best
