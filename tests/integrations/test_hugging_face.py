@@ -542,7 +542,7 @@ def test_misuse_is_told_at_once(tmp_path, disk, monkeypatch):
         PenstockCallback(budgte="6GiB", disk=disk)
     with pytest.raises(TypeError, match="modules"):
         PenstockCallback(budget="6GiB", method="remat", modules=["*"])
-    with pytest.raises(ValueError, match="needs a budget"):
+    with pytest.raises(ValueError, match="requires a budget"):
         PenstockCallback(disk=disk, method="remat")
     with pytest.raises(ValueError, match="'offload', 'remat' or 'training'"):
         PenstockCallback(disk=disk, method="swap")

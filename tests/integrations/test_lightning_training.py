@@ -100,7 +100,7 @@ def test_misuse_is_told(disk, tmp_path):  # noqa: F811
         def training_step(self, batch, index):
             raise AssertionError
 
-    with pytest.raises(ValueError, match="needs a budget"):
+    with pytest.raises(ValueError, match="requires a budget"):
         LightningOffload(disk=disk, method="training")
     with pytest.raises(TypeError, match="potatoes"):
         LightningOffload(budget="1GiB", disk=disk, method="training", potatoes=12)

@@ -102,7 +102,7 @@ def test_a_metric_that_a_job_has_not_fails_the_job_by_name():
     stopper = OptunaStopper(optuna.pruners.NopPruner(), metric="accuracy")
     found = fleet.run([job_of("a", 0.1)], ["cpu"], stopper=stopper, **OPTIONS)
     assert found["a"].state is fleet.JobState.FAILED
-    assert "'a' validates loss, not 'accuracy'" in found["a"].error
+    assert "`metric` must be one that job 'a' reports (loss), got 'accuracy'" in found["a"].error
 
 
 @pytest.mark.parametrize(("devices", "at_once"), [(["cpu"], 1), (["cpu"], 3), (["cpu", "cpu"], 3), (["cpu"] * 3, 2)])

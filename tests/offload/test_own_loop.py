@@ -744,8 +744,8 @@ def test_a_model_that_is_made_within_the_budget_is_never_whole(make_training, tm
 @pytest.mark.parametrize(
     ("model", "optimizer", "message"),
     [
-        (lambda: 3, lambda parameters: torch.optim.SGD(parameters, lr=1), "`model` returned int"),
-        (lambda: nn.Linear(8, 8), lambda parameters: 4, "`optimizer` returned int"),
+        (lambda: 3, lambda parameters: torch.optim.SGD(parameters, lr=1), "`model` must return .* got int"),
+        (lambda: nn.Linear(8, 8), lambda parameters: 4, "`optimizer` must return .* got int"),
         (lambda: nn.Linear(8, 8, device="meta"), lambda parameters: 4, "on one device"),
     ],
 )
