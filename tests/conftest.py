@@ -37,11 +37,21 @@ def pytest_addoption(parser):
     )
 
 
+BUILD = Path(__file__).parents[1] / "build" / "tests"
+"""What is compiled for tests, and fonts that were looked for: kept from one run to the next, and by nobody else."""
+
+
 def pytest_configure(config):
-    if config.getoption("--device") == "sim" and simulated.why_not() is None:
-        simulated.compile_device()  # once, before there are several processes
     if memory_file_system(tempfile.gettempdir()):
         _leave_main_memory()
+    (BUILD / "native").mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ.setdefault("MPLCONFIGDIR", str(BUILD / "matplotlib"))
+    cache = tempfile.mkdtemp(prefix="penstock-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(cache, ignore_errors=True))
+    _compiled_in(Path(cache))
+    os.environ["XDG_CACHE_HOME"] = cache
+    if config.getoption("--device") == "sim" and simulated.why_not() is None:
+        simulated.compile_device()  # once, before there are several processes
     # tests in several processes begin with what takes them seconds to import
     multiprocessing.set_forkserver_preload(
         [
@@ -93,32 +103,34 @@ def _known(tmp_path_factory):
     """What a machine that has run Penstock before knows, for all tests and the processes that they start.
 
     The disk is known to carry 1 GB/s, so that no plan depends on how busy it is, and nobody moves two gigabytes to
-    find out; what is compiled once, here or by another worker, is compiled.
+    find out.
     """
     root = tmp_path_factory.getbasetemp()
-    native = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "native"
-    native.mkdir(mode=0o700, exist_ok=True)
     lanes = [
         {"lane": lane, "bandwidth_bytes_per_s": 1e9, "is_direct": True, "measured_s": time.time()}
         for lane in ("device->disk", "disk->device")
     ]
     disks = {os.stat(path).st_dev for path in (root, Path.cwd(), tempfile.gettempdir())}
-    return native, json.dumps({f"{platform.node()}/cpu/{disk}": lanes for disk in disks})
+    return json.dumps({f"{platform.node()}/cpu/{disk}": lanes for disk in disks})
 
 
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(_known, monkeypatch, tmp_path_factory):
     """No test reads or writes the user's cache."""
-    native, bandwidths = _known
     cache = tmp_path_factory.getbasetemp() / f"cache-{next(_number)}"
-    (cache / "penstock").mkdir(parents=True)
-    (cache / "penstock" / "native").symlink_to(native)
-    (cache / "penstock" / "bandwidths.json").write_text(bandwidths)
+    _compiled_in(cache)
+    (cache / "penstock" / "bandwidths.json").write_text(_known)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return cache
 
 
 _number = itertools.count()
+
+
+def _compiled_in(cache):
+    """Makes a cache in which everything that tests have compiled before is compiled."""
+    (cache / "penstock").mkdir(parents=True)
+    (cache / "penstock" / "native").symlink_to(BUILD / "native")
 
 
 @pytest.fixture
