@@ -101,7 +101,7 @@ def _beside_checkpoints(way: str) -> tuple[Figure, ...]:
 
 _LOOP = (
     Figure(label="plain training was killed under the smallest cap: {}", metric="died", of="value", form="d"),
-    Figure(label="losses equal: {}", metric="losses equal to plain's", of="value", form="d"),
+    Figure(label="losses equal: {}", name="(?!DeepSpeed).*", metric="losses equal to plain's", of="value", form="d"),
     Figure(
         label="step over plain training's without a cap: {} with a state of 2 times the cap",
         name="Penstock, state 2 x.*",

@@ -93,9 +93,9 @@ def leanest_plan(problem: RematProblem, budget_bytes: int, *, method: Method = "
     """
     space = Space.of(problem, method)
     starts, room_bytes = seeds(space), budget_bytes - problem.static_bytes
-    if not any(one.peak_bytes <= room_bytes for one in starts):
-        room_bytes = int(_NEARLY * min(one.peak_bytes for one in starts))
-    fitting = [one for one in starts if one.peak_bytes <= room_bytes]
+    if not any(start.peak_bytes <= room_bytes for start in starts):
+        room_bytes = int(_NEARLY * min(start.peak_bytes for start in starts))
+    fitting = [start for start in starts if start.peak_bytes <= room_bytes]
     return _finished(space.graph, min(fitting, key=space.saved_bytes).decisions)
 
 
@@ -141,16 +141,16 @@ def _fastest(
     Static bytes are already subtracted from the budget.
     """
     known = [*starts, before] if before is not None else starts
-    fitting = [one for one in known if one.peak_bytes <= budget_bytes]
+    fitting = [start for start in known if start.peak_bytes <= budget_bytes]
     if not fitting:
-        for start in sorted(starts, key=lambda one: (one.peak_bytes, one.extra_s))[:MIN_STARTS]:
+        for start in sorted(starts, key=lambda start: (start.peak_bytes, start.extra_s))[:MIN_STARTS]:
             tried = repaired(space, start, budget_bytes)
             if tried.peak_bytes <= budget_bytes:
                 fitting.append(tried)
-        fitting += [one for one in [lowest(space, starts)] if one.peak_bytes <= budget_bytes]
+        fitting += [start for start in [lowest(space, starts)] if start.peak_bytes <= budget_bytes]
         if not fitting:
             return None
-    best = min(fitting, key=lambda one: one.extra_s)
+    best = min(fitting, key=lambda start: start.extra_s)
     if not refine:
         return best
     if best.extra_s > 0:

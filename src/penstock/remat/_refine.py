@@ -25,10 +25,12 @@ def refined(space: Space, fitting: Sequence[Candidate], budget_bytes: int, befor
     ``before`` is the plan for the next smaller budget, which needs few changes: large graphs start from it alone.
     """
     num_starts = min(max(START_OPERATORS // max(1, space.graph.num_operators), MIN_STARTS), _MAX_STARTS)
-    different = list({(one.peak_bytes, one.extra_s): one for one in fitting}.values())
-    different.sort(key=lambda one: one.peak_bytes * (space.graph.step_s + one.extra_s))
+    different = list({(start.peak_bytes, start.extra_s): start for start in fitting}.values())
+    different.sort(key=lambda start: start.peak_bytes * (space.graph.step_s + start.extra_s))
     starts = different[:num_starts] if before is None or num_starts > MIN_STARTS else [before]
-    best = min([*different, *(given_back(space, start, budget_bytes) for start in starts)], key=lambda one: one.extra_s)
+    best = min(
+        [*different, *(given_back(space, start, budget_bytes) for start in starts)], key=lambda start: start.extra_s
+    )
     if num_starts > MIN_STARTS:
         best = _exchanged(space, best, budget_bytes)
     if space.graph.num_operators <= _SMALL_GRAPH:
@@ -63,7 +65,7 @@ def given_back(
     best = start
     producers = np.unique(space.graph.producers[recomputed(best.decisions)]).tolist()
     if most is not None:
-        producers = heapq.nlargest(most // 8, producers, key=lambda one: _promise(space, one))
+        producers = heapq.nlargest(most // 8, producers, key=lambda producer: _promise(space, producer))
     heap: list[tuple[float, int]] = []
     for producer in producers:
         gain, _ = _gain(space, best, producer, budget_bytes, tries)
@@ -85,7 +87,7 @@ def given_back(
 
 def _promise(space: Space, producer: int) -> float:
     """Return the seconds of an operator per byte that it makes."""
-    made = sum(int(space.graph.sizes[one]) for one in space.graph.outputs[producer])
+    made = sum(int(space.graph.sizes[storage]) for storage in space.graph.outputs[producer])
     return float(space.graph.durations_s[producer]) / (1 + made)
 
 

@@ -25,8 +25,8 @@ def lowest(space: Space, seeds: Sequence[Candidate]) -> Candidate:
     """
     best = _lowest_of(space, seeds)
     if space.allows_swap and space.allows_recompute:  # with more choices a greedy search may end worse
-        others = [one for one in seeds if not (one.decisions == Decision.SWAP).any()]
-        best = min(best, _lowest_of(space.without_swaps(), others), key=lambda one: one.peak_bytes)
+        others = [seed for seed in seeds if not (seed.decisions == Decision.SWAP).any()]
+        best = min(best, _lowest_of(space.without_swaps(), others), key=lambda start: start.peak_bytes)
     return best
 
 
@@ -34,9 +34,9 @@ def _lowest_of(space: Space, seeds: Sequence[Candidate]) -> Candidate:
     """Return the lowest result of repairing the lowest seeds. The very lowest seed may be a dead end."""
     most = _LOWEST_STARTS // 4 if space.may_swap.any() else _LOWEST_STARTS
     num_starts = min(max(START_OPERATORS // max(1, space.graph.num_operators), 1), most)
-    starts = {one.peak_bytes: one for one in reversed(seeds)}.values()
-    found = heapq.nsmallest(num_starts, starts, key=lambda one: one.peak_bytes)
-    return min((_lowered(space, one) for one in found), key=lambda one: one.peak_bytes)
+    starts = {seed.peak_bytes: seed for seed in reversed(seeds)}.values()
+    found = heapq.nsmallest(num_starts, starts, key=lambda start: start.peak_bytes)
+    return min((_lowered(space, start) for start in found), key=lambda start: start.peak_bytes)
 
 
 def _lowered(space: Space, start: Candidate) -> Candidate:
@@ -99,7 +99,7 @@ def _options(space: Space, storage: int, now: int) -> list[Decision]:
     """Return the other decisions to try for a storage, those that drop most first."""
     options = []
     if space.may_recompute[storage]:
-        options += [one for one in reversed(RECOMPUTE) if one != now]
+        options += [way for way in reversed(RECOMPUTE) if way != now]
     if space.may_swap[storage] and now != Decision.SWAP:
         options.append(Decision.SWAP)
     if now in RECOMPUTE:

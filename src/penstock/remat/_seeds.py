@@ -13,7 +13,7 @@ _NUM_CAPS = 28
 
 def seeds(space: Space) -> list[Candidate]:
     """Return all starts with their costs: keep all, swap all, and the cuts at all spacings, recomputed in two ways."""
-    return [one for one in map(space.evaluated, _decisions(space)) if one is not None]
+    return [seed for seed in map(space.evaluated, _decisions(space)) if seed is not None]
 
 
 def _decisions(space: Space) -> Iterator[Decisions]:
