@@ -504,7 +504,7 @@ def test_a_planned_step_trains_equal(tmp_path, disk, build):
 
 
 def test_a_planned_step_that_swaps_leaves_nothing_in_its_account(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr("penstock.remat._session.lane_rates", lambda *_: (1e12, 1e12))
+    monkeypatch.setattr("penstock.remat._describe.lane_rates", lambda *_: (1e12, 1e12))
     model, account = llama(), tiers.Budget(device="1GiB", disk=disk)
     callback = PenstockCallback(budget=account, method="remat")
     for budget_bytes in (None, 1.0):

@@ -11,4 +11,4 @@ def _as_in_a_new_process(monkeypatch, capturing_is_imported):
     # times guards once they are made, for which it empties the processor's caches: 23 ms for every graph
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
     rates = lambda _, account, __: (1e12, 1e12) if account.disk_bytes else (0.0, 0.0)  # noqa: E731
-    monkeypatch.setattr("penstock.remat._session.lane_rates", rates)
+    monkeypatch.setattr("penstock.remat._describe.lane_rates", rates)

@@ -453,8 +453,8 @@ def test_an_eager_rest_is_measured_until_it_keeps_the_budget():
         optimizer.step()
         optimizer.zero_grad()
     session = step._step.door.session
-    assert session.rest_bytes > 4 * x.nbytes
-    assert set(session._num_measured.values()) == {4}
+    assert session.beside.rest_bytes > 4 * x.nbytes
+    assert set(session.planner.measured._nums.values()) == {4}
     assert not session.wants_to_be_measured
     assert probe.can_record("cpu")
 
@@ -555,7 +555,7 @@ def test_a_step_that_fails_is_forgotten():
         step(torch.tensor([3])).backward()
     session = step.door.session
     assert not session._waiting
-    assert len(session._mine.step) == 1
+    assert len(session._step.calls) == 1
 
 
 def test_two_models_of_one_class_have_a_session_each():
@@ -575,7 +575,7 @@ def test_what_has_no_gradient_counts_in_the_eager_rest():
     noisy = torch.compiler.disable(lambda x: nn.functional.dropout(x, 0.5))
     step = remat.compile(lambda x: noisy(layer(x)).sum(), budget="64MiB")
     step(x).backward()
-    assert step.door.session.rest_bytes >= x.nbytes
+    assert step.door.session.beside.rest_bytes >= x.nbytes
 
 
 def test_settings_are_put_back_when_calls_of_threads_overlap():

@@ -46,11 +46,11 @@ def test_a_compiled_plan_trains_as_plain_within_its_budget(tmp_path, method):
     budget = low + (high - low) // 2
     step = remat.optimize(model, batch, budget, method=method, disk=disk, profile=problem, compiler="inductor")
     allowed = 1.2 * (budget - problem.static_bytes)  # another version of Inductor may fuse otherwise
-    step._session.trials[0]._allowed_bytes = allowed
+    step._session.emitter.trials[0]._allowed_bytes = allowed
     with warnings.catch_warnings():
         warnings.simplefilter("error", CompilerDeclinedWarning)
         loss = step(*batch)
-    assert step._session.trials[0].is_accepted
+    assert step._session.emitter.trials[0].is_accepted
     loss.backward()
     torch.testing.assert_close(loss, plain(*batch))
     for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
@@ -97,7 +97,7 @@ def test_masks_statistics_and_the_generator_are_those_of_plain():
         run(*batch).backward()
         after.append(torch.rand(1))
         assert int(each.body[1].num_batches_tracked) == 2
-    assert step._session.trials[0].is_accepted
+    assert step._session.emitter.trials[0].is_accepted
     assert torch.equal(*after)
     for one, two in zip(gradients_of(model), gradients_of(plain), strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -115,7 +115,7 @@ def trains_as_plain(step, model, batch):
 def test_a_step_that_takes_more_than_allowed_runs_node_by_node():
     model, batch = make_noisy()
     step = remat.optimize(model, batch, None, compiler="inductor")
-    step._session.trials[0]._allowed_bytes = 1000
+    step._session.emitter.trials[0]._allowed_bytes = 1000
     with pytest.warns(CompilerDeclinedWarning, match="takes .* but may take only 1000 B"):
         assert trains_as_plain(step, model, batch)
 
@@ -155,7 +155,7 @@ def test_results_of_any_layout():
     step = remat.optimize(lambda x: torch.tanh(model(x)).t(), [x], None, compiler="inductor")
     (step(x) * torch.arange(4)).sum().backward()
     (torch.tanh(plain(x)).t() * torch.arange(4)).sum().backward()
-    assert step._session.trials[0].is_accepted
+    assert step._session.emitter.trials[0].is_accepted
     torch.testing.assert_close(model.weight.grad, plain.weight.grad)
 
 

@@ -476,9 +476,9 @@ def test_each_step_swaps_to_its_own_disk(tmp_path, problem_of):
         low = smallest(problem, "swap") + 4096
         step = remat.optimize(model, batch, low, method="swap", disk=tmp_path / name, profile=problem)
         step(*batch).backward()
-        (tier,) = step._session.tiers.waterfall.tiers
+        (tier,) = step._session.emitter.tiers.waterfall.tiers
         assert tier._files[0].spill.directory == tmp_path / name
-        assert step._session.tiers.waterfall.statistics().parked_bytes > 0
+        assert step._session.emitter.tiers.waterfall.statistics().parked_bytes > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -76,7 +76,8 @@ def test_activations_go_there(store):
     offloader.close()
 
 
-def test_a_step_swaps_to_it(store):
+def test_a_step_swaps_to_it(store, monkeypatch):
+    monkeypatch.setattr("penstock.remat._describe.lane_rates", lambda *_: (1e12, 1e12))  # however busy the machine is
     model, batch = model_and_batch()
     expected = gradients_of(model, lambda: model(batch, batch))
     kept = remat.optimize(model, [batch, batch], None)
@@ -84,7 +85,7 @@ def test_a_step_swaps_to_it(store):
     step = remat.optimize(model, [batch, batch], Budget(device=budget, tiers=[store]), method="swap")
     for _ in range(2):
         assert all(map(torch.equal, gradients_of(model, lambda: step(batch, batch)), expected))
-    assert step._session.tiers.waterfall.statistics().parked_bytes > 0
+    assert step._session.emitter.tiers.waterfall.statistics().parked_bytes > 0
     step.close()
 
 

@@ -65,7 +65,7 @@ class Door:
 
     def __init__(self, session: Session, function: Any = None):
         self.session = session
-        session.modules = modules_of(function)
+        session.beside.modules = modules_of(function)
         self._rest = EagerRest()
         self.counts = True
         """Whether the bytes that the eager rest saves can be counted."""
@@ -79,10 +79,13 @@ class Door:
         before, _mine.session = _mine.session, session
         session.num_calls += 1
         try:
-            if not session.modules and session.is_fresh:
-                session.modules = modules_of(_dynamo.compiled_function())
-            session.held_by_ddp(_dynamo.held_by_ddp(session.modules))
-            standing = (*(one for module in session.modules for one in module.buffers()), *_tensors_of(arguments))
+            if not session.beside.modules and not session.pieces:
+                session.beside.modules = modules_of(_dynamo.compiled_function())
+            session.held_by_ddp(_dynamo.held_by_ddp(session.beside.modules))
+            standing = (
+                *(one for module in session.beside.modules for one in module.buffers()),
+                *_tensors_of(arguments),
+            )
             as_eager = session.settings.as_eager
             with (
                 _dynamo.tracing_a_step(as_eager=as_eager, has_rest=True),
@@ -96,19 +99,19 @@ class Door:
         except RuntimeError as error:
             if self.counts and is_refused_beside(error):
                 self.counts = False
-                session.not_kept.under_transforms()
+                session.planner.not_kept.under_transforms()
             raise
         finally:
             _mine.session = before
             session.rest_saved(self._rest.take_peak())
-            if session.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
+            if session.beside.rest_bytes >= _WORTH_BYTES and session.settings.has_tiers:
                 self.offload_rest()
 
     def offload_rest(self) -> None:
         """Offload what the eager rest saves, from the next call on."""
-        if self._offloading is None and self.session.modules:
+        if self._offloading is None and self.session.beside.modules:
             make: MakeOffloading = pkgutil.resolve_name(_OFFLOADING)
-            modules = self.session.modules
+            modules = self.session.beside.modules
             module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
             self._offloading = make(module, self.session.settings.account())
 

@@ -77,11 +77,11 @@ class OptimizedStep:
     def _first_call(self, key: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], *, as_eager: bool) -> Any:
         with generators_held(), gate.tracing(), _dynamo.tracing_a_step(as_eager=as_eager):
             self._compiled[key] = torch.compile(self._with_code(), backend=self._backend, fullgraph=True, dynamic=False)
-            num_planned = self._session.num_planned
+            num_planned = self._session.planner.num_planned
             try:
                 return self._call(key, arguments, keywords)
             except BaseException:
-                if self._session.num_planned == num_planned:  # otherwise it was planned, and did not run
+                if self._session.planner.num_planned == num_planned:  # otherwise it was planned, and did not run
                     del self._compiled[key]
                 raise
             finally:
@@ -135,13 +135,13 @@ class OptimizedStep:
         """The latest plan, with ``explain()``. Raises ``ValueError`` if nothing was planned yet."""
         if self._broken is not None:
             self._session.settle()
-        if not self._session.planned:
+        if not self._session.planner.planned:
             raise ValueError(
                 "nothing is planned yet: the step is not one graph, so it is planned after its first run"
                 if self._broken is not None
                 else "nothing is planned: no argument and no parameter of the step requires gradients"
             )
-        return self._session.planned[-1]
+        return self._session.planner.planned[-1]
 
     def close(self) -> None:
         """Return its share of a shared ``Budget`` and end its lanes. The step cannot be called again."""
@@ -152,7 +152,7 @@ class OptimizedStep:
     @property
     def plans(self) -> Sequence[Planned]:
         """The plans, one for each shape of arguments."""
-        return tuple(self._session.planned)
+        return tuple(self._session.planner.planned)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
