@@ -5,6 +5,7 @@ unpickled.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -21,8 +22,9 @@ from safetensors import SafetensorError
 from penstock.errors import CheckpointError
 from penstock.files import check_is_file, read_json
 
-__all__ = ["DAMAGE", "check_whole", "decode", "drafted", "encode", "synchronize", "unusable"]
+__all__ = ["DAMAGE", "check_whole", "decode", "drafted", "encode", "synchronize", "unusable", "unwritable"]
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CHECKSUMS = "checksums.json"
 _CHUNK_BYTES = 2**20
 _BEFORE = "Delete that folder to continue from the checkpoint before it, or use another run_dir"
@@ -96,6 +98,18 @@ def unusable(path: Path, error: BaseException, hint: str = _BEFORE) -> Checkpoin
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"the checkpoint {path} cannot be used: {error}. {hint}")
+
+
+def unwritable(what: str, error: BaseException, rest: str = "") -> CheckpointError:
+    """Return the error for files that could not be written: what happened, what to do about it, and ``rest``."""
+    is_full = getattr(error, "errno", None) in _FULL or any(f"os error {number})" in str(error) for number in _FULL)
+    if is_full:
+        advice = "Free some space there"
+    elif isinstance(error, TypeError):
+        advice = "Optimizers and schedulers may keep tensors, numbers, text, and lists and dicts of them"
+    else:
+        advice = "Check that this process may write there, or give another directory"
+    return CheckpointError("; ".join([f"{what}: {error}. {advice}", *([rest] if rest else [])]))
 
 
 def synchronize(path: Path) -> None:

@@ -12,7 +12,7 @@ from penstock.cli._progress import Steps
 
 def test_demo_shows_what_it_promises(tmp_path):
     console = Console(record=True, width=120)
-    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, num_layers=6, batch=6)
+    answer = _demo.run(tmp_path / "out", tmp_path, 3, Steps(), console, num_layers=5, batch=6, num_large_layers=4)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [Path(one).name for one in answer.data["files"]] == [
         "summary.json",
@@ -33,6 +33,11 @@ def test_demo_shows_what_it_promises(tmp_path):
     assert offloaded["parked_bytes"] > 0.5 * offloaded["saved_bytes"]
     assert summary["best"] in summary["methods"]
     assert len(summary["losses"]) == 3
+    whole = summary["whole"]
+    assert whole["cap_bytes"] < whole["state_bytes"] / 2
+    assert all("can't allocate memory" in failure for failure in whole["failures"].values())
+    assert whole["largest_loss_difference"] == 0 and len(whole["losses"]) == 3
+    assert sum(whole["statistics"]["step_parked"].values()) > whole["state_bytes"] / 4
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())
     assert {"park", "fetch"} <= {row.get("cat") for row in trace["traceEvents"]}
     assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")

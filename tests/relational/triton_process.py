@@ -183,7 +183,7 @@ def tuned():
         timed.clear()
         functions.clear()
         with (
-            mock.patch.object(_triton, "launch", launch), mock.patch.object(_triton, "_seconds", seconds),
+            mock.patch.object(_triton, "launch", launch), mock.patch.object(_triton, "_mean_ms", seconds),
             mock.patch.object(_triton, "_is_timed", return_value=True), only("triton"),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
             mock.patch.object(

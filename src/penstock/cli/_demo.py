@@ -85,6 +85,7 @@ def run(
     *,
     num_layers: int = 8,
     batch: int = 16,
+    num_large_layers: int = 6,
 ) -> Answer:
     """Run the demo, print what it does, and write its files to ``out``."""
     size = ("--layers", str(num_layers), "--batch", str(batch))
@@ -123,7 +124,7 @@ def run(
         for name, process in capped.items():
             outcome.methods[name].peak = process.ask("measure")
             outcome.methods[name].last = process.ask("finish")
-    outcome.whole = _demo_whole.run(disk, num_steps, steps, console)
+    outcome.whole = _demo_whole.run(disk, num_steps, steps, console, num_large_layers)
     steps.end()
     return _report(outcome, out, disk, console)
 

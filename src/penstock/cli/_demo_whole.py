@@ -13,7 +13,7 @@ from penstock.cli._progress import Steps
 from penstock.errors import InternalError
 from penstock.units import format_bytes
 
-_SIZE = {"layers": 6, "width": 512, "batch": 2}
+_WIDTH, _BATCH = 512, 2
 _STATE_BYTES = 16
 """Bytes per parameter: itself, its gradient and two moments of AdamW, in float32."""
 _CAP_SHARE = 1 / 3
@@ -23,9 +23,9 @@ _BUDGET_SHARE = 0.7
 _MAY_FAIL = {"plain": "plain", "checkpoint": "checkpoint per block"}
 
 
-def run(disk: Path, num_steps: int, steps: Steps, console: Console) -> dict[str, Any]:
+def run(disk: Path, num_steps: int, steps: Steps, console: Console, num_layers: int) -> dict[str, Any]:
     """Train the model plainly without a cap and, in alternation, by `offload.training` under it; print the outcome."""
-    size = [text for name, value in _SIZE.items() for text in (f"--{name}", str(value))]
+    size = ["--layers", str(num_layers), "--width", str(_WIDTH), "--batch", str(_BATCH)]
     steps.phase("a model that is too large: the plain run")
     with ExitStack() as stack:
         plain = stack.enter_context(child(*size))
@@ -33,8 +33,8 @@ def run(disk: Path, num_steps: int, steps: Steps, console: Console) -> dict[str,
         state_bytes = _STATE_BYTES * num_parameters
         cap_bytes = int(_CAP_SHARE * state_bytes)
         console.print(
-            f"\nA GPT of {num_parameters / 1e6:.1f}M parameters ({_SIZE['layers']} layers, width {_SIZE['width']}), "
-            f"{_SIZE['batch']} x 512 bytes a step: parameters, gradients and AdamW's state are "
+            f"\nA GPT of {num_parameters / 1e6:.1f}M parameters ({num_layers} layers, width {_WIDTH}), "
+            f"{_BATCH} x 512 bytes a step: parameters, gradients and AdamW's state are "
             f"{format_bytes(state_bytes)}. From here on a process may take {format_bytes(cap_bytes)} for all of them "
             "and the activations."
         )

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
+from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable, unwritable
 from penstock.devices import backend_of
 from penstock.errors import CheckpointError
 from penstock.files import read_json
@@ -73,9 +73,8 @@ def save(
             _write_parts(draft, _EXTRA, extras, part_bytes)
             (draft / _STATE).write_text(json.dumps(found))
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"no checkpoint could be written to {path}: {error}. Free some space there; what was there before is "
-            "untouched"
+        raise unwritable(
+            f"no checkpoint could be written to {path}", error, "what was there before is untouched"
         ) from error
 
 
@@ -176,7 +175,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
             one.replace(path / one.name)
         draft.rmdir()
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the weights could not be written to {path}: {error}. Free some space there") from error
+        raise unwritable(f"the weights could not be written to {path}", error) from error
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

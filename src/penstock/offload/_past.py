@@ -135,7 +135,7 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.pinned:
                 raise ValueError(
                     f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "
-                    "budget. training.save(path) writes such files one part at a time. If everything fits the "
+                    "budget. training.save_weights(path) writes such files one part at a time. If everything fits the "
                     "device: with training.whole(): model.save_pretrained(path)"
                 )
             do_pending([page])

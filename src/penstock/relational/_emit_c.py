@@ -216,9 +216,7 @@ class _Writer:
         if isinstance(one, Dot):
             left, right = one.operands
             width = self.program[left].shape[-1]
-            product = f"{self._value(left, [*names, 'k'], (*one.shape, width))} * " + self._value(
-                right, [*names, "k"], (*one.shape, width)
-            )
+            product = f"{self._value(left, [*names, 'k'])} * {self._value(right, [*names, 'k'])}"
             inner = f"real sum = 0;\n{_SIMD}\nfor (int k = 0; k < {width}; k++) sum += {product};\n{target} = sum;"
         elif isinstance(one, SumTo):
             inner = self._sum_to(one, names, target)
@@ -237,18 +235,17 @@ class _Writer:
             if not kept:
                 loops.append(f"k{number}")
                 sizes.append(size)
-        value = self._value(operand, indices, shape)
+        value = self._value(operand, indices)
         if not loops:
             return f"{target} = {value};"
         last = f"{_SIMD}\nfor (int {loops[-1]} = 0; {loops[-1]} < {sizes[-1]}; {loops[-1]}++) "
         body = _loops(loops[:-1], tuple(sizes[:-1]), f"{last}sum += {value};")
         return f"real sum = 0;\n{body}\n{target} = sum;"
 
-    def _value(self, at: int, indices: list[str], shape: Shape) -> str:
-        """Return an element as seen from a row of ``shape``, to which the value's row is broadcast."""
+    def _value(self, at: int, indices: list[str]) -> str:
+        """Return an element as seen from a row of a shape to which the value's row is broadcast."""
         own = self.program[at].shape
         indices = indices[len(indices) - len(own) :]
-        del shape
         indices = ["0" if size == 1 else index for index, size in zip(indices, own, strict=True)]
         one = self.program[at]
         if self._is_read(at):
@@ -263,16 +260,16 @@ class _Writer:
         one = self.program[at]
         match one:
             case Map():
-                values = [self._value(operand, indices, one.shape) for operand in one.operands]
+                values = [self._value(operand, indices) for operand in one.operands]
                 return _FUNCTIONS[one.function].format(*values, p=_number(one.parameter))
             case Reshape():
                 (operand,) = one.operands
                 shape = self.program[operand].shape
-                return self._value(operand, _reshaped(indices, one.shape, shape), shape)
+                return self._value(operand, _reshaped(indices, one.shape, shape))
             case Slice():
                 (operand,) = one.operands
                 moved = [*indices[:-1], f"({indices[-1]} + {one.start})" if one.start else indices[-1]]
-                return self._value(operand, moved, self.program[operand].shape)
+                return self._value(operand, moved)
             case Concat():
                 return self._concat(one, indices)
             case Dropout():
@@ -285,13 +282,13 @@ class _Writer:
         for operand in reversed(one.operands):
             size = self.program[operand].shape[-1]
             start = end - size
-            value = self._value(operand, [*indices[:-1], f"({indices[-1]} - {start})"], one.shape)
+            value = self._value(operand, [*indices[:-1], f"({indices[-1]} - {start})"])
             found = f"({indices[-1]} < {end} ? {value} : {found})" if found else value
             end = start
         return found
 
     def _dropout(self, one: Dropout, indices: list[str]) -> str:
-        value = self._value(one.operands[0], indices, one.shape)
+        value = self._value(one.operands[0], indices)
         limit = int(one.probability * 2**32)
         scale = repr(1 / (1 - one.probability))
         column = _flat(indices, one.shape)
@@ -329,7 +326,7 @@ class _Writer:
         names = [f"i{number}" for number in range(len(one.shape))]
         flat = _flat(names, one.shape)
         if isinstance(one, Reduce):
-            value = self._value(one.operands[0], names, one.shape)
+            value = self._value(one.operands[0], names)
             update = f"a{root}[{flat}] += {value};"
             if one.kind == "max":
                 best = f"a{root}[{flat}]"

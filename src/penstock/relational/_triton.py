@@ -145,7 +145,7 @@ class _Run(Run):
         if torch.cuda.is_current_stream_capturing():
             return tried[0]  # measured at the next call
         self._compile(kernel, function, arguments, tried)
-        chosen = min(tried, key=lambda one: _seconds(lambda: self._go_through(kernel, function, arguments, one)))
+        chosen = min(tried, key=lambda one: _mean_ms(lambda: self._go_through(kernel, function, arguments, one)))
         choices.keep(kernel.name, shape, chosen)
         return chosen
 
@@ -367,8 +367,8 @@ def _is_timed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    """Return the mean time of ten runs on the device, after one that compiles.
+def _mean_ms(run: Callable[[], None]) -> float:
+    """Return the mean milliseconds of ten runs on the device, after one that compiles.
 
     The device waits until all are queued, because Python takes longer to launch small kernels than they run.
     """

@@ -1,0 +1,25 @@
+"""What the error for files that could not be written says. Writing and reading them is tested in fleet and offload."""
+
+import errno
+
+import pytest
+from safetensors import SafetensorError
+
+from penstock.checkpoints import unwritable
+
+ERRORS = {
+    "a full disk": (OSError(errno.ENOSPC, "No space left on device"), "Free some space"),
+    "a full disk, said by safetensors": (SafetensorError("I/O error: No space left (os error 28)"), "Free some space"),
+    "a directory of somebody else": (PermissionError(errno.EACCES, "Permission denied"), "may write there"),
+    "a state that JSON cannot hold": (TypeError("a checkpoint cannot hold a socket"), "may keep tensors, numbers"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_advice_follows_the_error(name):
+    error, advice = ERRORS[name]
+    made = unwritable("no checkpoint could be written to /runs/1", error, "the last one is untouched")
+    assert str(error) in str(made) and advice in str(made)
+    assert str(made).startswith("no checkpoint could be written to /runs/1: ")
+    assert str(made).endswith("; the last one is untouched")
+    assert [one for one in {text for _, text in ERRORS.values()} if one in str(made)] == [advice]
