@@ -174,6 +174,7 @@ USES |= {
         check=_parks, made_by="tiers.waterfall_for",
         methods={
             "park": lambda _: {"storage": torch.arange(1000).untyped_storage()},
+            "reserve": lambda waterfall: {"size_bytes": 4096},
             "borrow": lambda waterfall: {"original": _left(waterfall)},
             "bound_in_flight": lambda _: {"size_bytes": 2**27},
         },

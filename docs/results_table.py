@@ -196,7 +196,8 @@ ENTRIES = {
         figures=(*_LOOP, Figure(label="DeepSpeed {}, without a cap", name="DeepSpeed.*", metric="step")),
     ),
     "sim-training-bytes": Entry(
-        shows="Bytes copied per parameter and step in such a loop, with AdamW, counted on the simulated device",
+        shows="Bytes copied per parameter and step in such a loop and in a fleet of one, with AdamW, counted on the "
+        "simulated device",
         command="training_bytes",
         figures=tuple(
             Figure(label=f"{way}: {{}}", name=f"{name}, budget 9%.*", metric="total", of="value", form=".1f")
@@ -204,6 +205,7 @@ ENTRIES = {
                 ("within 9% of the state", "as it is"),
                 ("with clipping", "clipped"),
                 ("with updates in backward", "in backward"),
+                ("in a fleet, on the host, bfloat16, clipped", "fleet, on the host, bfloat16, clipped"),
             )
         ),
     ),

@@ -168,3 +168,27 @@ def test_what_libraries_keep_for_a_fleets_thread_is_within_the_budget(prompt_dev
         results = fleet.run([one], [f"{prompt_device}:0"], budget, host_budget="64MiB", progress=None)
         assert equal(results["kept"].losses, expected, prompt_device), results["kept"].error
         assert library_bytes < torch.accelerator.max_memory_allocated() - before <= budget
+
+
+def test_validation_and_other_shapes(device):
+    """Graphs of a model that is on an accelerator by then."""
+
+    def data():
+        found = batches()
+        return [found[0], tuple(one[:, :16] for one in found[1]), found[2], tuple(one[:1] for one in found[3])]
+
+    one = job("a", data=data, validation=data, evaluate_every=2)
+    result = fleet.run([one], [f"{device}:0"], "1536KiB", host_budget="64MiB", progress=None)["a"]
+    assert result.error is None
+    assert [found["step"] for found in result.validations] == [2, 4, 6]
+    torch.manual_seed(one.seed)
+    model = one.model().to(device)
+    optimizer = one.optimizer(list(model.parameters()))
+    losses = []
+    for batch in [*data(), *data()[:2]]:
+        loss = model(*(part.to(device) for part in batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert equal(result.losses, losses, device)

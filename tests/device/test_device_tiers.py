@@ -229,3 +229,24 @@ def test_no_room_for_a_copy_in_leaves_the_bytes_below(prompt_device, make_waterf
     handle.release()
     waterfall.drain()
     assert set(waterfall.statistics().held_bytes.values()) == {0}
+
+
+def test_bytes_that_begin_in_host_memory(device, make_waterfall):
+    """A handle without a copy out: the host writes, the device gets what it wrote, again after another write."""
+    waterfall = make_waterfall(device, host="4MiB")
+    free_bytes = waterfall.tiers[0].capacity_bytes - waterfall.tiers[0].used_bytes
+    handle = waterfall.reserve(2**20, "made here")
+    assert handle is not None and handle.is_settled and handle.is_in_memory
+    for value in (3, 5):
+        torch.accelerator.synchronize()
+        waterfall.reap()  # the copy in of before has ended
+        handle.host_tensor().fill_(value)
+        assert (as_tensor(handle.get()) == value).all()
+    assert waterfall.reserve(2**23) is None
+    handle.release()
+    assert waterfall.tiers[0].capacity_bytes - waterfall.tiers[0].used_bytes == free_bytes
+    assert waterfall.statistics().num_live_handles == 0
+
+
+def as_tensor(storage):
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).cpu()

@@ -760,3 +760,8 @@ def test_the_life_of_an_ssd_ends_at_once_where_all_is_written_in_no_time():
     assert ssd_life_s(capacity_bytes=10**12, written_bytes=10**9, duration_s=0.0) == 0
     assert ssd_life_s(capacity_bytes=10**12, written_bytes=10**9, duration_s=float("inf")) == float("inf")
     assert ssd_life_s(capacity_bytes=10**12, written_bytes=0, duration_s=1.0) == float("inf")
+
+
+def test_below_main_memory_there_is_no_host_memory(waterfall):
+    assert waterfall.reserve(4096) is None
+    assert waterfall.statistics().num_live_handles == 0

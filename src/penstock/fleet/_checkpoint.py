@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable
+from penstock.checkpoints import DAMAGE, check_whole, decode, drafted, encode, unusable, unwritable
 from penstock.errors import CheckpointError
 from penstock.files import check_is_file, read_json
 from penstock.fleet._feed import Position
@@ -47,6 +47,9 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
     """
     training, parent = run.training, folder / "checkpoints"
     target = parent / f"step-{training.position.step:08}"
+    for item in training.items():
+        if item.pending is not None:
+            item.pending.finish()  # its errors are not this checkpoint's
     try:
         for old in parent.glob(".step-*.draft"):  # left by a process that was killed
             shutil.rmtree(old, ignore_errors=True)
@@ -63,10 +66,8 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
         for old in sorted(parent.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError, TypeError) as error:
-        raise CheckpointError(
-            f"job {run.job.name!r}: no checkpoint could be written to {parent}: {error}. Free some space there; the "
-            "last complete checkpoint is untouched"
-        ) from error
+        what = f"job {run.job.name!r}: no checkpoint could be written to {parent}"
+        raise unwritable(what, error, "the last complete checkpoint is untouched") from error
     return target
 
 

@@ -9,6 +9,7 @@ import torch
 
 from penstock.fleet._autograd import Graph, Saved, backward, dropping, forward
 from penstock.fleet._buffers import Buffers
+from penstock.fleet._halves import CastWatch
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import Item
 from penstock.fleet._order import Order
@@ -35,6 +36,8 @@ class CutBatch:
         self._buffers = Buffers(work)
         self._saves = list(saves)
         self._draws = list(draws) or [Draws.ON_HOST] * len(work.program.shards)
+        self._watches: dict[int, CastWatch] = {}
+        """Per shard, what a pilot learned about casts."""
         self._marks: dict[int, Any] = {}
         """Per shard, the random state at the start of its forward."""
 
@@ -50,11 +53,11 @@ class CutBatch:
     def run(self, index: int) -> None:
         """Run task ``index``. What it needs must be on the device."""
         task = self.order.tasks[index]
-        is_step = task.kind is UnitKind.STEP
-        with self.work.bound(self.work.owned(task.shard) if is_step else self.work.groups[task.shard]):
-            if is_step:
-                self.work.step(task.shard)
-            elif not self.work.behaviour.trains:
+        if task.kind is UnitKind.STEP:
+            self.work.step(task.shard)
+            return
+        with self.work.bound(self.work.groups[task.shard]):
+            if not self.work.behaviour.trains:
                 self._evaluate(task.shard)
             elif task.kind is UnitKind.FORWARD:
                 self._forward(task.shard)
@@ -62,12 +65,22 @@ class CutBatch:
                 self._backward(task.shard, is_last=task.kind is UnitKind.FUSED)
         self.values.drop_after(index)
 
+    def casts(self, at: int) -> tuple[bool, ...]:
+        """Return, per tensor of shard ``at``, whether a pilot's forward used it only by casting it."""
+        watch = self._watches.get(at)
+        return () if watch is None else tuple(name in watch.found for name in self.work.program.shards[at].tensors)
+
     def _context(self, at: int) -> AbstractContextManager[Any]:
         training, device = self.work.training, self.work.memory.device
         stack = ExitStack()
         dtype = AUTOCAST_DTYPES.get(training.job.precision)
         if dtype is not None:
             stack.enter_context(torch.autocast(device.type, dtype=dtype))
+            if self.work.behaviour.is_pilot and self.work.memory.host is not None:
+                shard = self.work.program.shards[at]
+                tensors = dict(zip(shard.tensors, self.work.tensors(at), strict=True))
+                self._watches[at] = CastWatch(tensors, dtype)
+                stack.enter_context(self._watches[at])
         stack.enter_context(training.randomness.drawing(device, self._draws[at]))
         return stack
 
@@ -174,6 +187,7 @@ class CutBatches(MiniBatch):
         self._places = _order(minis)
         self.tasks = [minis[number].order.tasks[index] for number, index in self._places]
         self._at = {place: at for at, place in enumerate(self._places)}
+        self._end_of_backward = max(at for at, task in enumerate(self.tasks) if task.kind is not UnitKind.STEP)
         self._of_shard: dict[int, list[int]] = {}
         """Per shard, the positions of its tasks."""
         for at, task in enumerate(self.tasks):
@@ -193,21 +207,28 @@ class CutBatches(MiniBatch):
         """Run task ``index``. What it needs is on the device, or is fetched now."""
         number, own = self._places[index]
         self._minis[number].run(own)
+        if index == self._end_of_backward:
+            self.work.begin_on_host()
 
     def plan_uses(self, index: int) -> None:
         """Set the next use of each item, counted in units from task ``index``."""
         work = self.work
         for one in work.training.groups:
-            if one.item is not None:
-                one.item.next_use = math.inf
+            for item in (one.item, one.travelling):
+                if item is not None:
+                    item.next_use = math.inf
         behind = len(self.tasks) - index  # where the units of the next mini-batch begin
-        for shard, places in self._of_shard.items():
+        for shard, everywhere in self._of_shard.items():
+            away = work.stays_away(shard)
+            places = [at for at in everywhere if not (away and self.tasks[at].kind is UnitKind.STEP)]
             nearest = min((at - index for at in places if at >= index), default=behind + shard)
             for item in work.group_items(shard):
                 item.next_use = min(item.next_use, nearest)
             ends = [at - index for at in places if at >= index and self.tasks[at].kind is not UnitKind.FORWARD]
             for item in work.collected_items(shard):
                 item.next_use = min(ends, default=behind + len(work.program.shards))
+            for item in work.state_items(shard) if away else ():
+                item.next_use = math.inf
         for number, mini in enumerate(self._minis):
             for item, uses in mini.values.uses():
                 later = [self._at[number, own] - index for own in uses if self._at[number, own] >= index]

@@ -97,7 +97,7 @@ class Cuts:
         """Return a graph, or the model run whole if its code depends on the values of tensors."""
         model, names = self._model, self._weights.names
         try:
-            with unchanged(model, numbers=False):  # a trace computes no values
+            with unchanged(model, numbers=False), self._weights.in_main_memory():  # a trace computes no values
                 return Captured(model, function, leaves, structure, names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:

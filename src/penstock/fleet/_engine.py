@@ -242,6 +242,8 @@ class Engine:
             for group in groups:
                 assert group.item is not None
                 group.item = frozen.get(id(group)) or group.item.borrowed(waterfall)
+                if group.twin is not None:
+                    group.twin.item = group.twin.item.borrowed(waterfall)
             for packed in (*run.training.gradients.values(), *run.training.states.values()):
                 packed.item = packed.item.borrowed(waterfall)
         run.home = worker
@@ -263,10 +265,8 @@ class JobTurn:
 
     def first_items(self, worker: Worker) -> list[Item]:  # noqa: ARG002  # the protocol's
         """Return the items of the first shard's groups."""
-        groups = self.run_of.training.groups
-        return (
-            [one.item for one in groups if 0 in one.shards and one.item is not None] if self.run_of.is_prepared else []
-        )
+        groups = self.run_of.training.groups if self.run_of.is_prepared else []
+        return [one.travelling for one in groups if 0 in one.shards and one.travelling is not None]
 
     def run(self, worker: Worker) -> None:
         """Run what comes next for the job. An error of the job ends only this job."""
@@ -391,6 +391,8 @@ class JobTurn:
                 raise FloatingPointError(f"the loss is {loss} at step {training.position.step}, batch {batch.number}")
             training.finish_batch(loss, batch.leaves, stepped=work.steps)
         stepped = works[-1].steps
+        if stepped and training.update == "auto" and worker.memory.host is not None:
+            worker.memory.host.decide(training)
         taken_s = (worker.busy.compute_s - start_s) * training.job.accumulate / len(batches)
         run.seconds_per_step += (taken_s - run.seconds_per_step) * 0.2
         every = training.job.evaluate_every
@@ -461,12 +463,12 @@ class JobTurn:
         """
         run, engine = self.run_of, self.engine
         is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not (is_memory and run.is_prepared and not run.is_smaller):
+        if not (is_memory and run.is_prepared and not run.num_times_smaller):
             engine.fail(run, worker, error)
             return
         for item in run.training.items():
             worker.memory.discard(item)
-        run.is_smaller, run.ways = run.is_smaller + 1, Ways()  # what it learned was about other shards
+        run.num_times_smaller, run.ways = run.num_times_smaller + 1, Ways()  # what it learned was about other shards
         run.wants_validation, run.last_validation, run.saved_step = False, -1, -1
         with engine.condition:
             run.training, run.is_prepared, run.home = Training(run.job), False, None
@@ -482,11 +484,14 @@ class _Measured:
         task = self._mini.tasks[index]
         one, saves = self._measures[task.shard], self._saves[task.shard]
         if task.kind is UnitKind.STEP:  # its gradients are items
-            return self._step_bytes(task.shard) - one.stepped_bytes
+            work = self._mini.work
+            if work.stays_away(task.shard):
+                return 0
+            return work.cast_bytes(task.shard) + self._step_bytes(task.shard) - one.stepped_bytes
         if task.kind is UnitKind.FORWARD:
             return one.saving_bytes if saves else one.dropping_bytes
         most = one.backward_bytes if saves else one.again_bytes
-        steps = self._mini.work.steps and not self._mini.work.waits_for_all
+        steps = self._mini.work.steps and not self._mini.work.steps_apart
         return max(most, self._step_bytes(task.shard) + one.handed_bytes) if steps else most
 
     def _step_bytes(self, at: int) -> int:

@@ -22,6 +22,16 @@ _WIDE_ALIGNMENT_BYTES = 256
 Kind = Literal["trained", "frozen", "buffer"]
 
 
+@dataclass(slots=True, eq=False)
+class Twin:
+    """Copies of a group's tensors, some in half precision, that travel in place of the tensors."""
+
+    item: Item
+    """Where the bytes are."""
+    layouts: dict[str, ViewLayout]
+    """Per tensor, its place in the one storage of the item."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Group:
     """Tensors that move together."""
@@ -36,6 +46,13 @@ class Group:
     """Size of that storage."""
     item: Item | None = field(default=None, repr=False)
     """Where the bytes are; ``None`` until they were put anywhere."""
+    twin: Twin | None = field(default=None, repr=False)
+    """Copies that travel in training, in place of ``item``."""
+
+    @property
+    def travelling(self) -> Item | None:
+        """The item that training uses: the twin, if there is one."""
+        return self.item if self.twin is None else self.twin.item
 
     @property
     def owner(self) -> int:

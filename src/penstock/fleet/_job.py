@@ -18,6 +18,9 @@ Precision = Literal["float32", "bfloat16", "float16"]
 ``"float32"`` leaves dtypes alone; the others run forward under autocast, ``"float16"`` with loss scaling.
 """
 
+Update = Literal["device", "host", "auto"]
+"""The processor that computes an optimizer's updates; ``"auto"``: the one that is faster, as measured."""
+
 Batch = Any  # whatever the user's data yields: tensors, and tuples, lists and dicts of them
 Model = Callable[..., Any]  # the module, or its stand-in when only its last shard is on the device
 Loss = Callable[[Model, Batch], torch.Tensor]
@@ -85,6 +88,14 @@ class Job:
     """Largest total norm of all gradients, as in ``torch.nn.utils.clip_grad_norm_``; ``None``: no clipping."""
     precision: Precision = "float32"
     """Precision of forward."""
+    update: Update = "device"
+    """Which processor computes the optimizer's updates of a job on an accelerator.
+
+    ``"host"``: the host does, in a thread of its own, where weights, gradients and states are in host memory. States
+    then never cross the link, which carries 12 bytes per parameter and step instead of 36 or more (AdamW, float32,
+    nothing resident). Another processor rounds differently, so that results agree with plain PyTorch within rounding,
+    not bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
+    """
     stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
     """A function that cuts the model by hand into layers, in order. Each takes the result of the previous one.
 

@@ -87,7 +87,7 @@ class JobRun:
     ended_s: float = 0.0
     leaf_bytes: int = 0
     """Bytes of its first batch."""
-    is_smaller: int = 0
+    num_times_smaller: int = 0
     """How often it was cut smaller because a device ran out of memory."""
 
     @property
@@ -105,6 +105,7 @@ class JobRun:
             num_steps=self.num_steps,
             accumulate=self.job.accumulate,
             clips=self.job.clip_norm is not None or self.job.precision == "float16",
+            on_host=self.training.update != "device",
             vertical=self.is_vertical,
         )
 

@@ -14,12 +14,16 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from penstock.errors import BudgetError
 from penstock.tiers import Handle, HandleState, Waterfall
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.fleet._host_steps import HostSteps
 
 SMALL_BYTES = 64 * 1024
 """Size below which storages are not worth a copy of their own. Where it matters, they are packed."""
@@ -33,13 +37,23 @@ def counted_bytes(sizes: Sequence[int]) -> int:
     return sum(sizes) + _SLACK_BYTES * len(sizes)
 
 
+class Pending(Protocol):
+    """Work of the host on items in host memory."""
+
+    def finish(self) -> None:
+        """Wait for its end. Raise its error."""
+
+    def abandon(self) -> None:
+        """Wait until it touches nothing any more, and forget its error: the job is over."""
+
+
 class Item:
     """Storages that move together.
 
     They are in ``storages`` while on the device, and in ``handles`` while a tier has them.
     """
 
-    __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "size_bytes", "sizes", "storages")
+    __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "pending", "size_bytes", "sizes", "storages")
 
     def __init__(self, label: str, storages: Sequence[torch.UntypedStorage]):
         self.label = label
@@ -51,6 +65,8 @@ class Item:
         """Its next use, in units from now; set by the worker."""
         self.is_stale = False
         """Whether the job has gone to another device, so that this copy no longer counts."""
+        self.pending: Pending | None = None
+        """A step of the host that works on it."""
         self._stays = [None if one.nbytes() else one for one in storages]  # storages without bytes are not moved
 
     def __repr__(self) -> str:
@@ -66,7 +82,8 @@ class Item:
     @property
     def is_settled(self) -> bool:
         """Whether another device may take it."""
-        return self.handles is not None and all(one is not None and one.is_settled for one in self.handles)
+        is_free = self.handles is not None and self.pending is None
+        return is_free and all(one is not None and one.is_settled for one in self.handles or ())
 
     def held_bytes(self) -> int:
         """Return the bytes of the device that it takes now."""
@@ -77,6 +94,14 @@ class Item:
             if handle is not None and handle.state is not HandleState.PARKED:
                 held += handle.size_bytes + _SLACK_BYTES
         return held
+
+    @staticmethod
+    def below(handle: Handle) -> "Item":
+        """Return an item of one storage that is in a lower tier."""
+        item = Item(handle.label, ())
+        item.sizes, item.size_bytes = (handle.size_bytes,), counted_bytes([handle.size_bytes])
+        item.storages, item.handles, item._stays = None, [handle], [None]
+        return item
 
     def borrowed(self, waterfall: Waterfall) -> "Item":
         """Return the same bytes as an item of another device. This item is stale from now on."""
@@ -113,6 +138,8 @@ class DeviceMemory:
         """The most that items and units ever took together, as counted."""
         self.stall_s = 0.0
         """Seconds for which the thread waited for copies."""
+        self.host: HostSteps | None = None
+        """Steps on the host, if the device is an accelerator."""
         self._items: dict[Item, None] = {}  # those with bytes on the device
         self._leaving: dict[Item, None] = {}
 
@@ -143,6 +170,8 @@ class DeviceMemory:
 
     def discard(self, item: Item) -> None:
         """Free an item that is needed nowhere any more."""
+        if item.pending is not None:
+            item.pending.abandon()
         self._items.pop(item, None)
         self._leaving.pop(item, None)
         for handle in item.handles or ():
@@ -160,8 +189,8 @@ class DeviceMemory:
         item.handles = None
 
     def prefetch(self, item: Item) -> None:
-        """Begin to copy in what is not on the device."""
-        if item.storages is None and item.handles is not None:
+        """Begin to copy in what is not on the device, unless the host still works on it."""
+        if item.pending is None and item.storages is None and item.handles is not None:
             self._items[item] = None
             self._leaving.pop(item, None)
             states = {handle.state for handle in item.handles if handle is not None}
@@ -176,6 +205,8 @@ class DeviceMemory:
         """Return the storages, and wait for their copies if necessary. Raise ``TierReadError`` if a read fails."""
         if item.storages is None:
             start_s = time.perf_counter()
+            if item.pending is not None:
+                item.pending.finish()
             self._items[item] = None
             self._leaving.pop(item, None)
             assert item.handles is not None
@@ -279,6 +310,8 @@ class DeviceMemory:
 
     def _reap(self) -> None:
         self.waterfall.reap()
+        if self.host is not None:
+            self.host.poll()
         for item in [one for one in self._items if one.is_stale]:
             self._items.pop(item)
             self._leaving.pop(item, None)

@@ -10,7 +10,7 @@ class Order:
     """The tasks of one mini-batch of a model that was cut.
 
     They are forward of every shard but the last, forward and backward of the last together, and backward of the others.
-    If the optimizer has to wait for the norm of all gradients, a step of every shard follows.
+    If the optimizer has to wait for the norm of all gradients, or if the host steps, a step of every shard follows.
     """
 
     def __init__(self, work: Work):
@@ -49,7 +49,7 @@ def _tasks(work: Work) -> list[Task]:
         return [Task(UnitKind.FORWARD, at) for at in range(last + 1)]
     tasks = [Task(UnitKind.FORWARD, at) for at in range(last)]
     tasks += [Task(UnitKind.FUSED, last), *(Task(UnitKind.BACKWARD, at) for at in reversed(range(last)))]
-    if work.steps and work.waits_for_all:
+    if work.steps and work.steps_apart:
         tasks += [Task(UnitKind.STEP, at) for at in range(last + 1)]
     return tasks
 

@@ -19,12 +19,14 @@ from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
 from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
+from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._meter import Meter
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import ShardCost, UnitKind
 from penstock.fleet._program import BATCH, Program
 from penstock.fleet._random import Draws
+from penstock.fleet._stepper import is_worth_moving
 from penstock.fleet._training import Training
 from penstock.fleet._tree import unchanged
 from penstock.fleet._units import MiniBatch
@@ -85,6 +87,8 @@ class ShardMeasure:
     """Where forward may draw random numbers."""
     draws_nothing: bool = False
     """Whether it left all random generators unchanged."""
+    casts: tuple[bool, ...] = ()
+    """Per tensor of the shard, whether forward uses it only by casting it to half precision; empty if not looked at."""
 
     def cost(self, saves: bool) -> ShardCost:
         """Return the shard's cost for schedulers and simulations."""
@@ -135,7 +139,18 @@ def measure(
         pilot = _Pilot(training, memory, program, leaves, structure)
         for key, found in zip(keys, pilot.run(), strict=True):
             known[key] = _with_most_bytes(known.get(key, found), found)
-    return [known[key] for key in keys]
+    measures = [known[key] for key in keys]
+    for one, shard in zip(measures, program.shards, strict=True):
+        _learn_casts(training, memory, shard.tensors, one.casts)
+    return measures
+
+
+def _learn_casts(training: Training, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
+    for name, is_cast in zip(names, casts, strict=False):
+        training.casts[name] = is_cast and training.casts.get(name, True)
+        group = training.group_of[name]
+        if not training.casts[name] or len(group.shards) > 1:
+            drop_twin(memory, group)
 
 
 def _with_most_bytes(one: ShardMeasure, other: ShardMeasure) -> ShardMeasure:
@@ -241,6 +256,7 @@ class _Pilot:
                         found,
                         draws=randomness.draws_since(*before_draws),
                         draws_nothing=randomness.is_at(mark),
+                        casts=cut.casts(task.shard),
                     )
                 self._found[task.shard] = found
         finally:
@@ -318,7 +334,7 @@ class _Pilot:
             training.weights.unbind(one.layouts)
             made = _tensors_of(states)
             made_bytes = sum(value.nbytes for value in made.values())
-            kept = {name: value for name, value in made.items() if value.numel() > 1}
+            kept = {name: value for name, value in made.items() if is_worth_moving(value, memory.device)}
             found = self._found[at]
             self._found[at] = replace(
                 found,

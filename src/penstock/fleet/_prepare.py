@@ -49,6 +49,8 @@ class Preparation:
             run.state, run.started_s = JobState.RUNNING, time.time()
             run.home = self.worker
         training.build()
+        if self.worker.memory.host is None:
+            training.update = "device"
         engine.refuse_shared_data(run)
         resume = engine.upkeep.restore(run)
         leaves, structure = training.feed.peek()
@@ -86,7 +88,7 @@ class Preparation:
                 atoms=tuple(_scaled(one, factor) for one in costs),
                 trained=frozenset(training.optimizer.trained),
                 state_share=share,
-                budget_bytes=int(self._room_bytes * 0.7**run.is_smaller),
+                budget_bytes=int(self._room_bytes * 0.7**run.num_times_smaller),
             )
             try:
                 chosen = partition(problem) if factor < _MOST_FACTOR else finest
@@ -99,7 +101,7 @@ class Preparation:
                     self._place()
                     with self.engine.pilot_lock:
                         run.measures = measure(training, memory, program, leaves, structure, self.engine.measures)
-                self._check(run.measures, program, is_last=chosen == finest)
+                self._check(run.measures, program)  # if it raises, a finer cut is tried
                 break
             except BudgetError:
                 self._take_away()
@@ -155,10 +157,12 @@ class Preparation:
 
     def _required(self, one: ShardMeasure, saves: bool) -> int:
         job = self.run_of.job
-        waits = job.clip_norm is not None or job.precision == "float16" or self.run_of.training.cuts.tree is not None
-        return required_bytes(one, saves=saves, accumulates=job.accumulate > 1, waits=waits)
+        training, accumulates = self.run_of.training, job.accumulate > 1
+        waits = job.clip_norm is not None or job.precision == "float16" or training.cuts.tree is not None
+        ways = [True] if waits or training.update == "host" else [False, True] if training.update == "auto" else [False]
+        return max(required_bytes(one, saves=saves, accumulates=accumulates, waits=one_waits) for one_waits in ways)
 
-    def _check(self, measures: Sequence[ShardMeasure], program: Program, *, is_last: bool) -> None:
+    def _check(self, measures: Sequence[ShardMeasure], program: Program) -> None:
         """Raise ``BudgetError`` if a unit takes more than the budget, without the next shard.
 
         With the budget that the error names, every unit of every step fits, as long as batches are like the first.
@@ -171,9 +175,8 @@ class Preparation:
         if max(most, largest) <= self._room_bytes:
             return
         least = max(most, largest) + self.worker.memory.library_bytes
-        tried = "" if is_last else " as it is cut now"
         raise BudgetError(
-            f"`budget` must be at least {least} ({format_bytes(least)}) for job {self.run_of.job.name!r}{tried}, got "
+            f"`budget` must be at least {least} ({format_bytes(least)}) for job {self.run_of.job.name!r}, got "
             f"{format_bytes(self.engine.budget_bytes)}: the shard {program.shards[at].label} takes "
             f"{format_bytes(most)} and cannot be cut further. This holds for batches like the first; smaller batches "
             "(accumulate=) take less"

@@ -104,6 +104,8 @@ class JobCost:
     """Mini-batches per step."""
     clips: bool = False
     """Whether the optimizer waits for the norm of all gradients, in units of its own."""
+    on_host: bool = False
+    """Whether the host steps the optimizer: states stay there, and the device's units of the step do nothing."""
     vertical: bool = False
     """Whether all mini-batches of a step pass one shard before the next."""
     arrival_s: float = 0.0
@@ -153,7 +155,8 @@ class JobCost:
     def plain_work_s(self) -> float:
         """Seconds of all units without recomputation, as on a device that holds the whole model."""
         per_batch = sum(one.forward_s + one.backward_s for one in self.shards)
-        return self.num_steps * (self.accumulate * per_batch + sum(one.step_s for one in self.shards))
+        step_s = 0.0 if self.on_host else sum(one.step_s for one in self.shards)
+        return self.num_steps * (self.accumulate * per_batch + step_s)
 
     @checked("job.unit(0)", index=0)
     def unit(self, index: int) -> Unit:
@@ -172,14 +175,14 @@ class JobCost:
                 yield from (self._forward(shard) for _ in range(self.accumulate))
             for shard in range(last, -1, -1):
                 yield from (self._backward(shard, batch) for batch in range(self.accumulate))
-            yield from (self._step(shard) for shard in range(last + 1) if self.clips)
+            yield from (self._step(shard) for shard in range(last + 1) if self.clips or self.on_host)
             return
         for batch in range(self.accumulate):
             for shard in range(last):
                 yield self._forward(shard)
             for shard in range(last, -1, -1):
                 yield self._backward(shard, batch)
-        if self.clips:
+        if self.clips or self.on_host:
             for shard in range(last + 1):
                 yield self._step(shard)
 
@@ -199,7 +202,7 @@ class JobCost:
 
     def _backward(self, shard: int, batch: int) -> Unit:
         cost, is_last = self.shards[shard], shard == len(self.shards) - 1
-        steps = batch == self.accumulate - 1 and not self.clips
+        steps = batch == self.accumulate - 1 and not (self.clips or self.on_host)
         given = self.shards[shard - 1].boundary_bytes if shard else 0
         gradients = cost.parameter_bytes
         taken = cost.parameter_bytes + (gradients if batch else 0) + (cost.state_bytes if steps else 0)
@@ -225,14 +228,14 @@ class JobCost:
 
     def _step(self, shard: int) -> Unit:
         cost = self.shards[shard]
-        size = 2 * cost.parameter_bytes + cost.state_bytes
+        size = 0 if self.on_host else 2 * cost.parameter_bytes + cost.state_bytes
         return Unit(
             kind=UnitKind.STEP,
             shard=shard,
-            compute_s=cost.step_s,
+            compute_s=0.0 if self.on_host else cost.step_s,
             in_bytes=size,
             kept_bytes=0,
-            out_bytes=cost.parameter_bytes + cost.state_bytes,
+            out_bytes=0 if self.on_host else cost.parameter_bytes + cost.state_bytes,
             resident_bytes=size,
         )
 

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from penstock.fleet._groups import Group
+from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._packed import Packed
 from penstock.fleet._training import Training
 
-_OF = "//"
+FIELD_OF = "//"
 """Separator between the name of a parameter and the field of its state."""
 
 
@@ -31,19 +32,38 @@ class Stepper:
             if finite and not torch.stack(finite).all():  # the host asks the device only once
                 training.is_finite = False
         if training.job.clip_norm is not None and gradients:
-            norms = torch.stack([torch.linalg.vector_norm(one, 2.0) for one in gradients.values()])
-            training.norms |= zip(gradients, norms.unbind(), strict=True)
+            dtypes = [training.weights.parameters[name].dtype for name in gradients]  # some come in half precision
+            norms = [
+                torch.linalg.vector_norm(one, 2.0, dtype=dtype)
+                for one, dtype in zip(gradients.values(), dtypes, strict=True)
+            ]
+            training.norms |= zip(gradients, torch.stack(norms).unbind(), strict=True)
 
     def clip(self, gradients: dict[str, torch.Tensor]) -> None:
         """Clip by the norm of all gradients of the step. All of them must have been measured."""
         training = self._training
         assert training.job.clip_norm is not None
-        device = self._memory.device
-        norms = [training.norms[name].to(device) for name in training.weights.parameters if name in training.norms]
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         nn.utils.clip_grads_with_norm_(
-            [training.weights.tensors[name] for name in gradients], training.job.clip_norm, total
+            [training.weights.tensors[name] for name in gradients], training.job.clip_norm, self._norm()
         )
+
+    def clip_factor(self) -> torch.Tensor | None:
+        """Return the factor with which `clip` scales gradients, in main memory; ``None`` if the job does not clip."""
+        most = self._training.job.clip_norm
+        if most is None:
+            return None
+        one = torch.ones((), device=self._memory.device)
+        holder = nn.Parameter(torch.empty_like(one))
+        holder.grad = one
+        nn.utils.clip_grads_with_norm_([holder], most, self._norm())
+        return one.cpu()
+
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of all gradients of the step."""
+        training, device = self._training, self._memory.device
+        norms = [training.norms[name].to(device) for name in training.weights.parameters if name in training.norms]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        return total
 
     def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
         """Step the optimizer. The parameters have these gradients, and everything is on the device."""
@@ -53,12 +73,14 @@ class Stepper:
         moved = {} if before is None else before.views(memory.get(before.item))
         states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
         for key, tensor in moved.items():
-            name, _, field = key.rpartition(_OF)
+            name, _, field = key.rpartition(FIELD_OF)
             states[name][field] = tensor
         after = training.optimizer.step(parameters, {name: states[name] for name in parameters})
+        training.stepped.update(parameters)
         self._keep_states(one, {**states, **after}, before, moved)
         assert one.item is not None
         memory.changed(one.item)
+        drop_twin(memory, one)
         self._take_back_moved_parameters(one)
         if one in training.gradients:
             memory.discard(training.gradients.pop(one).item)
@@ -79,8 +101,8 @@ class Stepper:
         for name, state in states.items():
             training.numbers[name] = {}
             for field, value in state.items():
-                if isinstance(value, torch.Tensor) and value.numel() > 1 and value.device.type == memory.device.type:
-                    worth[f"{name}{_OF}{field}"] = value
+                if is_worth_moving(value, memory.device):
+                    worth[f"{name}{FIELD_OF}{field}"] = value
                 else:
                     training.numbers[name][field] = value
         stays = before is not None and worth.keys() == moved.keys()
@@ -102,3 +124,13 @@ class Stepper:
             tensor = self._training.weights.tensors[name].data
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
+
+
+def is_worth_moving(value: object, device: torch.device) -> bool:
+    """Whether an entry of an optimizer's state moves with the items of ``device``.
+
+    In main memory a tensor of one element is kept as a number. On an accelerator it belongs to the device.
+    """
+    if not isinstance(value, torch.Tensor) or value.device.type != device.type:
+        return False
+    return value.numel() > (1 if device.type == "cpu" else 0)

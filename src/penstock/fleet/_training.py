@@ -15,7 +15,7 @@ from penstock.fleet._cuts import Cuts, Cuttable
 from penstock.fleet._feed import Feed, Position
 from penstock.fleet._groups import Group, group, pack, packed_layouts
 from penstock.fleet._handed import own_model
-from penstock.fleet._job import Job
+from penstock.fleet._job import Job, Update
 from penstock.fleet._memory import Item
 from penstock.fleet._optimizer import ShardedOptimizer
 from penstock.fleet._packed import Packed
@@ -71,6 +71,12 @@ class Training:
         """Optimizer state that is worth moving."""
         self.numbers: dict[str, State] = {}
         """Optimizer state that is not worth moving: numbers, and tensors of one element."""
+        self.stepped: set[str] = set()
+        """Parameters that were stepped here, so that their states are known."""
+        self.update: Update = job.update
+        """Which processor steps the optimizer, as decided so far."""
+        self.casts: dict[str, bool] = {}
+        """Per tensor, whether every forward so far has used it only by casting it to half precision."""
         self.norms: dict[str, torch.Tensor] = {}
         """Norms of the current step's gradients, on the devices that measured them."""
         self.is_finite = True
@@ -177,4 +183,5 @@ class Training:
     def items(self) -> list[Item]:
         """Return the items that move to another device with the job. Frozen groups belong to no single job."""
         own = [one.item for one in self.groups if one.item is not None and one.kind != "frozen"]
+        own += [one.twin.item for one in self.groups if one.twin is not None]
         return own + [packed.item for packed in (*self.gradients.values(), *self.states.values())]

@@ -88,7 +88,7 @@ class Upkeep:
         Replaces its tensors, and returns a function that restores the rest.
         """
         folder = self._records.folder(run.job)
-        path = _checkpoint.latest(folder) if self._resume or run.is_smaller else None
+        path = _checkpoint.latest(folder) if self._resume or run.num_times_smaller else None
         if path is None:
             with contextlib.suppress(IsADirectoryError):  # then no line can be written either, and a warning says so
                 (folder / "metrics.jsonl").unlink(missing_ok=True)

@@ -104,7 +104,9 @@ class Values:
 
     def homes(self, at: int) -> dict[int, Item]:
         """Return the items that outlive the forward of shard ``at``, by the identity of their storage."""
-        items = [one.item for one in self._work.groups[at] if one.item is not None and one.kind != "buffer"]
+        items = [
+            self._work.item_of(one) for one in self._work.groups[at] if one.item is not None and one.kind != "buffer"
+        ]
         items += [self._values[name].item for name in self._work.program.shards[at].inputs if name in self._values]
         return {self._work.memory.get(item)[0]._cdata: item for item in items}
 

@@ -3,7 +3,8 @@
 They have bytes on a device while a unit runs, and are shapes without bytes otherwise.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -26,6 +27,10 @@ class Weights:
         """Tensors that are in no group yet, as the factory made them."""
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
         """Names by identity of the tensor."""
+        self._halves: dict[str, torch.Tensor] = {}
+        """Leaves in half precision, which graphs refer to."""
+        self._stands_for: set[str] = set()
+        """Parameters for which such a leaf stands at the moment."""
         self._hollow: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._device: torch.device | None = None
         """The device on which all of them are hollow, if they are."""
@@ -61,14 +66,30 @@ class Weights:
         self.originals = {}
 
     def bind(self, members: Mapping[str, torch.Tensor]) -> None:
-        """Bind tensors of the model to these bytes."""
+        """Bind tensors of the model to these bytes. Those of another dtype stand for their parameters."""
         for name, tensor in members.items():
-            self.tensors[name].data = tensor
+            parameter = self.tensors[name]
+            if tensor.dtype is parameter.dtype:
+                parameter.data = tensor
+                continue
+            self._stands_for.add(name)
+            if name in self._halves:
+                self._halves[name].data = tensor
+            else:
+                self._halves[name] = tensor.requires_grad_(parameter.requires_grad)
+
+    def current(self, name: str) -> torch.Tensor:
+        """Return the tensor that forward uses, which autograd gives its gradient."""
+        return self._halves[name] if name in self._stands_for else self.tensors[name]
 
     def unbind(self, names: Iterable[str]) -> None:
         """Make these tensors hollow, and drop their gradients."""
         for name in names:
             tensor = self.tensors[name]
+            if name in self._stands_for:
+                self._stands_for.remove(name)
+                half = self._halves[name]
+                half.data, half.grad = half.data.new_empty(0), None
             tensor.grad = None
             tensor.data = self._hollow_of(name, tensor.device)
 
@@ -84,6 +105,18 @@ class Weights:
         assert self._device is not None
         for name in names:
             self.tensors[name].data = self._hollow_of(name, self._device)
+
+    @contextmanager
+    def in_main_memory(self) -> Iterator[None]:
+        """Make hollow tensors hollow in main memory inside this context, since tracing looks at devices."""
+        away = {name: tensor.data for name, tensor in self.tensors.items() if tensor.device.type != "cpu"}
+        for name in away:
+            self.tensors[name].data = self._hollow_of(name, torch.device("cpu"))
+        try:
+            yield
+        finally:
+            for name, data in away.items():
+                self.tensors[name].data = data
 
     def make_hollow_on(self, device: torch.device) -> None:
         """Make the hollow tensors that `unbind` needs on ``device``, before anything is measured."""

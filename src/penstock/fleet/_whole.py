@@ -83,13 +83,12 @@ class WholeBatch(MiniBatch):
             done = self.tasks[: self._index + 1]
             self.work.training.cuts.ways[self._way] = done
             self.tasks = [*done, *self._steps]
+        self.work.begin_on_host()
         self._run_from(len(done), between)
 
     def run(self, index: int) -> None:
         """Run task ``index``, a step of the optimizer. Forward and backward are one long call."""
-        shard = self.tasks[index].shard
-        with self.work.bound(self.work.owned(shard)):
-            self.work.step(shard)
+        self.work.step(self.tasks[index].shard)
 
     def needs(self, index: int) -> list[Item]:
         """Return the items that task ``index`` works on, as far as they exist."""
@@ -111,7 +110,7 @@ class WholeBatch(MiniBatch):
         nearest: dict[tuple[bool, int], int] = {}
         for at, task in enumerate(self.tasks[index:]):
             nearest.setdefault((task.kind is UnitKind.BACKWARD, task.shard), at)
-            if task.kind is UnitKind.STEP:
+            if task.kind is UnitKind.STEP and not self.work.stays_away(task.shard):
                 nearest.setdefault((False, task.shard), at)
         for at in range(len(self.work.groups)):
             uses = [nearest[key, at] for key in (True, False) if (key, at) in nearest]

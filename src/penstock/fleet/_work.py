@@ -52,6 +52,16 @@ class Work:
 
         A model that is run whole may read any parameter until backward has ended.
         """
+        self._host = memory.host if collects and training.update != "device" else None
+        """The host's steps, if the job may take them."""
+        self.steps_apart = self.waits_for_all or self._host is not None
+        """Whether the optimizer steps in units of its own, at the end."""
+        self._given: set[Group] = set()
+        """Groups that the host was given to step."""
+        self._can: dict[Group, bool] = {}
+        """Whether the host could step a group, as far as it was asked."""
+        self._has_begun = False
+        """Whether it was given all that it takes, so that nothing has to be predicted any more."""
         self.groups = [
             list(dict.fromkeys(training.group_of[name] for name in shard.tensors)) for shard in program.shards
         ]
@@ -67,9 +77,15 @@ class Work:
         """Return the groups whose gradients shard ``at`` collects."""
         return [one for one in self.groups[at] if one.kind == "trained" and one.owner == at]
 
+    def item_of(self, one: Group) -> Item:
+        """Return the item of a group that is somewhere: in training the one that travels."""
+        item = one.item if self._host is None else one.travelling
+        assert item is not None
+        return item
+
     def group_items(self, at: int) -> list[Item]:
         """Return the items of the groups that shard ``at`` uses."""
-        return [one.item for one in self.groups[at] if one.item is not None]
+        return [self.item_of(one) for one in self.groups[at] if one.item is not None]
 
     def collected_items(self, at: int) -> list[Item]:
         """Return the gradients and optimizer states of shard ``at``, as far as they exist."""
@@ -80,30 +96,69 @@ class Work:
         """Return those of these items that backward of shard ``at`` works on, if it collects gradients."""
         if not self.behaviour.trains or self.behaviour.is_pilot:
             return []
-        if self.steps and not self.waits_for_all:
+        if self.steps and not self.steps_apart:
             return self.collected_items(at)
         return [self.training.gradients[one].item for one in self.owned(at) if one in self.training.gradients]
 
     def step_items(self, at: int) -> list[Item]:
         """Return the items that the optimizer's unit of shard ``at`` works on."""
-        own = [one.item for one in self.owned(at) if one.item is not None]
-        return own + self.collected_items(at)
+        if not self.training.is_finite:
+            return []
+        here = [one for one in self.owned(at) if not self._goes_to_host(one)]
+        places = self.training.gradients, self.training.states
+        found = [one.item for one in here if one.item is not None]
+        return found + [place[one].item for one in here for place in places if one in place]
+
+    def stays_away(self, at: int) -> bool:
+        """Whether the optimizer's unit of shard ``at`` has nothing to do, because the host does it."""
+        return self._host is not None and all(map(self._goes_to_host, self.owned(at)))
+
+    def _goes_to_host(self, one: Group) -> bool:
+        """Whether the host steps a group, or has been given it."""
+        if self._host is None:
+            return False
+        if one in self._given:
+            return True
+        if self._has_begun or not self._host.takes(self.training, one):
+            return False
+        if one not in self._can:
+            self._can[one] = self._host.can_step(self.training, one)
+        return self._can[one]
+
+    def state_items(self, at: int) -> list[Item]:
+        """Return the optimizer states that shard ``at`` already has."""
+        return [self.training.states[one].item for one in self.owned(at) if one in self.training.states]
+
+    def cast_bytes(self, at: int) -> int:
+        """Return the bytes of gradients that the optimizer's unit of shard ``at`` has to cast first."""
+        found = [self.training.gradients[one] for one in self.owned(at) if one in self.training.gradients]
+        parameters = self.training.weights.parameters
+        return sum(
+            parameters[name].nbytes
+            for packed in found
+            for name, (_, layout) in packed.places.items()
+            if layout.dtype is not parameters[name].dtype
+        )
 
     def state_bytes(self, at: int) -> int:
-        """Return the bytes of optimizer state that shard ``at`` already has."""
-        states = self.training.states
-        return sum(states[one].item.size_bytes for one in self.owned(at) if one in states)
+        """Return the bytes of these states."""
+        return sum(item.size_bytes for item in self.state_items(at))
 
     # Tensors
 
     @contextmanager
-    def bound(self, groups: Iterable[Group]) -> Iterator[None]:
-        """Bind the model's tensors to the bytes of these groups, which are on the device, inside this context."""
+    def bound(self, groups: Iterable[Group], *, to_step: bool = False) -> Iterator[None]:
+        """Bind the model's tensors to the bytes of these groups, which are on the device, inside this context.
+
+        Forward and backward use what travels, the optimizer the weights.
+        """
         here = [one for one in groups if one.item is not None]
         for one in here:
             assert one.item is not None
-            (storage,) = self.memory.get(one.item)
-            self.training.weights.bind(one.views(storage))
+            item = one.item if to_step else self.item_of(one)
+            (storage,) = self.memory.get(item)
+            layouts = one.layouts if one.twin is None or item is one.item else one.twin.layouts
+            self.training.weights.bind({name: layout.rebuild(storage) for name, layout in layouts.items()})
         try:
             yield
         finally:
@@ -112,7 +167,7 @@ class Work:
 
     def tensors(self, at: int) -> list[torch.Tensor]:
         """Return the tensors of shard ``at``."""
-        return [self.training.weights.tensors[name] for name in self.program.shards[at].tensors]
+        return [self.training.weights.current(name) for name in self.program.shards[at].tensors]
 
     def travelling(self, at: int) -> list[str]:
         """Return the names of the shard's tensors whose gradients another shard collects."""
@@ -126,7 +181,7 @@ class Work:
     def shared(self, at: int) -> dict[str, torch.Tensor]:
         """Return the parameters that the shard owns and others also use."""
         return {
-            name: self.training.weights.tensors[name]
+            name: self.training.weights.current(name)
             for one in self.owned(at)
             if len(one.shards) > 1
             for name in one.layouts
@@ -148,15 +203,19 @@ class Work:
     # Gradients and steps
 
     def lay_out(self, one: Group, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Give the group's parameters the gradients of earlier batches, so that autograd adds to them."""
+        """Give the group's parameters the gradients of earlier batches, so that autograd adds to them.
+
+        Those of a weight that travels in half precision are added later, by `collect`.
+        """
+        weights = self.training.weights
         for name, tensor in self.training.gradients[one].views(list(storages)).items():
-            self.training.weights.tensors[name].grad = tensor
+            if weights.current(name) is weights.tensors[name]:
+                weights.tensors[name].grad = tensor
 
     def collect(self, one: Group) -> None:
         """Measure, step or keep the group's gradients, which are complete."""
         training = self.training
-        found = {name: training.weights.tensors[name].grad for name in one.layouts}
-        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        gradients = self._complete(one)
         if self.behaviour.is_pilot and gradients:  # to find their bytes
             self._stepper.measure(gradients)
             Packed.of("", gradients)
@@ -164,9 +223,10 @@ class Work:
             return
         if self.steps:
             self._stepper.measure(gradients)
-        if self.steps and not self.waits_for_all:
+        if self.steps and not self.steps_apart:
             self._stepper.step(one, gradients)
-        elif one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
+            return
+        if one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
             self.memory.changed(training.gradients[one].item)
         else:
             if one in training.gradients:  # a parameter got its first gradient
@@ -176,6 +236,49 @@ class Work:
             packed = Packed.of(f"{training.job.name}: gradients of shard {one.owner}", gradients)
             training.gradients[one] = packed
             self.memory.add(packed.item)
+        if self.steps and not self.waits_for_all:
+            self._give(one, None)
+
+    def _complete(self, one: Group) -> dict[str, torch.Tensor]:
+        """Return the group's gradients, including those of earlier batches."""
+        weights, found = self.training.weights, dict[str, torch.Tensor]()
+        for name in one.layouts:
+            leaf = weights.current(name)
+            gradient = leaf.grad if leaf is weights.tensors[name] else self._widened(one, name, leaf)
+            if gradient is not None:
+                found[name] = gradient
+        return found
+
+    def _widened(self, one: Group, name: str, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Take the gradient of a weight in half precision, added to those of earlier batches.
+
+        It is cast if others will be added to it, or if the loss scale will divide it.
+        """
+        training, gradient, earlier = self.training, leaf.grad, self.training.gradients.get(one)
+        leaf.grad = None
+        if earlier is not None and name in earlier.places:
+            total = earlier.views(self.memory.get(earlier.item))[name]
+            return total if gradient is None else total.add_(gradient)
+        if gradient is not None and (training.job.accumulate > 1 or training.scale is not None):
+            return gradient.to(training.weights.tensors[name].dtype)
+        return gradient
+
+    def begin_on_host(self) -> None:
+        """Give the host what it steps, once all gradients are known."""
+        self._has_begun = True
+        if self._host is None or not self.steps or not self.waits_for_all or not self.training.is_finite:
+            return
+        if not self.training.gradients:
+            return
+        factor = self._stepper.clip_factor()
+        for at in reversed(range(len(self.groups))):
+            for one in self.owned(at):
+                if one in self.training.gradients:
+                    self._give(one, factor)
+
+    def _give(self, one: Group, factor: torch.Tensor | None) -> None:
+        if self._host is not None and self._host.begin(self.training, one, factor):
+            self._given.add(one)
 
     def measure(self, packed: Packed, storages: Sequence[torch.UntypedStorage]) -> None:
         """Divide gradients to which this mini-batch adds nothing by the loss scale, and note their norms."""
@@ -184,17 +287,18 @@ class Work:
 
     def step(self, at: int) -> None:
         """Run the optimizer's unit of shard ``at``, once all gradients are known."""
-        training = self.training
-        for one in self.owned(at):
-            packed = training.gradients.get(one)
-            if packed is None:
-                continue
-            gradients = packed.views(self.memory.get(packed.item))
-            if training.is_finite:
+        training, here = self.training, [one for one in self.owned(at) if one in self.training.gradients]
+        if not training.is_finite:
+            for one in here:
+                self.memory.discard(training.gradients.pop(one).item)
+            return
+        with self.bound(here, to_step=True):
+            for one in here:
+                packed = training.gradients[one]
+                gradients = packed.views(self.memory.get(packed.item))
                 for name, gradient in gradients.items():
-                    training.weights.tensors[name].grad = gradient
+                    parameter = training.weights.tensors[name]
+                    parameter.grad = gradient.to(parameter.dtype)  # the host was to take it in half precision
                 if training.job.clip_norm is not None:
                     self._stepper.clip(gradients)
                 self._stepper.step(one, gradients)
-            else:
-                self.memory.discard(training.gradients.pop(one).item)

@@ -18,6 +18,7 @@ import torch
 
 from penstock.devices import DeviceTimeline, StreamEvent, Streams, backend_of
 from penstock.errors import BudgetNotKeptWarning
+from penstock.fleet._host_steps import HostSteps
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._meter import Meter
 from penstock.fleet._problem import UnitKind
@@ -107,6 +108,7 @@ class Worker:
         self.device = device
         self.backend = backend_of(device)
         self.memory = DeviceMemory(device, waterfall, budget_bytes)
+        self.memory.host = None if device.type == "cpu" else HostSteps(self.memory)
         self.num_threads = num_threads
         self.busy = Busy()
         self._double_buffer = double_buffer
@@ -295,6 +297,8 @@ class Worker:
         finally:
             self._is_ready.set()
             self.following = None
+            if self.memory.host is not None:
+                self.memory.host.close()
 
 
 class _Span(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from penstock.host_stepping import settings_of
 from penstock.offload._deferred import Deferred
 from penstock.offload._on_host import HostUpdates, merge
 from penstock.offload._operators import SMALL_BYTES, storage_id
@@ -84,7 +85,7 @@ class Updates:
                 self._is_undecided = False
                 self._host.casts.updates_on_host = is_faster
                 self._host = self._host if is_faster else None
-        settings = self._settings()
+        settings = settings_of(self._optimizer)
         is_scaled = (
             getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
         )
@@ -214,7 +215,7 @@ class Updates:
             return
         if self._host is not None:
             self._taken.gradient(parameter)
-        if self._host is None or not self._defer(parameter, self._settings(), to_host_alone=True):
+        if self._host is None or not self._defer(parameter, settings_of(self._optimizer), to_host_alone=True):
             with torch.no_grad():
                 self._update_now(parameter)
         parameter.grad = None
@@ -239,7 +240,7 @@ class Updates:
     @property
     def num_on_host(self) -> int | None:
         """Number of updates that the host computed; ``None`` if it computes none."""
-        return None if self._host is None else self._host.num_updates
+        return None if self._host is None else self._host.lane.num_steps
 
     def forget(self) -> None:
         """Drop the updates that are due; afterwards no thread works on host memory."""
@@ -248,12 +249,3 @@ class Updates:
         for page in self._pages:
             page.pending = page.scaling = page.on_host = None
         self._is_broken = False
-
-    def _settings(self) -> list[dict[str, Any]]:
-        return [_settings(group) for group in self._optimizer.param_groups]
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a group's settings as they are now, with a list of parameters of its own."""
-    kept = {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
-    return kept | {"params": list(group["params"])}

@@ -31,10 +31,11 @@ class Gate:
         os.register_at_fork(after_in_child=self._forget)
 
     @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self, *, is_awaited: bool = False) -> Iterator[None]:
         """Hold the gate while computing.
 
-        May be nested, and entered by a tracing thread or a thread of autograd's backward.
+        May be nested, and entered by a tracing thread or a thread of autograd's backward. ``is_awaited`` says that a
+        computing thread may wait for this one, which then goes before waiting tracers.
         """
         mine = self._mine
         if mine.depth or mine.is_tracing:
@@ -44,7 +45,8 @@ class Gate:
             finally:
                 mine.depth -= 1
             return
-        jumps_queue = torch._C._current_graph_task_id() != -1  # backward's caller is computing, and waits for us
+        is_backward = torch._C._current_graph_task_id() != -1  # backward's caller is computing, and waits for us
+        jumps_queue = is_awaited or is_backward
         with self._condition:
             self._condition.wait_for(lambda: not self._is_tracing and (jumps_queue or not self._num_waiting))
             self._num_computing += 1

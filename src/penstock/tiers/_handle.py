@@ -128,12 +128,16 @@ class Handle:
     def host_tensor(self) -> torch.Tensor:
         """Return the bytes as a ``uint8`` tensor, without a copy. The handle must be settled and in host memory.
 
-        Writing to the tensor changes what ``get`` returns. It is valid as long as the handle.
+        Writing to it changes what ``get`` returns (`before_host_write`). It is valid as long as the handle.
         """
         room = self._room
         if room is None or not (self.is_in_memory and self.is_settled):
             raise ValueError(f"the handle must be settled and in host memory, got {self!r}")
         return room.tier.tensor(room.extent)[: self.size_bytes]
+
+    def before_host_write(self) -> None:
+        """Let ``get`` copy the bytes in even if somebody still holds the storage as it was."""
+        self._waterfall._handles.renew(self)
 
     @property
     def is_held_elsewhere(self) -> bool:

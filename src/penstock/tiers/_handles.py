@@ -106,6 +106,11 @@ class Handles:
             handle._num_moving += 1
             return handle._room
 
+    def renew(self, handle: Handle) -> None:
+        """Forget the storage that was parked or last fetched, since the bytes in the tier are about to change."""
+        with self.lock:
+            handle._weak = StorageWeakRef(torch.UntypedStorage(0))
+
     def refuse(self, handle: Handle) -> None:
         """Note that the copy in could not begin."""
         with self._changing(handle):

@@ -139,6 +139,9 @@ class MemoryMover:
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         return self._out.rate_bytes_per_s(), self._in.rate_bytes_per_s()
 
+    def adopt(self, handle: Handle) -> None:
+        raise AssertionError(f"{handle!r} cannot be in host memory, which is the device")
+
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:  # noqa: ARG002
         return Room(room.tier, room.extent, room.edges, room.checksums, lender=room.lender or original)
 

@@ -211,6 +211,9 @@ class StreamMover:
     def poll(self) -> None:
         self._copies.poll()
 
+    def adopt(self, handle: Handle) -> None:
+        handle._transit = Transit()
+
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
         known = original._transit
         assert isinstance(known, Transit)

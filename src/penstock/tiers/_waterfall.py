@@ -99,6 +99,9 @@ class Mover(Protocol):
     def poll(self) -> None:
         """Notice finished copies."""
 
+    def adopt(self, handle: Handle) -> None:
+        """Set up a handle whose bytes are in host memory without a copy out."""
+
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
         """Return a way for ``handle`` to reach ``room``, the space of ``original``, which another mover has filled."""
 
@@ -170,6 +173,27 @@ class Waterfall:
             except RuntimeError as error:  # nothing has begun: no thread or no event was available
                 self._handles.keep(handle, str(error))
         self._warn_of_troubles()
+        return handle
+
+    @checked("waterfall.reserve(4096)", size_bytes=1)
+    def reserve(self, size_bytes: int, label: str = "") -> Handle | None:
+        """Return a settled handle to new bytes in host memory, or ``None`` if there is no room.
+
+        Their values are undefined: write to ``handle.host_tensor()``. For main memory as the device the answer is
+        ``None``, since only disks are below it.
+        """
+        self._refuse_if_gone()
+        handle = Handle(self, torch.UntypedStorage(0), label)
+        handle.size_bytes = size_bytes
+        self._handles.add()
+        self.reap()
+        try:
+            room = self._mover.reserve([tier for tier in self.tiers if tier.is_memory], handle)
+        except TierFullError:
+            self._handles.release(handle)
+            return None
+        self._mover.adopt(handle)
+        self._handles.lend(handle, handle, room)
         return handle
 
     @checked("waterfall.borrow(handle)")

@@ -1,0 +1,83 @@
+"""Half-precision casts of weights, which travel under autocast in place of the weights.
+
+A weight that the host updates is needed on the device only as the operand of operators, and under autocast most
+operators take it in half precision. Its group then has a twin in host memory: the casts of such weights, and copies of
+the others. The host writes the twin when it has updated the weights.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from penstock.fleet._groups import Group, Twin, packed_layouts, span_bytes
+from penstock.fleet._memory import DeviceMemory, Item
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+class CastWatch(TorchDispatchMode):
+    """A mode that finds the tensors that an autocast forward uses only by casting them to ``dtype``."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors, self._dtype = tensors, dtype
+        self._by_storage: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+        self._cast: set[str] = set()
+        self._other: set[str] = set()
+
+    @property
+    def found(self) -> frozenset[str]:
+        """The names of these tensors."""
+        return frozenset(self._cast - self._other)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # any: PyTorch's
+        options = kwargs or {}
+        is_cast = func is _CAST and options.get("dtype") is self._dtype
+        for one in tree_leaves((args, options)):
+            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
+                for name in self._by_storage.get(one.untyped_storage()._cdata, ()):
+                    tensor = self._tensors[name]
+                    if is_cast and _is_same(one, tensor) and one.dtype is torch.float32:
+                        self._cast.add(name)
+                    elif _overlap(one, tensor):
+                        self._other.add(name)
+        return func(*args, **options)
+
+
+def make_twin(memory: DeviceMemory, job: str, one: Group, casts: Collection[str], dtype: torch.dtype) -> None:
+    """Give a group a twin, if host memory has room, in which ``casts`` have type ``dtype``. It has no values yet."""
+    shapes = {
+        name: torch.empty_strided(
+            layout.shape, layout.stride, dtype=dtype if name in casts else layout.dtype, device="meta"
+        )
+        for name, layout in one.layouts.items()
+    }
+    layouts, size_bytes = packed_layouts(shapes)
+    handle = memory.waterfall.reserve(size_bytes, f"{job}: weights of shard {one.owner} in half precision")
+    if handle is not None:
+        one.twin = Twin(Item.below(handle), layouts)
+
+
+def drop_twin(memory: DeviceMemory, one: Group) -> None:
+    """Free the twin of a group, which no longer stands for its weights."""
+    if one.twin is not None:
+        if one.twin.item.pending is not None:
+            one.twin.item.pending.finish()  # the weights are still needed
+        memory.discard(one.twin.item)
+        one.twin = None
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    start, end = one.data_ptr(), one.data_ptr() + span_bytes(one)
+    return start < other.data_ptr() + span_bytes(other) and other.data_ptr() < end

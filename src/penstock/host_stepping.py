@@ -1,0 +1,218 @@
+"""An optimizer's step on tensors in host memory, on behalf of parameters of an accelerator.
+
+Another processor rounds differently, so that results agree with steps on the device within rounding, not bit for bit.
+"""
+
+import functools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from penstock.stepping import State, step_part
+
+if TYPE_CHECKING:
+    from penstock.tiers import Handle
+
+_TRIES = 3
+_WITH_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose update is a single kernel on a CPU."""
+FEWEST_TRIED = 2**16
+"""Elements of the parameter on which a step is tried. With fewer, Python overhead dominates."""
+Groups = Sequence[Mapping[str, Any]]
+
+
+class HostStep(Protocol):
+    """A step whose tensors are all in host memory."""
+
+    def run(self) -> None:
+        """Run the step. Called by the thread of a `HostLane`; it must not raise."""
+
+
+class HostLane:
+    """A thread that runs steps on the host, one after the other. It starts with the first step."""
+
+    def __init__(self) -> None:
+        self._queue: deque[HostStep] = deque()
+        self._condition = threading.Condition()
+        """Guards the queue and the request to end the thread."""
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+        self.num_steps = 0
+        self.busy_s = 0.0
+        """Seconds that the thread has computed."""
+
+    def put(self, step: HostStep, *, is_first: bool) -> None:
+        """Add a step at the front or at the end of the queue."""
+        with self._condition:
+            if is_first:
+                self._queue.appendleft(step)
+            else:
+                self._queue.append(step)
+            self._condition.notify_all()
+        if self._thread is None:
+            self._is_ending = False
+            self._thread = threading.Thread(target=self._run, name="penstock host steps", daemon=True)
+            self._thread.start()
+
+    def hurry(self, step: HostStep) -> None:
+        """Move a step that somebody waits for to the front of the queue."""
+        with self._condition:
+            if step in self._queue:
+                self._queue.remove(step)
+                self._queue.appendleft(step)
+
+    def close(self) -> None:
+        """Wait for the steps in the queue, and end the thread. A later `put` starts it again."""
+        if self._thread is not None:
+            with self._condition:
+                self._is_ending = True
+                self._condition.notify_all()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._is_ending)
+                if not self._queue:
+                    return
+                step = self._queue.popleft()
+            start_s = time.perf_counter()
+            with torch.no_grad():
+                step.run()
+            self.busy_s += time.perf_counter() - start_s
+            self.num_steps += 1
+            del step  # frees its gradient
+
+
+def step_on_host(
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    parameter: torch.Tensor,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    state: State,
+    call: str,
+) -> State:
+    """Step ``weight``, the value of ``parameter`` in host memory, and the large tensors of ``state`` in place.
+
+    ``groups`` are the settings of the optimizer's groups when the step was due. Returns the other entries of the state
+    that the step has changed. Raises ``TypeError`` if the optimizer replaces a large tensor by one of another kind;
+    ``call`` shows how to step on the device instead.
+    """
+    large = [one for one in state.values() if is_large(one)]
+    twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
+    twin.grad = gradient
+    own = _groups_with(twin, parameter, _in_one_pass(optimizer, groups, [weight, gradient, *large]))
+    (after,) = step_part(optimizer, [twin], {twin: dict(state)}, groups=own, runs_hooks=False).values()
+    changed: State = {}
+    for field, value in after.items():
+        mine = state.get(field)
+        if value is mine:
+            continue
+        if not is_large(mine) and not is_large(value):
+            changed[field] = value
+        elif isinstance(mine, torch.Tensor) and isinstance(value, torch.Tensor) and mine.shape == value.shape:
+            mine.copy_(value)
+        else:
+            raise TypeError(
+                f"{type(optimizer).__name__} changed the tensors of its state ({field}), which is supported only for "
+                f"updates on the device: {call}"
+            )
+    return changed
+
+
+def seconds_per_element(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: State) -> float:
+    """Return the seconds per element of a step on the host, tried on zeros."""
+    zeros = functools.partial(torch.zeros, device="cpu")  # regardless of the default device
+    weight, gradient = (zeros(parameter.shape, dtype=parameter.dtype) for _ in range(2))
+    tried = {
+        field: zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
+        for field, one in state.items()
+    }
+    best_s = math.inf
+    for _ in range(_TRIES):
+        start_s = time.perf_counter()
+        tried |= step_on_host(optimizer, optimizer.param_groups, parameter, weight, gradient, tried, "")
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return best_s / parameter.numel()
+
+
+def host_view(
+    handle: "Handle", dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], storage_offset: int
+) -> torch.Tensor:
+    """Return a tensor over the bytes of a handle that is settled in host memory, without a copy."""
+    memory = handle.host_tensor()
+    whole_bytes = memory.numel() // dtype.itemsize * dtype.itemsize  # a tensor of another dtype may be the last
+    memory = memory[:whole_bytes].view(dtype)
+    return memory.as_strided(shape, stride, memory.storage_offset() + storage_offset)
+
+
+def is_faster(seconds: float, parameter: torch.Tensor, state: State, rates: tuple[float, float]) -> bool:
+    """Whether steps on the host, which take ``seconds`` per element, take less time than the link for the device's.
+
+    ``rates`` are bytes per second out of the device and back.
+    """
+    out, back = rates
+    states = sum(one.nbytes for one in state.values() if is_large(one)) / parameter.numel()
+    own = parameter.element_size()
+    on_device_s = max((3 * own + states) / back, (2 * own + states) / out)
+    return bool(max(2 * own / back, own / out, seconds) < on_device_s)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return copies of the settings of the optimizer's groups as they are now, with their own lists of parameters."""
+    return [
+        {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
+        | {"params": list(group["params"])}
+        for group in optimizer.param_groups
+    ]
+
+
+def may_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the host can use all settings of the optimizer's groups."""
+    settings = [one for group in optimizer.param_groups for key, one in group.items() if key != "params"]
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    return not fused and all(map(is_here, settings))
+
+
+def is_large(one: object) -> bool:
+    """Whether an entry of a state is worth moving: a tensor with dimensions."""
+    return isinstance(one, torch.Tensor) and one.dim() > 0
+
+
+def is_number(one: object) -> bool:
+    """Whether it is a number, a text or a small tensor in main memory, or ``None``."""
+    return is_here(one) and (one is None or isinstance(one, torch.Tensor | int | float | str))
+
+
+def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Groups) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with ``twin`` in place of ``parameter`` and without all other parameters."""
+    return [{**one, "params": [twin] if any(own is parameter for own in one["params"]) else []} for one in groups]
+
+
+def _in_one_pass(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[torch.Tensor]) -> Groups:
+    """Return the groups with one fused kernel chosen, where PyTorch has one, so that memory is read and written once.
+
+    Single operators would read and write it a dozen times. The last bits differ, as they differ from the device's
+    anyway.
+    """
+    first = tensors[0]
+    has_kernel = type(optimizer) in _WITH_KERNEL and all(
+        one.dtype is first.dtype and one.stride() == first.stride() and one.is_contiguous() for one in tensors
+    )
+    if not has_kernel or not first.is_floating_point() or any(one.get("differentiable") for one in groups):
+        return groups
+    return [{**one, "fused": True, "foreach": False} for one in groups]
+
+
+def is_here(one: object) -> bool:
+    """Whether it is no tensor, or a tensor in main memory."""
+    return not isinstance(one, torch.Tensor) or one.device.type == "cpu"
