@@ -140,13 +140,13 @@ def test_host_memory_that_holds_only_a_part(device, tmp_path, num_on_host):
     assert num_on_host()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_two_devices(device, precision):
+def test_two_devices(device):
+    """A job takes its twin along when it moves."""
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two devices")
-    options = {"update": "host", "model": without_biases_of_keys, "precision": precision}
-    jobs = [job(name, seed=seed, **options) for seed, name in enumerate("abcd")]
-    expected = {one.name: run(device, one)[one.name].losses for one in jobs}
+    options = {"update": "host", "model": without_biases_of_keys, "precision": "bfloat16", "steps": 4}
+    jobs = [job(name, seed=seed, **options) for seed, name in enumerate("abc")]
+    expected = {name: result.losses for name, result in run(device, *jobs).items()}
     results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1MiB", host_budget="64MiB", progress=None)
     for one in jobs:
         assert results[one.name].error is None
@@ -331,7 +331,7 @@ def test_bytes_per_parameter_and_step(prompt_device):
         return use.parked_bytes + use.fetched_bytes
 
     def per_step(**changes):
-        return (moved(8, **changes) - moved(4, **changes)) / 4 / sum(one.numel() for one in model().parameters())
+        return (moved(5, **changes) - moved(3, **changes)) / 2 / sum(one.numel() for one in model().parameters())
 
     assert per_step(update="host") <= 12.5
     assert per_step(update="host", clip_norm=0.5) <= 12.5
