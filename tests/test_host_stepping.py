@@ -1,20 +1,18 @@
 """Steps on the host: their order. That they are right is in tests/device."""
 
 import threading
-from dataclasses import dataclass, field
 
 import pytest
 
-from penstock.host_stepping import HostLane
+from penstock.host_stepping import HostLane, HostStep
 
 
-@dataclass(eq=False)
-class Step:
-    name: str
-    ran: list = field(repr=False)
-    may_run: threading.Event = field(repr=False)
+class Step(HostStep):
+    def __init__(self, name, ran, may_run):
+        super().__init__()
+        self.name, self.ran, self.may_run = name, ran, may_run
 
-    def run(self):
+    def compute(self):
         self.may_run.wait(60)
         self.ran.append(self.name)
 
@@ -36,3 +34,15 @@ def test_what_is_wanted_comes_first_then_what_forward_wants_first(last_first, ex
     lane.put(Step("e", ran, may_run), is_first=True)  # it starts again
     lane.close()
     assert ran[-1] == "e"
+
+
+def test_an_error_is_kept_for_whoever_waits():
+    class Fails(HostStep):
+        def compute(self):
+            raise OSError("no such instruction")
+
+    lane, step = HostLane(), Fails()
+    lane.put(step, is_first=True)
+    step.wait()
+    assert step.is_done and isinstance(step.error, OSError)
+    lane.close()

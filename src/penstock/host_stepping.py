@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,11 +27,35 @@ FEWEST_TRIED = 2**16
 Groups = Sequence[Mapping[str, Any]]
 
 
-class HostStep(Protocol):
-    """A step whose tensors are all in host memory."""
+class HostStep:
+    """A step whose tensors are all in host memory. Subclasses say what it computes."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """The error with which it has ended."""
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, so that host memory holds the new bytes."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._done.wait()
 
     def run(self) -> None:
-        """Run the step. Called by the thread of a `HostLane`; it must not raise."""
+        """Run the step; the thread of a `HostLane` calls this. Whoever waits for the step raises its error."""
+        try:
+            self.compute()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._done.set()
+
+    def compute(self) -> None:
+        """Compute the step, in host memory only."""
+        raise AssertionError(f"{type(self).__name__} does not say what it computes")
 
 
 class HostLane:

@@ -5,7 +5,6 @@ other shards. Whoever needs the weights waits for the step.
 """
 
 import contextlib
-import threading
 import time
 
 import torch
@@ -19,6 +18,7 @@ from penstock.fleet._training import Training
 from penstock.host_stepping import (
     FEWEST_TRIED,
     HostLane,
+    HostStep,
     host_view,
     is_faster,
     is_number,
@@ -107,7 +107,7 @@ class HostSteps:
         """Hand on steps whose tensors have left, and note those that have ended."""
         for step in [one for one in self._waiting if one.is_ready]:
             self._hand_over(step)
-        for step in [one for one in self._queued if one.is_done and not one.failed]:
+        for step in [one for one in self._queued if one.is_done and one.error is None]:
             self.end(step)
 
     def wait_for(self, step: "GroupStep") -> None:
@@ -156,18 +156,17 @@ class HostSteps:
         self.lane.put(step, is_first=True)  # backward ends with what the next forward needs first
 
 
-class GroupStep:
+class GroupStep(HostStep):
     """The step of one group in host memory."""
 
     def __init__(self, host: HostSteps, training: Training, group: Group, factor: torch.Tensor | None):
+        super().__init__()
         self._host, self._training, self._group, self._factor = host, training, group, factor
         self.gradients, self._states, self._twin = training.gradients[group], training.states.get(group), group.twin
         self._items = _items(training, group)
         self._settings = settings_of(training.optimizer.master)
         self._numbers: dict[str, State] = {}
         """Per parameter, the entries of its state that are numbers and that the step has changed."""
-        self._done = threading.Event()
-        self._error: BaseException | None = None
         for item in self._items:
             item.pending = self
 
@@ -186,16 +185,6 @@ class GroupStep:
         for handle in self._handles():
             handle.before_host_write()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set()
-
-    @property
-    def failed(self) -> bool:
-        """Whether it has ended with an error, which `finish` raises."""
-        return self._error is not None
-
     def finish_out(self) -> None:
         """Wait for the copies out. Raise ``RuntimeError`` if one failed."""
         for item in self._items:
@@ -208,15 +197,11 @@ class GroupStep:
                             "resume from the last checkpoint"
                         )
 
-    def wait(self) -> None:
-        """Wait until the thread has run it."""
-        self._done.wait()
-
     def finish(self) -> None:
         """Wait for the step, because somebody needs its weights or states. Raise its error."""
         self._host.wait_for(self)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self._host.end(self)
 
     def abandon(self) -> None:
@@ -232,15 +217,10 @@ class GroupStep:
         for item in self._items:  # last, since another device may take the job from here on
             item.pending = None
 
-    def run(self) -> None:
-        """Run the step, in host memory only."""
-        try:
-            with gate.computing(is_awaited=True):
-                self._step()
-        except BaseException as error:  # raised for whoever needs the weights
-            self._error = error
-        finally:
-            self._done.set()
+    def compute(self) -> None:
+        """Step the group, and write its twin."""
+        with gate.computing(is_awaited=True):
+            self._step()
 
     def _step(self) -> None:
         training, group = self._training, self._group

@@ -92,9 +92,9 @@ class Job:
     """Which processor computes the optimizer's updates of a job on an accelerator.
 
     ``"host"``: the host does, in a thread of its own, where weights, gradients and states are in host memory. States
-    then never cross the link, which carries 12 bytes per parameter and step instead of 36 or more (AdamW, float32,
-    nothing resident). Another processor rounds differently, so that results agree with plain PyTorch within rounding,
-    not bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
+    then never cross the link, which carries 12 bytes per parameter and step instead of 28, or of 40 with clipping
+    (AdamW, float32, nothing resident). Another processor rounds differently, so that results agree with plain PyTorch
+    within rounding, not bit for bit. ``"auto"``: the host where it is faster, as measured in the first steps.
     """
     stages: Callable[[nn.Module], Sequence[Callable[..., Any]]] | None = None
     """A function that cuts the model by hand into layers, in order. Each takes the result of the previous one.

@@ -1,6 +1,5 @@
 """Optimizer updates on the host, in host memory: the gradient goes there, the weight comes back, the states stay."""
 
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from penstock.host_stepping import (
     FEWEST_TRIED,
     HostLane,
+    HostStep,
     host_view,
     is_faster,
     is_here,
@@ -125,13 +125,14 @@ class HostUpdates:
         self.lane.close()
 
 
-class Update:
+class Update(HostStep):
     """The update of one parameter in host memory."""
 
     def __init__(
         self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[Twin]
     ):
         """Take over the pages of an update: weight, gradient or its parts, states, casts of the weight."""
+        super().__init__()
         self._owner, self._due, self.pages, self._narrow = owner, due, pages, narrow
         self._wide = due.pages[1]
         self._scaling = self._wide.scaling
@@ -151,18 +152,11 @@ class Update:
         ]
         self._numbers: State = {}
         """Entries of the state that are not pages and that the update changes."""
-        self._done = threading.Event()
-        self._error: BaseException | None = None
         for page in self._involved():
             page.pending, page.on_host = self.finish, self
 
     def _involved(self) -> Iterable[Page]:
         return dict.fromkeys([*self.pages, self._wide])
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the update has ended, so that host memory holds the new bytes."""
-        return self._done.is_set()
 
     @property
     def is_ready(self) -> bool:
@@ -179,13 +173,13 @@ class Update:
         is_there = self._owner.hand_over(self)
         start_s = time.perf_counter()
         if is_there:
-            self._done.wait()
+            self.wait()
             self._owner._pages.stall_s += time.perf_counter() - start_s
         for page in self._involved():
             page.pending = page.on_host = None
-        if self._error is not None:
+        if self.error is not None:
             self._owner.failed = True
-            raise self._error
+            raise self.error
         if self._narrow is not None or not is_there:  # otherwise the host has scaled it
             self._wide.scaling = self._scaling
         if is_there:
@@ -193,16 +187,8 @@ class Update:
         else:
             self._due()
 
-    def run(self) -> None:
-        """Run the update; the lane calls this, and it touches host memory only."""
-        try:
-            self._update()
-        except BaseException as error:  # raised for whoever needs the weight
-            self._error = error
-        finally:
-            self._done.set()
-
-    def _update(self) -> None:
+    def compute(self) -> None:
+        """Update the parameter, and write its casts."""
         weight, *values = [host_view(_handle(page), *layout) for page, *layout in self._layouts]
         twins = [values.pop() for _ in range(self._num_twins)]
         gradient, *rest = (values.pop(0) for _ in range(self._num_gradients))
