@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from penstock.errors import CaptureError
+from penstock.storages import id_of, storage_id
 
 
 class Watch(TorchDispatchMode):
@@ -69,12 +70,12 @@ class Watch(TorchDispatchMode):
         return True
 
     def _hollow(self, tensors: Iterable[Any]) -> list[str]:
-        found = (self._names.get(tensor.untyped_storage()._cdata) for tensor in tensors_in(tensors))
+        found = (self._names.get(storage_id(tensor)) for tensor in tensors_in(tensors))
         return [name for name in found if name is not None]
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or the same view of the filled storage for a hollow alias (``parameter.data``)."""
-        name = self._names.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        name = self._names.get(storage_id(tensor)) if tensor.layout is torch.strided else None
         if name is None:
             return tensor
         whole = self._tensors[name].data
@@ -91,8 +92,8 @@ class Made:
         """Remember the storages of ``result``."""
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._found and storage.nbytes():
-                self._found[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if id_of(storage) not in self._found and storage.nbytes():
+                self._found[id_of(storage)] = StorageWeakRef(storage), storage.nbytes()
 
     def alive_bytes(self, others: Iterable[int]) -> int:
         """Return the bytes of these storages, without those whose identities are in ``others``."""
@@ -119,19 +120,19 @@ class Recorder(TorchDispatchMode):
         used = [
             name
             for tensor in tensors_in([*args, *(kwargs or {}).values()])
-            for name in self._names.get(tensor.untyped_storage()._cdata, ())
+            for name in self._names.get(storage_id(tensor), ())
         ]
         if used:
             self.uses.append((used, 0))
             for tensor in _written_by(func, args, kwargs or {}):
-                for name in self._names.get(tensor.untyped_storage()._cdata, ()):
+                for name in self._names.get(storage_id(tensor), ()):
                     if name in self._parameters:
                         raise writes_to(name)
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in((result,)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._names and storage._cdata not in self._known and self.uses:
-                self._known.add(storage._cdata)
+            if id_of(storage) not in self._names and id_of(storage) not in self._known and self.uses:
+                self._known.add(id_of(storage))
                 names, size_bytes = self.uses[-1]
                 self.uses[-1] = names, size_bytes + storage.nbytes()
         return result

@@ -18,6 +18,7 @@ from penstock.fleet._groups import bundled
 from penstock.fleet._memory import SMALL_BYTES, Item
 from penstock.fleet._program import Shard
 from penstock.fleet._writes import run_watched
+from penstock.storages import id_of
 from penstock.tiers import ViewLayout
 
 TIED = "@"
@@ -77,7 +78,7 @@ class Saved:
 
     def add_home(self, storage: torch.UntypedStorage, item: Item) -> None:
         """Register another item that outlives the unit, and its storage."""
-        self._known[storage._cdata] = item
+        self._known[id_of(storage)] = item
 
     def add_place(self, key: int, place: Place) -> None:
         """Register where the bytes of a storage already are, in an item of another unit or value."""
@@ -121,7 +122,7 @@ class Saved:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id_of(storage)
         if key in self._known:
             self.add_place(key, (self._known[key], 0, 0))
         elif key in self._places:

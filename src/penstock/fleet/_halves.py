@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.fleet._groups import Group, Twin, packed_layouts, span_bytes
 from penstock.fleet._memory import DeviceMemory, Item
+from penstock.storages import storage_id
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -26,7 +27,7 @@ class CastWatch(TorchDispatchMode):
         self._tensors, self._dtype = tensors, dtype
         self._by_storage: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
-            self._by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+            self._by_storage.setdefault(storage_id(tensor), []).append(name)
         self._cast: set[str] = set()
         self._other: set[str] = set()
 
@@ -42,7 +43,7 @@ class CastWatch(TorchDispatchMode):
         is_cast = func is _CAST and options.get("dtype") is self._dtype
         for one in tree_leaves((args, options)):
             if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-                for name in self._by_storage.get(one.untyped_storage()._cdata, ()):
+                for name in self._by_storage.get(storage_id(one), ()):
                     tensor = self._tensors[name]
                     if is_cast and _is_same(one, tensor) and one.dtype is torch.float32:
                         self._cast.add(name)

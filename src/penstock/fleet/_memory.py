@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from penstock.errors import BudgetError
+from penstock.storages import id_of
 from penstock.tiers import Handle, HandleState, Waterfall
 from penstock.units import format_bytes
 
@@ -155,11 +156,11 @@ class DeviceMemory:
 
     def storages_here(self) -> set[int]:
         """Return the storages of all items on the device or being copied out or in, by identity."""
-        here = {storage._cdata for item in self._items for storage in item.storages or ()}
+        here = {id_of(storage) for item in self._items for storage in item.storages or ()}
         for handle in (handle for item in self._items for handle in item.handles or ()):
             storage = handle.device_storage if handle is not None else None
             if storage is not None:
-                here.add(storage._cdata)
+                here.add(id_of(storage))
         self._reap()  # storages that left meanwhile are in no handle any more, and are freed now
         return here
 

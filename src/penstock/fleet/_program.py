@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
+from penstock.storages import storage_id
 
 BATCH = "batch."
 """Prefix of the names of values that come from the batch."""
@@ -212,14 +213,14 @@ class Captured:
                 if used in self._tensor_of and self._tensor_of[used] not in open_atom.tensors:
                     open_atom.tensors.append(self._tensor_of[used])
             for one in _tensors_of(node):
-                if _key(one) not in known:
-                    known.add(_key(one))
+                if storage_id(one) not in known:
+                    known.add(storage_id(one))
                     open_atom.activation_bytes += one.untyped_storage().nbytes()
             alive = {one for one in alive | {node} if self._last_use[one] > at}
             is_end = at == len(self.nodes) - 1
             if is_end or all(_may_cross(one, last_change, at) for one in alive):
                 crossing = [one for one in alive if not is_end and one.op != "get_attr"]
-                open_atom.crossing_bytes = sum({_key(one.meta["val"]): _size(one) for one in crossing}.values())
+                open_atom.crossing_bytes = sum({storage_id(one.meta["val"]): _size(one) for one in crossing}.values())
                 open_atom.label = _label(node)
                 atoms.append(open_atom)
                 open_atom = Atom(end=at)
@@ -231,7 +232,7 @@ class Captured:
         for at, node in enumerate(self.nodes):
             for given in _written_by(node):
                 for one in _tensors_of(given):
-                    found[_key(one)] = at
+                    found[storage_id(one)] = at
         return found
 
     def _shard(self, first: int, last: int) -> tuple[Shard, str]:
@@ -343,8 +344,10 @@ def _written_inside(node: fx.Node, inner: fx.Node) -> list[fx.Node]:
     places = [one for one in graph.nodes if one.op == "placeholder"]
     if len(places) != len(given) or not all(map(_tensors_of, places)):
         return given
-    written = {_key(tensor) for one in graph.nodes for used in _written_by(one) for tensor in _tensors_of(used)}
-    return [one for one, place in zip(given, places, strict=True) if written & {_key(t) for t in _tensors_of(place)}]
+    written = {storage_id(tensor) for one in graph.nodes for used in _written_by(one) for tensor in _tensors_of(used)}
+    return [
+        one for one, place in zip(given, places, strict=True) if written & {storage_id(t) for t in _tensors_of(place)}
+    ]
 
 
 def _nodes_in(given: Any) -> list[fx.Node]:  # any: arguments of an operator
@@ -363,7 +366,7 @@ def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:
     value = node.meta.get("val")
     if node.op == "get_attr":
         return True  # a submodule: copied into every shard that calls it
-    return isinstance(value, torch.Tensor) and last_change.get(_key(value), -1) <= at
+    return isinstance(value, torch.Tensor) and last_change.get(storage_id(value), -1) <= at
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
@@ -371,10 +374,6 @@ def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, tuple | list) else []
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _size(node: fx.Node) -> int:

@@ -14,6 +14,7 @@ from torch import nn
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._program import BATCH, Atom, Program, Shard, span
+from penstock.storages import storage_id
 
 Stage = Callable[..., Any]
 _numbers = itertools.count()
@@ -75,7 +76,7 @@ class Staged:
             while any(one._version != version for handed in earlier for one, version in handed):
                 own = [*atoms.pop().tensors, *own]
                 earlier.pop()
-            sizes = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in outputs}
+            sizes = {storage_id(one): one.untyped_storage().nbytes() for one in outputs}
             atoms.append(Atom(end=at, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
             earlier.append([(one, one._version) for one in outputs])
             given = list(outputs)

@@ -23,6 +23,7 @@ from penstock.fleet._program import Program
 from penstock.fleet._random import Randomness
 from penstock.fleet._weights import Weights
 from penstock.stepping import State
+from penstock.storages import storage_id
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Training:
             if not isinstance(box[0], nn.Module):
                 raise TypeError(f"job {job.name!r}: model() must return an nn.Module, got {type(box[0]).__name__}")
             self.model = own_model(box, job.name)
-            handed = (tensor.untyped_storage()._cdata for module in box for tensor in module.state_dict().values())
+            handed = (storage_id(tensor) for module in box for tensor in module.state_dict().values())
             self.weights = Weights(self.model, job.name, frozenset(handed))
             self.cuts = Cuts(job, self.model, self.weights, self.randomness)
             parameters = self.weights.parameters

@@ -25,6 +25,7 @@ from penstock.fleet._accesses import Recorder, writes_to
 from penstock.fleet._autograd import dropping
 from penstock.fleet._batch import Structure, flatten
 from penstock.fleet._program import Atom, Program, Shard, Whole, span
+from penstock.storages import storage_id
 
 _numbers = itertools.count()
 
@@ -75,16 +76,16 @@ class Tree:
     ) -> Recorder:
         by_storage: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+            by_storage.setdefault(storage_id(tensor), []).append(name)
         parameters = {id(one) for one in model.parameters()}
-        own = {name: tensor.untyped_storage()._cdata for name, tensor in tensors.items() if id(tensor) in parameters}
+        own = {name: storage_id(tensor) for name, tensor in tensors.items() if id(tensor) in parameters}
         for without_saving in (True, False):  # code that differentiates inside of forward needs saved tensors
             recorder = Recorder(by_storage, own)
             try:
                 with unchanged(model), dropping() if without_saving else nullcontext(), recorder:
                     result = self.whole.function(model, structure.rebuild([leaf.clone() for leaf in leaves]))
                     for name, key in own.items():
-                        if tensors[name].untyped_storage()._cdata != key:
+                        if storage_id(tensors[name]) != key:
                             raise writes_to(name)
                 break
             except CaptureError:

@@ -14,6 +14,7 @@ from penstock.fleet._packed import Packed
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import BATCH
 from penstock.fleet._work import Work
+from penstock.storages import id_of, storage_id
 from penstock.tiers import ViewLayout
 
 
@@ -108,15 +109,15 @@ class Values:
             self._work.item_of(one) for one in self._work.groups[at] if one.item is not None and one.kind != "buffer"
         ]
         items += [self._values[name].item for name in self._work.program.shards[at].inputs if name in self._values]
-        return {self._work.memory.get(item)[0]._cdata: item for item in items}
+        return {id_of(self._work.memory.get(item)[0]): item for item in items}
 
     def hand_on(self, at: int, outputs: Sequence[torch.Tensor], needing: set[str]) -> dict[int, Item]:
         """Keep the outputs of shard ``at``. Backward goes through ``needing``. Return their items by storage."""
         items: dict[int, Item] = {}
-        held = {storage._cdata for item in self._work.group_items(at) for storage in self._work.memory.get(item)}
+        held = {id_of(storage) for item in self._work.group_items(at) for storage in self._work.memory.get(item)}
         for name, tensor in zip(self._work.program.shards[at].outputs, outputs, strict=True):
             tensor = tensor.detach()
-            if tensor.untyped_storage()._cdata in held:  # a view of a parameter, whose group moves on its own
+            if storage_id(tensor) in held:  # a view of a parameter, whose group moves on its own
                 tensor = tensor.clone()
             item = self._item_of(tensor, items, f"value behind shard {at}")
             self._values[name] = Value(item, ViewLayout.of(tensor), name in needing)
@@ -172,7 +173,7 @@ class Values:
 
     def _item_of(self, tensor: torch.Tensor, known: dict[int, Item], label: str) -> Item:
         """Return the item of a tensor's storage. It is made unless it is ``known``."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         if key not in known:
             item = Item(f"{self._work.training.job.name}: {label}", [tensor.untyped_storage()])
             known[key] = self._work.memory.add(item)

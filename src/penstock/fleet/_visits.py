@@ -13,6 +13,7 @@ from penstock.fleet._autograd import Place, Saved, is_large
 from penstock.fleet._memory import Item
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._work import Work
+from penstock.storages import storage_id
 
 
 class Visit:
@@ -139,7 +140,7 @@ class Visits:
         tensor = self._filled(tensor)
         visit = self.current
         assert visit is not None
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor)
         owner: Visit | None = visit
         known = self._known.get(key) if is_large(tensor.untyped_storage()) else None
         if known is not None and not known[0].expired() and known[1] == tensor._version:

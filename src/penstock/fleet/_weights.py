@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from penstock.errors import CaptureError
+from penstock.storages import storage_id
 
 
 class Weights:
@@ -41,7 +42,7 @@ class Weights:
         Raises ``CaptureError`` if one belongs to the module that the factory returned and that was copied.
         """
         for name, tensor in constants.items():
-            if tensor.untyped_storage()._cdata in self._handed:
+            if storage_id(tensor) in self._handed:
                 raise CaptureError(
                     f"job {self._job!r}: forward reads a tensor of the module that model() returned, not of the copy "
                     "that the fleet trains (a hook or a closure refers to it); model() must create a new module"
@@ -98,7 +99,7 @@ class Weights:
         for name, tensor in self.tensors.items():
             tensor.data = self._hollow_of(name, device)
         self._device = device
-        return {tensor.untyped_storage()._cdata: name for name, tensor in self.tensors.items()}
+        return {storage_id(tensor): name for name, tensor in self.tensors.items()}
 
     def unbind_there(self, names: Iterable[str]) -> None:
         """Make these tensors hollow again on the device of `hollow_on`, and keep their gradients."""

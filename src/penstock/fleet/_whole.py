@@ -28,6 +28,7 @@ from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._units import Between, MiniBatch
 from penstock.fleet._visits import Visit, Visits
 from penstock.fleet._work import Work
+from penstock.storages import id_of, storage_id
 
 
 class WholeBatch(MiniBatch):
@@ -255,7 +256,7 @@ class WholeBatch(MiniBatch):
         elif self.work.behaviour.is_pilot:
             views = {name: view.clone() for name, view in views.items()}
         self.work.training.weights.bind(views)
-        self._bound[one] = storage._cdata
+        self._bound[one] = id_of(storage)
         self.used[self._index][one.item] = None
 
     def _unbind(self) -> None:
@@ -265,7 +266,7 @@ class WholeBatch(MiniBatch):
                     self.work.memory.changed(one.item)
                 continue
             for name in one.layouts:
-                if self.work.training.weights.tensors[name].untyped_storage()._cdata != key:
+                if storage_id(self.work.training.weights.tensors[name]) != key:
                     raise writes_to(name)
         self.work.training.weights.unbind_there(name for one in self._bound for name in one.layouts)
         self._bound = {}
@@ -282,7 +283,7 @@ class WholeBatch(MiniBatch):
         """Raise ``CaptureError`` if an operator is about to write to parameters."""
         if self._visits.kind is not UnitKind.FORWARD:
             return
-        written = {tensor.untyped_storage()._cdata for tensor in tensors}
+        written = {storage_id(tensor) for tensor in tensors}
         for one, key in self._bound.items():
             if one.kind != "buffer" and key in written:
                 raise writes_to(next(iter(one.layouts)))

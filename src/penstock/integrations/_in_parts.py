@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.offload import Training
+from penstock.storages import storage_id
 
 
 @contextlib.contextmanager
@@ -42,11 +43,11 @@ def _adapted(model: Any) -> list[nn.Parameter]:
     from peft import get_peft_model_state_dict
 
     wanted = {
-        tensor.untyped_storage()._cdata
+        storage_id(tensor)
         for name in model.peft_config
         for tensor in get_peft_model_state_dict(model, adapter_name=name).values()
     }
-    return [one for one in model.parameters() if one.requires_grad or one.untyped_storage()._cdata in wanted]
+    return [one for one in model.parameters() if one.requires_grad or storage_id(one) in wanted]
 
 
 def _save_pretrained(model: Any, training: Training, save: Any, path: str | os.PathLike[str], **options: Any) -> None:

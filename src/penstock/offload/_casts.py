@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._page import Kind, Narrow, Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
+from penstock.storages import id_of
 
 CAST, ADD = torch.ops.aten._to_copy.default, torch.ops.aten.add_.Tensor
 _MOST_PARTS = 4
@@ -66,8 +67,8 @@ class Casts:
 
         This is done only where the weight was not on the device and the cast stays valid for a while.
         """
-        weight = self._pages.find(storage_id(args[0]))
-        page = self._pages.find(storage_id(result))
+        weight = self._pages.find(id_or_zero(args[0]))
+        page = self._pages.find(id_or_zero(result))
         is_lasting = weight is not None and (self.updates_on_host or not args[0].requires_grad)
         if was_here or not is_lasting or weight is None or page is None or weight.kind is not Kind.PARAMETER:
             return
@@ -83,7 +84,7 @@ class Casts:
         """Return the sum of two gradients without computing it, or ``None`` if it has to be computed."""
         if len(args) != 2 or options or not all(isinstance(one, torch.Tensor) for one in args):
             return None
-        sum_, one = self._pages.find(storage_id(args[0])), self._pages.find(storage_id(args[1]))
+        sum_, one = self._pages.find(id_or_zero(args[0])), self._pages.find(id_or_zero(args[1]))
         if sum_ is None or one is None or sum_ is one or sum_.narrow is None or one.narrow is None:
             return None
         if len(sum_.narrow.parts) + len(one.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
@@ -144,7 +145,7 @@ class Casts:
         if node is None or len(node.next_functions) != 1:
             return None
         parameter = getattr(node.next_functions[0][0], "variable", None)
-        page = self._pages.find(storage_id(tensor))
+        page = self._pages.find(id_or_zero(tensor))
         if parameter is None or page is None or not tensor.is_contiguous() or not self._may_add(parameter):
             return None
         if page.wide is not None and not page.wide.is_dead:
@@ -153,7 +154,7 @@ class Casts:
             wide = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=tensor.device)
             name = f"gradient of {self.name(parameter)}"
             self._pages.begin(wide.untyped_storage(), Kind.GRADIENT, name)
-            made = self._pages.find(storage_id(wide))
+            made = self._pages.find(id_or_zero(wide))
             if made is None:
                 return None
             page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", Kind.GRADIENT)
@@ -165,12 +166,12 @@ class Casts:
         """Whether one more gradient can become the parameter's gradient, or join those that are summed later."""
         if parameter.grad is None:
             return True
-        page = self._pages.find(storage_id(parameter.grad))
+        page = self._pages.find(id_or_zero(parameter.grad))
         return page is not None and page.narrow is not None and len(page.narrow.parts) < _MOST_PARTS
 
     def _is_plain(self, tensor: torch.Tensor, options: Mapping[str, Any]) -> bool:
         """Whether the operator does nothing but cast, and casts a whole page."""
-        page = self._pages.find(storage_id(tensor))
+        page = self._pages.find(id_or_zero(tensor))
         return (
             page is not None
             and tensor.nbytes == page.size_bytes
@@ -193,10 +194,10 @@ def _layout(tensor: torch.Tensor) -> Layout:
 
 
 def _key(tensor: torch.Tensor, dtype: torch.dtype) -> Key:
-    return storage_id(tensor), dtype, _layout(tensor)
+    return id_or_zero(tensor), dtype, _layout(tensor)
 
 
 def _uses(tensor: torch.Tensor) -> int:
     """Return how many tensors use its storage, by PyTorch's own count."""
     storage = tensor.untyped_storage()  # from here on the storage has a Python object, which counts
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(id_of(storage)))  # type: ignore[attr-defined]

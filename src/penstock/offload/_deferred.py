@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._page import Page
 from penstock.stepping import State
 
@@ -39,7 +39,7 @@ class Deferred:
         calm = torch.inference_mode(False), torch.no_grad(), torch.autocast(parameter.device.type, enabled=False)
         with calm[0], calm[1], calm[2]:
             before = parameter.grad, parameter.data
-            is_other = storage_id(parameter) != self.pages[0].identity
+            is_other = id_or_zero(parameter) != self.pages[0].identity
             if is_other:  # somebody has replaced its data since
                 parameter.grad, parameter.data = None, self._data
             parameter.grad = self.gradient

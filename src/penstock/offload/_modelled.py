@@ -18,6 +18,7 @@ from penstock.machines import Machine, counted_flops
 from penstock.offload._problem import TINY_BYTES, OffloadProblem, in_flight_bytes
 from penstock.offload._recording import CycleTimes, Recording
 from penstock.offload._scope import ModuleScope
+from penstock.storages import id_of, storage_id
 
 
 def _attention(
@@ -56,19 +57,19 @@ def modelled_cycle(
     if any(one.device.type != "meta" for one in model.parameters()):
         raise ValueError("the model must be on the meta device: with torch.device('meta'): model = Model()")
     clock, scope = _Clock(machine), ModuleScope(model, lambda: None)
-    own = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    own = {storage_id(one) for one in (*model.parameters(), *model.buffers())}
     times_s: list[float] = []
     recording = Recording(lambda: times_s.append(clock.now_s))
     seen: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         storage = tensor.untyped_storage()
-        if storage._cdata in own or storage.nbytes() < max(1, min(min_size_bytes, TINY_BYTES)):
+        if id_of(storage) in own or storage.nbytes() < max(1, min(min_size_bytes, TINY_BYTES)):
             return tensor, -1
-        if storage._cdata not in seen:
+        if id_of(storage) not in seen:
             must_keep = "kept: small" if storage.nbytes() < min_size_bytes else ""
-            seen[storage._cdata] = recording.pack(storage.nbytes(), scope.current, must_keep), storage
-        return tensor, seen[storage._cdata][0]
+            seen[id_of(storage)] = recording.pack(storage.nbytes(), scope.current, must_keep), storage
+        return tensor, seen[id_of(storage)][0]
 
     def unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
         tensor, index = packed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.offload._operators import storage_id
+from penstock.offload._operators import id_or_zero
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 
@@ -90,7 +90,7 @@ class Norms:
         return norm if call == self._asked and num_writes == page.num_writes else None
 
     def _page_of(self, gradient: torch.Tensor) -> Page | None:
-        page = self._pages.find(storage_id(gradient))
+        page = self._pages.find(id_or_zero(gradient))
         if page is None or page.kind is not Kind.GRADIENT or gradient.nbytes != page.size_bytes:
             return None
         return page

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.offload._page import Page
+from penstock.storages import storage_id
 
 _OVERWRITE = ("zero_", "fill_", "copy_", "normal_", "uniform_")
 """Operators that overwrite a tensor without reading it."""
@@ -102,9 +103,9 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     found = [one for one in _tensors(result) if one.nbytes >= SMALL_BYTES and type(one) in _PLAIN]
     if not found:
         return
-    given = {storage_id(one) for value in (*args, *kwargs.values()) for one in _tensors(value)}
+    given = {id_or_zero(one) for value in (*args, *kwargs.values()) for one in _tensors(value)}
     for tensor in found:
-        if tensor.layout is torch.strided and storage_id(tensor) not in given:
+        if tensor.layout is torch.strided and id_or_zero(tensor) not in given:
             yield tensor
 
 
@@ -119,7 +120,7 @@ def touches(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], find: Fin
     is_whole = kind.overwrites
     for place, value in (*enumerate(args), *kwargs.items()):
         for tensor in _tensors(value):
-            page = find(storage_id(tensor))
+            page = find(id_or_zero(tensor))
             if page is None:
                 continue
             pages[page] = None
@@ -175,12 +176,12 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 
 def _page(value: Any, find: Find) -> Page | None:
-    return find(storage_id(value)) if isinstance(value, torch.Tensor) else None
+    return find(id_or_zero(value)) if isinstance(value, torch.Tensor) else None
 
 
-def storage_id(tensor: torch.Tensor) -> int:
+def id_or_zero(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; 0 if it has none, as a sparse tensor."""
     try:
-        return int(torch._C._storage_id(tensor))  # type: ignore[attr-defined]
+        return storage_id(tensor)
     except (RuntimeError, NotImplementedError):
         return 0

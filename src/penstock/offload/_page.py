@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.storages import id_of, storage_of
 from penstock.tiers import Handle, HandleState
 
 
@@ -86,7 +87,7 @@ class Page:
     def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
         self._weak = StorageWeakRef(storage)
         self._name = name
-        self.identity = storage._cdata
+        self.identity = id_of(storage)
         self.key = key
         """The key of the same parameter, gradient or state in every step, even if its storage changes."""
         self.kind = kind
@@ -145,7 +146,7 @@ class Page:
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the storage; ``None`` once it is dead."""
-        return torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined, no-any-return]
+        return storage_of(self._weak)
 
     def forget_copy(self) -> None:
         """Release the copy in a lower tier, which is outdated or useless."""

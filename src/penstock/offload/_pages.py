@@ -25,6 +25,7 @@ from penstock.offload._order import Follower
 from penstock.offload._page import Keys, Kind, Page
 from penstock.offload._ranks import Ranks
 from penstock.offload._timeline import Timeline
+from penstock.storages import id_of
 from penstock.tiers import HandleState, Waterfall
 
 _TRIES = 4
@@ -92,7 +93,7 @@ class Pages:
         with self.lock:
             if self.is_left_alone(storage):
                 return
-            found = self._pages.get(storage._cdata)
+            found = self._pages.get(id_of(storage))
             if found is not None:
                 if not found.is_dead:
                     return
@@ -127,7 +128,7 @@ class Pages:
 
     def is_left_alone(self, storage: torch.UntypedStorage) -> bool:
         """Whether `let_go` was called for it, since somebody uses it past the dispatcher."""
-        weak = self._left_alone.get(storage._cdata)
+        weak = self._left_alone.get(id_of(storage))
         return weak is not None and not weak.expired()
 
     def __iter__(self) -> Iterator[Page]:

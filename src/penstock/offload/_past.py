@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from penstock.offload._operators import storage_id
+from penstock.offload._operators import id_or_zero
 from penstock.offload._page import Page
 from penstock.offload._pages import Pages
+from penstock.storages import id_of
 
 _SHARING = ("numpy", "__array__", "__dlpack__", "share_memory_")
 """Methods whose result shares the storage, for an unknown time."""
@@ -129,7 +130,7 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
     @functools.wraps(method)
     def prepared(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         watching = _watcher()
-        found = None if watching is None else watching.find(storage_id(self))
+        found = None if watching is None else watching.find(id_or_zero(self))
         if found is not None:
             pages, page = found
             if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.pinned:
@@ -245,5 +246,5 @@ class _Writer:
 
 def _nbytes(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedStorage) -> int:
     writer: _Writer | None = getattr(_saving, "writer", None)  # of this thread
-    size_bytes = None if writer is None else writer.size_bytes(storage._cdata)
+    size_bytes = None if writer is None else writer.size_bytes(id_of(storage))
     return own(storage) if size_bytes is None else size_bytes

@@ -26,6 +26,7 @@ from penstock.offload._problem import TINY_BYTES
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
 from penstock.offload._scope import ModuleScope, is_compiled
 from penstock.offload._statistics import OffloadStatistics
+from penstock.storages import id_of
 from penstock.tiers import (
     Budget,
     Charges,
@@ -286,12 +287,12 @@ class Offloader:
             return KeptTensor(tensor)
         if tensor._version and not tensor._is_view() and tensor.nbytes < storage.nbytes():
             return KeptTensor(tensor)  # unsafe_chunk, as in RNN cells: siblings have other version counters
-        entry = self._entries.get(storage._cdata)
+        entry = self._entries.get(id_of(storage))
         if entry is None or entry.version != tensor._version:
             entry = self._enter_storage(tensor, storage)
             if entry is None:
                 return KeptTensor(tensor)
-            self._entries[storage._cdata] = entry
+            self._entries[id_of(storage)] = entry
         return KeptTensor(tensor, entry) if entry.handle is None else ParkedTensor(entry, tensor)
 
     def _packed_part(self, part: Any) -> Packed | Opaque:  # any: whatever a wrapper class is made of

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from penstock.devices import has_backend
+from penstock.storages import id_of, storage_id
 from penstock.tiers import gate
 
 _CAST_SAMPLE = 64
@@ -53,7 +54,7 @@ class ModuleScope:
 
     def owns(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage`` belongs to a parameter or a buffer."""
-        return storage._cdata in self._own
+        return id_of(storage) in self._own
 
     def is_weight_cast(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is autocast's cached cast of a parameter, or its transpose, by a few values."""
@@ -84,7 +85,7 @@ class ModuleScope:
 
     def _note(self, tensor: torch.Tensor) -> None:
         for part in plain_parts(tensor):
-            self._own.add(part.untyped_storage()._cdata)
+            self._own.add(storage_id(part))
             if part.is_floating_point() and part.dim() >= 2:
                 self._weights.setdefault(tuple(part.shape), []).append(part.detach())
 
@@ -96,7 +97,7 @@ class ModuleScope:
 
     def _note_late(self, tensor: torch.Tensor) -> None:
         for part in plain_parts(tensor):
-            if part.untyped_storage()._cdata not in self._own:
+            if storage_id(part) not in self._own:
                 self._note(part)
 
     def _leave(self, name: str, _: nn.Module) -> None:

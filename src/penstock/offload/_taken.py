@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
 from penstock.stepping import State
+from penstock.storages import id_of
 
 
 class Taken:
@@ -31,7 +32,7 @@ class Taken:
     def parameters(self) -> None:
         for one in self._model.parameters():
             self._take_over_parts(one, self.name(one))
-            page = self._pages.find(storage_id(one))
+            page = self._pages.find(id_or_zero(one))
             if page is None:
                 self._take_over(one)
             elif page.kind is not Kind.PARAMETER:
@@ -48,7 +49,7 @@ class Taken:
             label = f"{field} of {name}"
             if _is_wrapper(part):
                 self._take_over_parts(part, label)
-            elif self._may_move(part) and self._pages.find(storage_id(part)) is None:
+            elif self._may_move(part) and self._pages.find(id_or_zero(part)) is None:
                 if not part.untyped_storage().resizable():  # memory of a file or of NumPy
                     part = part.clone()
                     setattr(tensor, field, part)
@@ -62,7 +63,7 @@ class Taken:
         if self._pages.is_left_alone(storage):
             return
         if not storage.resizable():  # memory of NumPy or of a file
-            sharing = [one for one in self._model.parameters() if storage_id(one) == storage._cdata]
+            sharing = [one for one in self._model.parameters() if id_or_zero(one) == id_of(storage)]
             own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
             own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
             for one in sharing:
@@ -90,7 +91,7 @@ class Taken:
                 self._adopt(value, Kind.STATE, f"{field} of {self.name(parameter)}")
 
     def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
-        page = self._pages.find(storage_id(tensor))
+        page = self._pages.find(id_or_zero(tensor))
         if page is not None:
             if page.kind is Kind.OTHER:
                 page.call(name, kind)

@@ -21,7 +21,7 @@ from penstock.offload import _checkpoint
 from penstock.offload._made import CALL, Update, device_of, places
 from penstock.offload._meter import Meter
 from penstock.offload._on_host import HostUpdates
-from penstock.offload._operators import storage_id
+from penstock.offload._operators import id_or_zero
 from penstock.offload._page import Kind
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_all_pending, do_pending
@@ -293,7 +293,7 @@ class Training:
 
     @contextlib.contextmanager
     def _pinned(self, module: nn.Module | None) -> Iterator[None]:
-        wanted = None if module is None else {storage_id(one) for one in module.parameters()}
+        wanted = None if module is None else {id_or_zero(one) for one in module.parameters()}
         do_pending(list(self._pages) if wanted is None else [one for one in self._pages if one.identity in wanted])
         with self._pages.lock:
             pages = [page for page in self._pages if wanted is None or page.identity in wanted]

@@ -10,7 +10,7 @@ import torch
 from penstock.host_stepping import settings_of
 from penstock.offload._deferred import Deferred
 from penstock.offload._on_host import HostUpdates, merge
-from penstock.offload._operators import SMALL_BYTES, storage_id
+from penstock.offload._operators import SMALL_BYTES, id_or_zero
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.offload._taken import Taken
@@ -111,12 +111,12 @@ class Updates:
 
         Or hand it to the host, if not all of these are on the device. Returns whether either was possible.
         """
-        gradient, page = parameter.grad, self._pages.find(storage_id(parameter))
-        own = None if gradient is None else self._pages.find(storage_id(gradient))
+        gradient, page = parameter.grad, self._pages.find(id_or_zero(parameter))
+        own = None if gradient is None else self._pages.find(id_or_zero(gradient))
         if gradient is None or page is None or own is None:  # nobody would notice when somebody uses it
             return False
         state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as in any step
-        of_state = (self._pages.find(storage_id(one)) for one in state.values() if isinstance(one, torch.Tensor))
+        of_state = (self._pages.find(id_or_zero(one)) for one in state.values() if isinstance(one, torch.Tensor))
         pages = [page, own, *(one for one in of_state if one is not None)]
         if any(one.pending is not None for one in pages):  # several parameters share memory
             return False
@@ -163,7 +163,7 @@ class Updates:
         update, which makes the states, is looked at.
         """
         tensors = [one for one in (parameter, parameter.grad, *state.values()) if isinstance(one, torch.Tensor)]
-        found = [(one, self._pages.find(storage_id(one))) for one in tensors]
+        found = [(one, self._pages.find(id_or_zero(one))) for one in tensors]
         pages = list(dict.fromkeys(page for _, page in found if page is not None))
         is_known = len(pages) > 2 and all(page is not None or one.nbytes < SMALL_BYTES for one, page in found)
         if not is_known or _AT_ONCE * sum(one.size_bytes for one in pages) > self._pages.budget_bytes:
@@ -177,7 +177,7 @@ class Updates:
             return False
         state = self._optimizer.state[parameter]  # in the order of parameters, as in any step
         tensors = [parameter, parameter.grad, *(one for one in state.values() if isinstance(one, torch.Tensor))]
-        return all(self._pages.find(storage_id(one)) is None for one in tensors)
+        return all(self._pages.find(id_or_zero(one)) is None for one in tensors)
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update small parameters, as many at a time as operators on lists take."""

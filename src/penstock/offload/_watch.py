@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ForkedProcessError
 from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import Norms
-from penstock.offload._operators import Touched, in_parts, is_alias, new_storages, storage_id, touches
+from penstock.offload._operators import Touched, id_or_zero, in_parts, is_alias, new_storages, touches
 from penstock.offload._page import Kind, Page
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
@@ -135,7 +135,7 @@ class Watch(TorchDispatchMode):
         """
         rest, shared = [], _Factor(factor)
         for tensor in tensors:
-            page = pages.find(storage_id(tensor))
+            page = pages.find(id_or_zero(tensor))
             if (
                 page is None
                 or page.kind is not Kind.GRADIENT
@@ -162,14 +162,14 @@ class Watch(TorchDispatchMode):
         if pages is None:
             return run(inputs)
         given = [one for one in inputs if isinstance(one, torch.Tensor)]
-        do_pending(page for page in (pages.find(storage_id(one)) for one in given) if page is not None)
+        do_pending(page for page in (pages.find(id_or_zero(one)) for one in given) if page is not None)
         with pages.lock:
-            found = [page for page in dict.fromkeys(pages.find(storage_id(one)) for one in given) if page is not None]
+            found = [page for page in dict.fromkeys(pages.find(id_or_zero(one)) for one in given) if page is not None]
             if found:
                 pages.need(found, found)  # it may write to any of them
             added = set(found) - pages.pinned
             pages.pinned |= added
-            known = {storage_id(one) for one in given}
+            known = {id_or_zero(one) for one in given}
             self._num_compiled += 1
             try:
                 result = run(inputs)
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
         if not pages.is_in_step or not self.adopts_results:
             return
         for tensor in tensors:
-            if tensor.device == self._device and storage_id(tensor) not in known:
+            if tensor.device == self._device and id_or_zero(tensor) not in known:
                 storage = tensor.untyped_storage()
                 if storage.resizable():
                     pages.begin(storage, Kind.OTHER, maker)

@@ -28,6 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from penstock.arguments import checked
 from penstock.devices import Allocator, Backend, backend_of, used_device
 from penstock.probe._ledger import ledger
+from penstock.storages import id_of, storage_of
 
 _SILENT = "6"
 """A log level of Kineto that is above all of its messages."""
@@ -130,7 +131,7 @@ def live_storages(device_type: str = "cpu") -> dict[int, StorageWeakRef]:
         for tensor in tensors:
             for storage in _storages(tensor):
                 if storage.device.type == device_type:
-                    found[storage._cdata] = StorageWeakRef(storage)
+                    found[id_of(storage)] = StorageWeakRef(storage)
     return found
 
 
@@ -311,7 +312,7 @@ def _changes(blocks: list[tuple[int, int, int]], addresses: dict[int, int]) -> t
 
 
 def _weak_address(weak: StorageWeakRef) -> int:
-    storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[attr-defined]
+    storage = storage_of(weak)
     try:
         return 0 if storage is None else int(storage.data_ptr())
     except RuntimeError:  # a functional tensor's storage has no memory
@@ -340,7 +341,7 @@ def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
 
 
 def _weak_size_bytes(weak: StorageWeakRef) -> int:
-    storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[attr-defined]
+    storage = storage_of(weak)
     return 0 if storage is None else int(storage.nbytes())
 
 

@@ -20,6 +20,7 @@ from torch import fx
 
 from penstock.remat import _ticket
 from penstock.remat._capture import accumulates_now
+from penstock.storages import storage_id
 
 _adding = threading.Lock()
 """A lock, because backwards of several threads may share a leaf."""
@@ -46,7 +47,7 @@ def leaves(num_leaves: int, *inputs: torch.Tensor | None) -> torch.Tensor:
     """
     given = [one for one in inputs if one is not None]
     others = [one for one in given[num_leaves:] if not isinstance(one, torch.nn.Parameter)]
-    storages = frozenset(one.untyped_storage()._cdata for one in others)
+    storages = frozenset(storage_id(one) for one in others)
     return _ticket.issue(_Leaves(tuple(given[:num_leaves]), storages))
 
 
@@ -59,7 +60,7 @@ def deliver(ticket: torch.Tensor, index: int, gradient: torch.Tensor) -> torch.T
     if _here.returns or not accumulates_now(leaf):
         return gradient
     held = leaf.grad
-    if held is None or held.untyped_storage()._cdata in found.others:
+    if held is None or storage_id(held) in found.others:
         return gradient
     with _adding:
         held.add_(gradient)

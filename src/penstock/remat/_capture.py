@@ -18,6 +18,7 @@ from penstock.devices import backend_of, is_accelerator
 from penstock.errors import CaptureError
 from penstock.remat._problem import Operator, RematProblem, Storage
 from penstock.remat._whole import is_opaque
+from penstock.storages import storage_id
 
 _IS_BACKWARD = "is_backward"
 _RANDOM = torch.Tag.nondeterministic_seeded
@@ -119,7 +120,7 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
             )
     for node in captured.primals:
         for tensor in tensors_of(node):
-            static[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+            static[storage_id(tensor)] = tensor.untyped_storage().nbytes()
     captured.static_inputs_bytes = sum(static.values())
     captured.changed = _changed(captured)
     captured.num_forward = len(forward)
@@ -127,14 +128,14 @@ def read(graph: fx.Graph, num_forward_outputs: int) -> Captured:
     for call in captured.calls:
         for value in _values_of(call):
             for tensor in tensors_of(value):
-                key = storage_key(tensor)
+                key = storage_id(tensor)
                 if key not in static and key not in owners:
                     owners[key] = len(captured.values)
                     captured.values.append(value)
     for node in graph.nodes:
         for tensor in tensors_of(node):
-            if storage_key(tensor) in owners:
-                captured.storage_of[node] = owners[storage_key(tensor)]
+            if storage_id(tensor) in owners:
+                captured.storage_of[node] = owners[storage_id(tensor)]
     return captured
 
 
@@ -332,11 +333,6 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided]
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return the identity of a fake tensor's storage."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def taken_from(call: fx.Node) -> set[int] | None:
     """Return which of a call's results the graph uses; ``None`` for a call with a single result.
 
@@ -481,8 +477,8 @@ def _read_by(captured: Captured, call: fx.Node) -> list[int]:
 def _all_alias(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
     if not tensors or node.op != "call_function" or node.target is operator.getitem or _changes_an_input(node):
         return False
-    known = {storage_key(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
-    return all(storage_key(tensor) in known for tensor in tensors)
+    known = {storage_id(tensor) for one in node.all_input_nodes for tensor in tensors_of(one)}
+    return all(storage_id(tensor) in known for tensor in tensors)
 
 
 def _changes_an_input(node: fx.Node) -> bool:

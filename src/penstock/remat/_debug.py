@@ -14,6 +14,7 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import RematProblem, Storage
 from penstock.remat._ticket import held_bytes
 from penstock.remat._verify import live_bytes
+from penstock.storages import id_of
 
 
 def checked(module: fx.GraphModule, slots: dict[str, int], problem: RematProblem, plan: RematPlan) -> Runner:
@@ -94,4 +95,4 @@ class _Checker(fx.Interpreter):
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors in ``value``, by identity."""
     storages = [one.untyped_storage() for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
-    return {one._cdata: one for one in storages}
+    return {id_of(one): one for one in storages}

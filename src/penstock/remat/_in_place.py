@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from penstock.remat._capture import accumulate, is_backward, is_collective, storage_key, tensors_of
+from penstock.remat._capture import accumulate, is_backward, is_collective, tensors_of
+from penstock.storages import storage_id
 
 _aten = torch.ops.aten
 _MAKERS = {
@@ -29,7 +30,7 @@ def add_in_place(graph: fx.Graph) -> None:
     position = {node: at for at, node in enumerate(graph.nodes)}
     on_storage: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        for key in {storage_key(tensor) for tensor in tensors_of(node)}:
+        for key in {storage_id(tensor) for tensor in tensors_of(node)}:
             on_storage.setdefault(key, []).append(node)
     for node in graph.nodes:
         if node.target is not _aten.add.Tensor or not is_backward(node) or len(node.args) != 2 or node.kwargs:
@@ -37,7 +38,7 @@ def add_in_place(graph: fx.Graph) -> None:
         for term, other in (node.args, node.args[::-1]):
             if not _fit(node, term, other):
                 continue
-            term_key, sum_key = storage_key(term.meta["val"]), storage_key(node.meta["val"])
+            term_key, sum_key = storage_id(term.meta["val"]), storage_id(node.meta["val"])
             if _dies_with(node, on_storage[term_key], position) and _have_dtype_of_sum(on_storage[sum_key], node):
                 node.target, node.args = _aten.add_.Tensor, (term, other)
                 holders = on_storage.pop(sum_key)
@@ -59,7 +60,7 @@ def _fit(node: fx.Node, term: object, other: object) -> bool:
         and _layout(total) == _layout(first)
         and (total.shape, total.dtype, total.device) == (second.shape, second.dtype, second.device)
         and first.untyped_storage().nbytes() == total.untyped_storage().nbytes() == total.nbytes
-        and storage_key(first) != storage_key(second)
+        and storage_id(first) != storage_id(second)
     )
 
 

@@ -28,6 +28,7 @@ from penstock.remat._plan import RematPlan
 from penstock.remat._problem import Decision, RematProblem
 from penstock.remat._warn import warn
 from penstock.remat._whole import keep_whole
+from penstock.storages import id_of
 from penstock.tiers import check_version, gate, generators_held, version_of
 
 if TYPE_CHECKING:
@@ -459,7 +460,7 @@ def storage_of(value: Any) -> tuple[int, int]:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return 0, 0
     storage = value.untyped_storage()
-    return int(storage._cdata), storage.nbytes()
+    return id_of(storage), storage.nbytes()
 
 
 def weak_storage(value: Any) -> StorageWeakRef | None:

@@ -26,6 +26,7 @@ from penstock.probe import can_record, peak_bytes, record_memory
 from penstock.remat import _whole
 from penstock.remat._as_eager import function_of
 from penstock.remat._capture import Captured, device_of, taken_from, tensors_of
+from penstock.storages import storage_id
 from penstock.tiers import generators_held
 
 _MAX_RUNS = 5
@@ -189,7 +190,7 @@ def _made_bytes(call: fx.Node) -> int:
     tensors = tensors_of(call)
     if taken is not None and value is not None:
         tensors = [one for at, one in enumerate(value) if at in taken and isinstance(one, torch.Tensor)]
-    made = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    made = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(made.values())
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from penstock.storages import id_of, storage_id
 from penstock.tiers import Budget, check_version, version_of
 
 _TINY_BYTES = 1024
@@ -52,7 +53,7 @@ class EagerRest:
 
         Parameters and ``standing`` do not count, because they exist anyway.
         """
-        self._standing = frozenset(int(one.untyped_storage()._cdata) for one in standing if _is_counted(one))
+        self._standing = frozenset(storage_id(one) for one in standing if _is_counted(one))
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
             yield
 
@@ -68,7 +69,7 @@ class EagerRest:
         is_parameter = base.is_leaf and base.requires_grad
         if _is_counted(tensor) and not is_parameter:
             storage = tensor.untyped_storage()
-            key, size_bytes = int(storage._cdata), storage.nbytes()
+            key, size_bytes = id_of(storage), storage.nbytes()
             if size_bytes >= _TINY_BYTES and key not in self._standing:
                 entry = self._entries.get(key)
                 if entry is None:

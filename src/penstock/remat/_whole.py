@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import kinds, random_forked
 from penstock.remat import _layers, _packed, _ticket
+from penstock.storages import storage_id
 
 _library = torch.library.Library("penstock", "DEF")
 _library.define("whole(int recipe, Tensor[] inputs) -> Tensor[]")
@@ -263,7 +264,7 @@ class _Saved:
         self.now: dict[tuple[str, int], torch.Tensor] = {}
         """Inputs and outputs, while backward runs."""
         self.held_bytes = 0
-        self._places = {_key(one): ("input", at, int(one.storage_offset())) for at, one in enumerate(inputs)}
+        self._places = {storage_id(one): ("input", at, int(one.storage_offset())) for at, one in enumerate(inputs)}
         self._tokens: list[_Token] = []
 
     def pack(self, tensor: torch.Tensor) -> "_Token":
@@ -278,14 +279,15 @@ class _Saved:
 
     def seal(self, outputs: Sequence[torch.Tensor]) -> None:
         """Release inputs and outputs."""
-        places = {_key(one): ("output", at, int(one.storage_offset())) for at, one in enumerate(outputs)} | self._places
+        places = {storage_id(one): ("output", at, int(one.storage_offset())) for at, one in enumerate(outputs)}
+        places |= self._places
         own: dict[int, int] = {}
         for token in self._tokens:
             assert token.tensor is not None
-            if _key(token.tensor) in places:
-                token.leave(*places[_key(token.tensor)])
+            if storage_id(token.tensor) in places:
+                token.leave(*places[storage_id(token.tensor)])
             else:
-                own[_key(token.tensor)] = token.tensor.untyped_storage().nbytes()
+                own[storage_id(token.tensor)] = token.tensor.untyped_storage().nbytes()
         self.held_bytes = sum(own.values())
 
     def read(self, kind: str) -> tuple[int, ...]:
@@ -470,10 +472,6 @@ def _empty(layout: _Layout) -> torch.Tensor:
 def _example(like: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
     return made.uniform_(-0.1, 0.1) if made.is_floating_point() else made.fill_(1)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _hidden_at(kind: _Kind, arguments: Sequence[Any]) -> int | None:

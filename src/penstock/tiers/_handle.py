@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.arguments import must_be
+from penstock.storages import storage_of
 from penstock.tiers._room import Room
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class Handle:
 
     def _alive(self) -> torch.UntypedStorage | None:
         """Return the storage as it was parked or last fetched, if somebody still holds it and has not emptied it."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)  # type: ignore[attr-defined]
+        storage = storage_of(self._weak)
         return storage if storage is not None and storage.nbytes() == self.size_bytes else None
 
 
