@@ -35,8 +35,8 @@ def make_offloader(model):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for opened in made:
+        opened.close()
 
 
 def lessons(offloader):
@@ -140,7 +140,7 @@ def test_a_peak_of_an_earlier_step_is_not_this_ones(make_offloader, step, prompt
         with offloader:
             step()
         assert (offloader.statistics().peak_bytes or 0) < 48 * MIB
-    (lesson,) = {id(one): one for one in lessons(offloader) if one.plan is not None}.values() or [None]
+    (lesson,) = {id(lesson): lesson for lesson in lessons(offloader) if lesson.plan is not None}.values() or [None]
     assert lesson is None or lesson.margin_bytes == 0
 
 
@@ -154,7 +154,11 @@ def test_copies_are_on_the_devices_clock(prompt_device):
     torch.accelerator.synchronize()
     waterfall.drain()
     for lane, kind in (("device->host", "park"), ("host->device", "fetch")):
-        spans = [(one.start_s, one.end_s) for one in waterfall.events.since() if (one.lane, one.kind) == (lane, kind)]
+        spans = [
+            (event.start_s, event.end_s)
+            for event in waterfall.events.since()
+            if (event.lane, event.kind) == (lane, kind)
+        ]
         assert len(spans) == 6
         assert all(end_s >= start_s for start_s, end_s in spans)
         assert all(later[0] >= sooner[1] - 1e-4 for sooner, later in itertools.pairwise(spans))  # one by one

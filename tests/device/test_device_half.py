@@ -34,8 +34,8 @@ def make_training(tmp_path):
         return own
 
     yield make
-    for one in made:
-        one.close(discard=True)
+    for opened in made:
+        opened.close(discard=True)
 
 
 def loss_of(model, batch, dtype=torch.bfloat16):
@@ -61,7 +61,7 @@ def gradients_of(model, batch, micro_batches=1, clip_norm=None):
         loss_of(plain, batch).backward()
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
-    return [one.grad.cpu() for one in plain.parameters()]
+    return [parameter.grad.cpu() for parameter in plain.parameters()]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -84,7 +84,9 @@ def test_losses_are_plains_and_peaks_within_the_budget(device, make_training, op
 
     for _ in range(NUM_STEPS):
         peaks.append(probe.peak_bytes(step_inside, device=device).peak_bytes)
-    torch.testing.assert_close(torch.tensor([one.item() for one in losses]), torch.tensor(expected), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        torch.tensor([loss.item() for loss in losses]), torch.tensor(expected), rtol=1e-3, atol=0
+    )
     assert max(peaks) <= own.budget_bytes * 1.01
     assert own.statistics().num_host_updates > 0
 
@@ -100,7 +102,7 @@ def test_bytes_per_parameter_and_step(prompt_device, make_training, options, mos
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0)).to(prompt_device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    size_bytes = 16 * sum(one.numel() for one in model.parameters())
+    size_bytes = 16 * sum(parameter.numel() for parameter in model.parameters())
     own = make_training(model, optimizer, size_bytes // 12 - size_bytes // 4, host="256MiB")
     for _ in range(NUM_STEPS):
         with own:
@@ -126,9 +128,9 @@ def test_a_gradient_that_is_read_is_plains_to_the_bit(device, make_training, mic
     with own:
         for _ in range(micro_batches):
             loss_of(model, batch).backward()
-        found = [one.grad.cpu() for one in model.parameters()]
+        found = [parameter.grad.cpu() for parameter in model.parameters()]
         own.optimizer.step()
-        again = [one.grad.cpu() for one in model.parameters()]
+        again = [parameter.grad.cpu() for parameter in model.parameters()]
         own.optimizer.zero_grad()
     assert all(map(torch.equal, found, expected))
     assert all(map(torch.equal, again, expected))
@@ -146,7 +148,7 @@ def test_a_gradient_that_was_clipped_is_read_as_it_was_scaled(prompt_device, mak
         loss_of(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         own.optimizer.step()
-        found = [one.grad.cpu() for one in model.parameters()]
+        found = [parameter.grad.cpu() for parameter in model.parameters()]
         own.optimizer.zero_grad()
     torch.testing.assert_close(found, expected)
 
@@ -167,10 +169,12 @@ def is_right(model, own, batch):
 
 CHANGES = {
     "nothing": lambda model, own: None,
-    "the cast is written to": lambda model, own: [one.to(torch.bfloat16).zero_() for one in model.parameters()],
-    "the weight is": lambda model, own: [one.data.mul_(0.5) for one in model.parameters()],
+    "the cast is written to": lambda model, own: [
+        parameter.to(torch.bfloat16).zero_() for parameter in model.parameters()
+    ],
+    "the weight is": lambda model, own: [parameter.data.mul_(0.5) for parameter in model.parameters()],
     "a checkpoint is loaded": lambda model, own: model.load_state_dict(
-        {name: 0.9 * one.cpu() for name, one in model.state_dict().items()}
+        {name: 0.9 * value.cpu() for name, value in model.state_dict().items()}
     ),
     "a weight is replaced": lambda model, own: setattr(
         model.blocks[0].expand.weight, "data", 0.5 * model.blocks[0].expand.weight.data
@@ -274,8 +278,8 @@ def test_a_frozen_weight_comes_as_its_cast(prompt_device, make_training):
     """Whoever updates the others."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)], nn.Linear(512, 1)).to(prompt_device)
-    for one in model[:-1].parameters():
-        one.requires_grad_(False)
+    for parameter in model[:-1].parameters():
+        parameter.requires_grad_(False)
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).to(prompt_device)
 
     def train(model, optimizer, enter):
@@ -307,7 +311,7 @@ def test_closing_gives_all_back_and_nothing_more(prompt_device, make_training):
     assert own.fits == (own.statistics().state_bytes + start_bytes <= own.budget_bytes)
     own.close()
     gc.collect()
-    own_bytes = sum(one.nbytes for one in model.parameters())
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert probe.held_bytes(prompt_device) - start_bytes <= 2.1 * own_bytes  # the optimizer's states
     step(model, own.optimizer, batch)
 
@@ -321,7 +325,7 @@ class Products(nn.Module):
 
 
 def transposed_before(model, x):
-    views = [one.t() for one in model.weights]  # made while all are there; the weights leave before they are cast
+    views = [weight.t() for weight in model.weights]  # made while all are there; the weights leave before they are cast
     for view in views:
         x = torch.tanh(x @ view)
     return x.float().square().mean()
@@ -329,8 +333,8 @@ def transposed_before(model, x):
 
 def summed_before(model, x):
     """Both weights of a pair have the same gradient in half precision, which is one tensor."""
-    for one, other in zip(model.weights[::2], model.weights[1::2], strict=True):
-        x = torch.tanh(x @ (one.to(torch.bfloat16) + other.to(torch.bfloat16)))
+    for weight, other in zip(model.weights[::2], model.weights[1::2], strict=True):
+        x = torch.tanh(x @ (weight.to(torch.bfloat16) + other.to(torch.bfloat16)))
     return x.float().square().mean()
 
 
@@ -352,7 +356,7 @@ class IntoBuffer(torch.autograd.Function):
 
 def into_buffers(model, x):
     if not hasattr(model, "buffers_of"):
-        model.buffers_of = [torch.empty_like(one, dtype=torch.bfloat16).detach() for one in model.weights]
+        model.buffers_of = [torch.empty_like(weight, dtype=torch.bfloat16).detach() for weight in model.weights]
     for weight, buffer in zip(model.weights, model.buffers_of, strict=True):
         x = torch.tanh(IntoBuffer.apply(x.to(torch.bfloat16), weight.to(torch.bfloat16), buffer))
     return x.float().square().mean()
@@ -400,14 +404,14 @@ def test_what_is_made_of_others_is_what_it_was_then(prompt_device, make_training
                     with torch.autocast(prompt_device, torch.bfloat16):
                         loss = loss_of_loop(model, x * (number + 1))
                     loss.backward()
-                    for one in getattr(model, "seen", []):
-                        one.zero_()
+                    for tensor in getattr(model, "seen", []):
+                        tensor.zero_()
                     if options.get("clips"):
                         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 losses.append(loss.item())
                 optimizer.step()
                 if options.get("reads"):
-                    losses += [one.grad.norm().item() for one in model.parameters()]
+                    losses += [parameter.grad.norm().item() for parameter in model.parameters()]
                 if options.get("zeroes", True):
                     optimizer.zero_grad()
         return losses
@@ -415,7 +419,7 @@ def test_what_is_made_of_others_is_what_it_was_then(prompt_device, make_training
     torch.manual_seed(0)
     model = Products(options.get("count", 4)).to(prompt_device)
     plain = copy.deepcopy(model)
-    own_bytes = sum(one.nbytes for one in model.parameters())
+    own_bytes = sum(parameter.nbytes for parameter in model.parameters())
     expected = train(plain, make_optimizer(plain.parameters()), torch.enable_grad)
     del plain
     gc.collect()

@@ -37,8 +37,8 @@ def make_training(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close(discard=True)
+    for opened in made:
+        opened.close(discard=True)
 
 
 def make_model(device):
@@ -53,7 +53,7 @@ def trained_plainly(device, make_optimizer, step):
     model, batch = make_model(device), make_batch(device)
     optimizer = make_optimizer(model.parameters())
     losses = [step(model, optimizer, batch).item() for _ in range(NUM_STEPS)]
-    return losses, [one.detach().cpu() for one in model.parameters()]
+    return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -76,12 +76,12 @@ def test_results_are_those_of_the_device(device, make_training, name, in_backwar
         peaks.append(probe.peak_bytes(step_inside, device=device).peak_bytes)
     statistics = own.statistics()
     own.close()
-    torch.testing.assert_close(torch.tensor([one.item() for one in losses]), torch.tensor(expected))
-    for one, two in zip(model.parameters(), parameters, strict=True):
-        torch.testing.assert_close(one.detach().cpu(), two, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(torch.tensor([loss.item() for loss in losses]), torch.tensor(expected))
+    for parameter, two in zip(model.parameters(), parameters, strict=True):
+        torch.testing.assert_close(parameter.detach().cpu(), two, rtol=1e-4, atol=1e-6)
     assert max(peaks) <= budget * 1.01
     assert statistics.num_host_updates > 0
-    assert "penstock host updates" not in [one.name for one in threading.enumerate()]
+    assert "penstock host updates" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_the_host_reads_and_writes_memory_once_an_update(prompt_device, make_training, monkeypatch):
@@ -111,7 +111,7 @@ def test_states_stay_where_they_are_and_twelve_bytes_move(device, make_training)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.randint(256, (1, 33), generator=torch.Generator().manual_seed(0)).to(device)
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    size_bytes = 16 * sum(one.numel() for one in model.parameters())
+    size_bytes = 16 * sum(parameter.numel() for parameter in model.parameters())
     budget = probe.held_bytes(device) - size_bytes // 4 + size_bytes // 12
     own = make_training(model, optimizer, budget, host="256MiB")
     for _ in range(5):
@@ -192,10 +192,10 @@ class Choosy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.requires_grad and one.grad is not None:
-                    self.state[one].setdefault("seen", torch.zeros_like(one)).add_(1)
-                    one.add_(one.grad, alpha=-getattr(one, "rate", 0.1))
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is not None:
+                    self.state[parameter].setdefault("seen", torch.zeros_like(parameter)).add_(1)
+                    parameter.add_(parameter.grad, alpha=-getattr(parameter, "rate", 0.1))
 
 
 class Listed(torch.optim.SGD):
@@ -204,11 +204,11 @@ class Listed(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    sums = self.state[one].setdefault("sums", [torch.zeros_like(one)])
-                    sums[0].add_(one.grad)
-                    one.add_(sums[0], alpha=-0.1)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    sums = self.state[parameter].setdefault("sums", [torch.zeros_like(parameter)])
+                    sums[0].add_(parameter.grad)
+                    parameter.add_(sums[0], alpha=-0.1)
 
 
 @pytest.mark.parametrize("made_of", [Choosy, Listed, torch.optim.SGD])
@@ -216,8 +216,8 @@ class Listed(torch.optim.SGD):
 def test_optimizers_of_other_kinds(device, make_training, made_of, update):
     def prepared():
         model = make_model(device)
-        for number, one in enumerate(model.parameters()):
-            one.rate = 0.01 * (number % 3)
+        for number, parameter in enumerate(model.parameters()):
+            parameter.rate = 0.01 * (number % 3)
         return model, made_of(model.parameters(), lr=0.1)
 
     batch = make_batch(device)

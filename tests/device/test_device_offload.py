@@ -58,9 +58,9 @@ def make_offloader(tmp_path):
 
 
 def assert_equal(plain, ours):
-    for one, two in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one.grad, two.grad)
+    for parameter, two in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(parameter, two)
+        assert torch.equal(parameter.grad, two.grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,8 +134,8 @@ def test_many_micro_batches_in_flight_on_a_stream_of_the_users(device, make_offl
                             losses[index].backward()
         default.wait_stream(stream)
     torch.accelerator.synchronize()
-    for one, two in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one.grad, two.grad)
+    for parameter, two in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(parameter.grad, two.grad)
 
 
 def test_autocast_and_a_gradient_scaler(device, make_offloader):

@@ -35,7 +35,7 @@ def test_relational_layers_run_on_pytorchs_operators(device, layer):
         ours = x.detach().to(place, copy=True).requires_grad_()
         out = conv(ours, edges.to(place), types.to(place))
         out.square().sum().backward()
-        gradients = [one.grad for one in conv.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in conv.parameters() if parameter.grad is not None]
         outcomes.append([value.cpu().clone() for value in (out.detach(), ours.grad, *gradients)])
-    for one, two in zip(*outcomes, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    for outcome, two in zip(*outcomes, strict=True):
+        torch.testing.assert_close(outcome, two, rtol=1e-4, atol=1e-4)

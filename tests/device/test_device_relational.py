@@ -41,7 +41,11 @@ def gradients(layer, graph, x):
     wanted = [x, *layer.parameters()]
     return [
         found.detach(),
-        *(one for one in torch.autograd.grad((found * weight).sum(), wanted, allow_unused=True) if one is not None),
+        *(
+            gradient
+            for gradient in torch.autograd.grad((found * weight).sum(), wanted, allow_unused=True)
+            if gradient is not None
+        ),
     ]
 
 
@@ -54,10 +58,10 @@ def test_results_and_gradients_are_those_of_the_cpu(name, hub, dtype, tolerance)
     expected = gradients(layer.double(), graph, x.double().requires_grad_())  # of the same numbers
     on_device = layer.to("cuda", dtype)
     found = [gradients(on_device, graph.to("cuda"), x.to("cuda", dtype).requires_grad_()) for _ in range(2)]
-    for one, again, other in zip(*found, expected, strict=True):
-        assert one.dtype is dtype
-        assert torch.equal(one, again)
-        assert ((one.cpu().double() - other).norm() / other.norm().clamp(min=1e-6)).item() < tolerance
+    for first, again, other in zip(*found, expected, strict=True):
+        assert first.dtype is dtype
+        assert torch.equal(first, again)
+        assert ((first.cpu().double() - other).norm() / other.norm().clamp(min=1e-6)).item() < tolerance
 
 
 def test_no_edges_and_a_captured_graph():

@@ -58,8 +58,8 @@ def train(step, model, batch, num_steps=3):
 
 
 def assert_equal(found, expected, *, is_close=False):
-    for one, two in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
-        assert torch.equal(one, two) or (is_close and torch.allclose(one, two, rtol=1e-4, atol=1e-6))
+    for ours, theirs in zip(found[0] + found[1], expected[0] + expected[1], strict=True):
+        assert torch.equal(ours, theirs) or (is_close and torch.allclose(ours, theirs, rtol=1e-4, atol=1e-6))
 
 
 def budgets(problem, method):
@@ -143,5 +143,5 @@ def test_through_inductor(prompt_device):
     step = remat.optimize(model, batch, 0.7, compiler="inductor")
     found = train(step, model, batch)
     assert step._session.emitter.trials[0].is_accepted is not None
-    for one, two in zip(found[1], expected[1], strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)

@@ -17,7 +17,7 @@ from test_device_loader import loader_of, used
 import penstock
 from penstock import fleet, offload, probe
 from penstock.devices._accelerator import Accelerator, AcceleratorStreams
-from penstock.offload._learn import _DeviceClock
+from penstock.offload._clocks import DeviceClock
 from penstock.testing import GPT, simulated
 from penstock.tiers import Budget, HandleState, ViewLayout, waterfall_for
 from penstock.unified._order import Order
@@ -208,7 +208,7 @@ def drain(tmp_path):
 
 def read_the_devices_clock(tmp_path):
     """While the device is still at work."""
-    clock, memory = _DeviceClock(AcceleratorStreams(torch.device("sim", 0)), None), torch.empty(SIZE, pin_memory=True)
+    clock, memory = DeviceClock(AcceleratorStreams(torch.device("sim", 0)), None), torch.empty(SIZE, pin_memory=True)
     value = torch.ones(SIZE, device="sim")
     for _ in range(3):
         clock.mark()
@@ -247,7 +247,7 @@ def train_with_a_budget(tmp_path):
     with offloader:
         for _ in range(4):
             model(tokens, tokens).backward()
-    assert all(one >= 0 for one in (offloader.statistics().stall_s, offloader.statistics().step_s))
+    assert all(statistic >= 0 for statistic in (offloader.statistics().stall_s, offloader.statistics().step_s))
     offloader.close()
 
 
@@ -313,9 +313,9 @@ def train_a_fleet(tmp_path):
         for name in "abc"
     ]
     results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host_budget="32MiB", progress=None)
-    assert all(one.error is None for one in results.values())
+    assert all(result.error is None for result in results.values())
     assert results["a"].losses == results["b"].losses == results["c"].losses
-    assert all(one.compute_s > 0 for one in results.devices)
+    assert all(device.compute_s > 0 for device in results.devices)
 
 
 SCENARIOS = (
@@ -366,9 +366,9 @@ def test_nothing_is_wrong_with_all_of_them(scenario, number, whole):
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place)))
 def test_each_is_missed(place, without, whole, tmp_path):
     runs = [(scenario, number) for number in range(len(CONDITIONS)) for scenario in SCENARIOS]
-    passing = [one for one in runs if place in whole(*one)[1]]
+    passing = [run for run in runs if place in whole(*run)[1]]
     if place not in UNNOTICED:  # where threads race, one may pass a place that it did not pass before
-        passing += [one for one in runs if one not in passing]
+        passing += [run for run in runs if run not in passing]
     num_taken, is_noticed = without(place), False
     for scenario, number in passing:
         num_taken.clear()

@@ -50,8 +50,8 @@ def make_training(tmp_path):
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for opened in made:
+        opened.close()
 
 
 def trained_plainly(device, step=simple_step):
@@ -61,7 +61,11 @@ def trained_plainly(device, step=simple_step):
     optimizer, losses = make_optimizer(model), []
     for _ in range(NUM_STEPS):
         report = probe.peak_bytes(lambda: losses.append(step(model, optimizer, batch)), device=device)
-    return [one.item() for one in losses], [one.detach().cpu() for one in model.parameters()], report.peak_bytes
+    return (
+        [loss.item() for loss in losses],
+        [parameter.detach().cpu() for parameter in model.parameters()],
+        report.peak_bytes,
+    )
 
 
 @pytest.mark.parametrize("where", TIERS)
@@ -82,8 +86,8 @@ def test_equal_to_the_bit_and_within_the_budget(device, make_training, where):
         peaks.append(probe.peak_bytes(step, device=device).peak_bytes)
     statistics = training.statistics()
     training.close()
-    assert [one.item() for one in losses] == expected
-    assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+    assert [loss.item() for loss in losses] == expected
+    assert all(torch.equal(parameter.cpu(), two) for parameter, two in zip(model.parameters(), parameters, strict=True))
     assert statistics.step_fetched_bytes > 0
     assert max(peaks) <= budget * 1.01
 
@@ -109,8 +113,8 @@ def test_checkpointed_blocks_and_accumulation_in_autograds_own_thread(device, ma
             losses.append(step(model, optimizer, batch))
     assert training.statistics().step_fetched_bytes > 0
     training.close()
-    assert [one.item() for one in losses] == expected
-    assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+    assert [loss.item() for loss in losses] == expected
+    assert all(torch.equal(parameter.cpu(), two) for parameter, two in zip(model.parameters(), parameters, strict=True))
 
 
 def test_clipping_fetches_no_gradient_again(prompt_device, make_training):
@@ -129,7 +133,7 @@ def test_clipping_fetches_no_gradient_again(prompt_device, make_training):
         fetched.append(training.statistics().step_fetched["gradients"])
         training.close()
     plainly, clipped = fetched
-    assert clipped <= plainly + sum(one.nbytes for one in model.parameters()) / 4
+    assert clipped <= plainly + sum(parameter.nbytes for parameter in model.parameters()) / 4
 
 
 def test_a_host_that_is_far_ahead_and_a_stream_of_the_users(device, make_training):
@@ -145,8 +149,8 @@ def test_a_host_that_is_far_ahead_and_a_stream_of_the_users(device, make_trainin
                 losses.append(simple_step(model, optimizer, batch))
     torch.accelerator.current_stream().wait_stream(stream)
     training.close()
-    assert [one.item() for one in losses] == expected
-    assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+    assert [loss.item() for loss in losses] == expected
+    assert all(torch.equal(parameter.cpu(), two) for parameter, two in zip(model.parameters(), parameters, strict=True))
 
 
 def test_a_model_on_the_host_comes_to_the_device_a_parameter_at_a_time(prompt_device, make_training):
@@ -166,8 +170,8 @@ def test_a_model_on_the_host_comes_to_the_device_a_parameter_at_a_time(prompt_de
         with made[0]:
             losses.append(simple_step(model, optimizer, batch))
     made[0].close()
-    assert [one.item() for one in losses] == expected
-    assert all(torch.equal(one.cpu(), two) for one, two in zip(model.parameters(), parameters, strict=True))
+    assert [loss.item() for loss in losses] == expected
+    assert all(torch.equal(parameter.cpu(), two) for parameter, two in zip(model.parameters(), parameters, strict=True))
     assert peak_bytes <= budget
 
 
@@ -194,7 +198,7 @@ def test_a_checkpoint_goes_on_to_the_bit(device, make_training, tmp_path, where)
     with training.whole():
         states = optimizer.state_dict()["state"]
         assert all(
-            torch.equal(one.cpu(), stored[at][key]) for at, state in states.items() for key, one in state.items()
+            torch.equal(value.cpu(), stored[at][key]) for at, state in states.items() for key, value in state.items()
         )
     for expected in losses[2:]:
         with training:

@@ -101,7 +101,9 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def note(run: Run, model: nn.Module, loss: torch.Tensor):
     """Writes a finished step down."""
     run.losses.append(plain(loss))
-    run.gradients.append({name: plain(one.grad) for name, one in model.named_parameters() if one.grad is not None})
+    run.gradients.append(
+        {name: plain(parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None}
+    )
 
 
 def train(
@@ -163,12 +165,12 @@ def assert_trains_equal(
         make = lambda model: offload.activations(model, disk=disk, **OPTIONS | options)  # noqa: E731
         actual = train(build, step, make, check=check, **beside)
     assert_same(expected, actual)
-    assert not any(one.declined or one.failed_bytes for one in actual.statistics)
+    assert not any(statistic.declined or statistic.failed_bytes for statistic in actual.statistics)
     if follows_plan:
-        assert all(one.parked_bytes + one.forwarded_bytes > 0 for one in actual.statistics)
+        assert all(statistic.parked_bytes + statistic.forwarded_bytes > 0 for statistic in actual.statistics)
         assert actual.num_changes == 0
         assert actual.statistics[0].predicted_peak_bytes is None
-        assert all(one.predicted_peak_bytes is not None for one in actual.statistics[1:])
+        assert all(statistic.predicted_peak_bytes is not None for statistic in actual.statistics[1:])
     return actual
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from penstock import offload, probe
 from penstock.directio import SpillFile
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
-from penstock.offload._learn import Learner
+from penstock.offload._clocks import CycleMeter
 from penstock.tiers import Waterfall
 
 MIB = 2**20
@@ -154,7 +154,7 @@ def test_another_thread_may_call_the_model_meanwhile(tmp_path):
 
 def test_no_recording_begins_within_an_operator(tmp_path, monkeypatch):
     """PyTorch's profiler writes an operator's end into the memory of the recording that ended within it: a crash."""
-    begun, record, pack = [], Learner._record, offload.Offloader._pack
+    begun, begin, pack = [], CycleMeter.begin, offload.Offloader._pack
     packing = []
 
     def packed(offloader, tensor):
@@ -164,7 +164,11 @@ def test_no_recording_begins_within_an_operator(tmp_path, monkeypatch):
         finally:
             packing.pop()
 
-    monkeypatch.setattr(Learner, "_record", lambda learner: (begun.append(bool(packing)), record(learner))[1])
+    def begun_in(meter, allocator):
+        begun.append(bool(packing))
+        begin(meter, allocator)
+
+    monkeypatch.setattr(CycleMeter, "begin", begun_in)
     monkeypatch.setattr(offload.Offloader, "_pack", packed)
     model = make_model()
     batch = prepare(model)

@@ -113,7 +113,7 @@ def wrapped_inside_data_parallel(rank, disk):
 
 def fully_sharded(rank, disk):
     """The gathered parameters are FSDP's to free and to gather again; only activations are parked."""
-    weights = [one.shape for one in Mlp().parameters()]
+    weights = [parameter.shape for parameter in Mlp().parameters()]
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         for reshard in (True, False):
             for call in (None, lambda block, x: checkpoint(block, x, use_reentrant=False)):
@@ -134,7 +134,7 @@ def fully_sharded(rank, disk):
 
 def fully_sharded_after_the_offloader_was_made(rank, disk):
     """Sharding replaces the parameters; the next step looks at the new ones."""
-    weights, seen, runs = [one.shape for one in Mlp().parameters()], [], []
+    weights, seen, runs = [parameter.shape for parameter in Mlp().parameters()], [], []
     for is_offloaded in (False, True):
         torch.manual_seed(1)
         model = Mlp()
@@ -150,7 +150,7 @@ def fully_sharded_after_the_offloader_was_made(rank, disk):
                 model.zero_grad()
                 with offloader or contextlib.nullcontext():
                     runs[-1].append(step_on_own_batch(rank)(model, index, pause))
-                runs[-1] += [plain(one.grad) for one in model.parameters()]
+                runs[-1] += [plain(parameter.grad) for parameter in model.parameters()]
     assert all(torch.equal(left, right) for left, right in zip(*runs, strict=True))
     assert no_weights(seen, weights)
     del model

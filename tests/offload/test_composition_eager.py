@@ -144,7 +144,7 @@ def test_checkpointed_blocks(tmp_path, kind, inputs_only):
         if kind == "selective":  # its cache holds a block's last product, which is the next one's input
             num_parked = 1
             assert run.statistics[-1].kept_bytes["kept: held elsewhere, parking frees nothing"] == 2 * input_bytes
-        planned = [one.saved_bytes - sum(one.kept_bytes.values()) for one in run.statistics]
+        planned = [statistic.saved_bytes - sum(statistic.kept_bytes.values()) for statistic in run.statistics]
         assert planned == [3 * input_bytes] + [num_parked * input_bytes] * 3
         assert run.statistics[0].parked_bytes == 3 * input_bytes
         assert run.statistics[0].kept_bytes["kept: not a checkpoint's input"] > 0
@@ -184,10 +184,10 @@ def test_autocast_keeps_cached_casts_of_weights(tmp_path):
             return model(torch.randn(40, 3, 4, 4)).float().square().mean()
 
     assert_trains_equal(Net, forward_backward(forward), tmp_path, policy=policy)
-    weights = {tuple(one.shape) for one in Net().parameters()}
+    weights = {tuple(parameter.shape) for parameter in Net().parameters()}
     weights |= {shape[::-1] for shape in weights}
-    assert any(one.dtype == torch.bfloat16 for one in seen)
-    assert not [one for one in seen if one.shape in weights]
+    assert any(tensor.dtype == torch.bfloat16 for tensor in seen)
+    assert not [tensor for tensor in seen if tensor.shape in weights]
 
 
 @pytest.mark.parametrize("kind", ["not reentrant", "reentrant"])
@@ -298,12 +298,14 @@ def test_bytes_stay_parked_until_a_retained_graph_dies(offloading):
         settle(offloader)
         held_bytes = offloader.tier_statistics().held_bytes["disk"]
         loss.backward(retain_graph=True)
-    first = [one.grad.clone() for one in model.parameters()]
+    first = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     gc.collect()
     assert offloader.tier_statistics().held_bytes["disk"] == held_bytes > 0
     loss.backward(retain_graph=True)  # outside the context, as anything after the forward may be
-    assert all(torch.equal(one.grad, gradient) for one, gradient in zip(model.parameters(), first, strict=True))
+    assert all(
+        torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), first, strict=True)
+    )
     assert offloader.tier_statistics().held_bytes["disk"] == held_bytes
     del loss
     assert_nothing_leaked(offloader)
@@ -349,7 +351,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         with torch.enable_grad():
-            x, weight = (one.detach().requires_grad_() for one in ctx.saved_tensors)
+            x, weight = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
             y = torch.tanh(x @ weight)
         return torch.autograd.grad(y, (x, weight), gradient)
 
@@ -441,10 +443,10 @@ def test_an_abandoned_graph_frees_what_it_saved(offloading, operation, min_size)
     with offloader:
         hidden = model(torch.randn(32, 32))
         result = operation(hidden, torch.eye(32)) if operation == Scaled.apply else operation(hidden)
-        watched = [StorageWeakRef(one.untyped_storage()) for one in (hidden, result)]
+        watched = [StorageWeakRef(tensor.untyped_storage()) for tensor in (hidden, result)]
         del hidden, result
     assert_nothing_leaked(offloader)
-    assert all(one.expired() for one in watched)
+    assert all(weak.expired() for weak in watched)
 
 
 def test_an_offloader_dies_with_its_last_reference(offloading, tmp_path):
@@ -596,7 +598,7 @@ def test_the_model_changes_between_steps(offloading, between):
                     parameter -= 0.1 * parameter.grad
             model.zero_grad()
         if offloader:
-            weights = {tuple(one.shape) for one in model.parameters()}
+            weights = {tuple(parameter.shape) for parameter in model.parameters()}
             assert not weights & set(seen)
             assert_nothing_leaked(offloader)
             assert_moved(offloader)
@@ -1101,8 +1103,8 @@ def test_a_wrapped_module_has_a_state_dict(tmp_path):
     with torch.no_grad():
         batch = torch.randn(8, 16)
         assert torch.equal(wrapped(batch), inner(batch))
-    for one in (wrapped, other):
-        one.offloader.close()
+    for module in (wrapped, other):
+        module.offloader.close()
 
 
 def test_wrapped_blocks_of_a_larger_model(tmp_path):
@@ -1123,8 +1125,10 @@ def test_wrapped_blocks_of_a_larger_model(tmp_path):
         return models[0]
 
     actual = train(build, forward_backward(mlp_loss))
-    actual.gradients = [{name.replace("module.", ""): one for name, one in step.items()} for step in actual.gradients]
-    actual.state = {name.replace("module.", ""): one for name, one in actual.state.items()}
+    actual.gradients = [
+        {name.replace("module.", ""): value for name, value in step.items()} for step in actual.gradients
+    ]
+    actual.state = {name.replace("module.", ""): value for name, value in actual.state.items()}
     assert_same(expected, actual)
     for block in (models[0].first, models[0].second):
         assert block.offloader.statistics().num_steps == 4

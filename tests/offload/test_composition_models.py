@@ -146,8 +146,8 @@ def test_autocast(tmp_path, name):
     assert_trains_equal(
         training(build), forward_backward(forward), tmp_path, num_steps=3, policy=lambda tensor: not seen.append(tensor)
     )
-    linear = [one for one in build().modules() if isinstance(one, nn.Linear)]
-    weights = {shape for one in linear for shape in (tuple(one.weight.shape), tuple(one.weight.shape)[::-1])}
+    linear = [module for module in build().modules() if isinstance(module, nn.Linear)]
+    weights = {shape for layer in linear for shape in (tuple(layer.weight.shape), tuple(layer.weight.shape)[::-1])}
     assert not {tensor.shape for tensor in seen if tensor.dtype == torch.bfloat16} & weights
 
 

@@ -64,7 +64,7 @@ def expected():
 
 
 def same(left, right):
-    return all(torch.equal(one, two) for one, two in zip(left, right, strict=True))
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(left, right, strict=True))
 
 
 @pytest.mark.usefixtures("parked")
@@ -239,7 +239,7 @@ def test_it_declines_by_the_stated_inequality_and_says_so(tmp_path, expected, se
         warnings.simplefilter("always")
         result = train(model, offloader)
     assert same(result, expected)
-    messages = [str(one.message) for one in caught if one.category is OffloadDeclinedWarning]
+    messages = [str(warning.message) for warning in caught if warning.category is OffloadDeclinedWarning]
     assert len(messages) == declines
     assert bool(offloader.statistics().declined) == declines
     if declines:
@@ -309,4 +309,4 @@ def test_an_offloader_that_cannot_be_made_leaves_the_model_as_it_was(tmp_path):
     model = make_model()
     with pytest.raises(FileNotFoundError, match="does not exist"):
         offload.activations(model, disk=tmp_path / "missing")
-    assert not any(one._forward_pre_hooks or one._forward_hooks for one in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())

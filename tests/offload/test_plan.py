@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import BudgetError, InternalError
 from penstock.offload import verify
-from penstock.offload._learn import Learner, Settings, _Lesson
+from penstock.offload._learn import CycleSettings, Learner, _Lesson
 from penstock.offload._plan import lay_fetches, plan, simulate
 from penstock.offload._problem import OffloadProblem, SavedStorage
 from penstock.tiers import Budget, Footprint
@@ -188,7 +188,7 @@ def test_either_direction_can_be_the_slow_one(direction):
     problem = chain(20, **{f"{direction}_bandwidth_bytes_per_s": 0.7 * MIB})
     made = plan(problem)
     verify(problem, made)
-    num_copied_back = sum(one.in_start_s < math.inf for one in made.transfers)
+    num_copied_back = sum(transfer.in_start_s < math.inf for transfer in made.transfers)
     assert 0 < num_copied_back < 19
     assert made.peak_bytes < made.keep_all_peak_bytes
     assert simulate(problem, made.parked, made.fetch_events).stall_s <= 0.005 * problem.step_s
@@ -222,7 +222,7 @@ def test_a_budget_that_works_does_not_hang_on_the_speed_of_the_disk(rate):
 
 def test_a_plan_that_exceeds_its_budget_is_followed_by_another_one():
     account = Budget(device="7MiB", disk=".")
-    settings_of_it = Settings(
+    settings_of_it = CycleSettings(
         max_in_flight_bytes=MIB, min_saving_share=0.0, max_stall_share=1.0, account=account, footprint=Footprint(),
         verify=True,
     )  # fmt: skip
@@ -301,12 +301,15 @@ PROBLEM = chain(8, size_bytes=MIB, out_bandwidth_bytes_per_s=2 * MIB, in_bandwid
 def moved(made, index, **changes):
     """The plan with the transfer of ``index`` changed."""
     return replace(
-        made, transfers=tuple(replace(one, **changes) if one.index == index else one for one in made.transfers)
+        made,
+        transfers=tuple(
+            replace(transfer, **changes) if transfer.index == index else transfer for transfer in made.transfers
+        ),
     )
 
 
 def transfer(made, index):
-    return next(one for one in made.transfers if one.index == index)
+    return next(transfer for transfer in made.transfers if transfer.index == index)
 
 
 BROKEN = {
@@ -459,7 +462,7 @@ class Ticks:
             self.stall += 1
 
     def is_above_bound(self, index):
-        return sum(self.size[one] for one in [*self.leaving, index]) > self.problem.max_in_flight_bytes
+        return sum(self.size[storage] for storage in [*self.leaving, index]) > self.problem.max_in_flight_bytes
 
     def start(self, lane, index):
         self.spans[lane][index] = [self.now, None]
@@ -516,9 +519,9 @@ def test_the_simulation_agrees_with_one_that_counts_ticks(case):
     assert played.resident_bytes == ticks.resident
     assert played.peak_bytes == max(map(sum, zip(ticks.resident, problem.base_bytes, strict=True)))
     assert played.transfers.keys() == parked
-    for index, one in played.transfers.items():
-        assert [one.out_start_s, one.out_end_s] == ticks.spans["out"][index]
-        assert [one.in_start_s, one.in_end_s] == ticks.spans["in"].get(index, [math.inf, math.inf])
+    for index, transfer in played.transfers.items():
+        assert [transfer.out_start_s, transfer.out_end_s] == ticks.spans["out"][index]
+        assert [transfer.in_start_s, transfer.in_end_s] == ticks.spans["in"].get(index, [math.inf, math.inf])
 
 
 def test_what_is_needed_before_it_has_left_is_not_parked():

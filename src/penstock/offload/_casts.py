@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.offload._operators import SMALL_BYTES, id_or_zero
-from penstock.offload._page import Kind, Narrow, Page
+from penstock.offload._page import Narrow, Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import do_pending
 from penstock.storages import id_of
@@ -28,7 +28,7 @@ Key = tuple[int, torch.dtype, Layout]
 
 
 @dataclass(slots=True)
-class Twin:
+class CastTwin:
     """A weight's copy in half precision."""
 
     weight: Page
@@ -50,7 +50,7 @@ class Casts:
         """Whether the host updates the weights that are trained."""
         self.name: Callable[[torch.Tensor], str] = str
         """A function that returns a parameter's name for messages."""
-        self._twins: dict[Key, Twin] = {}
+        self._twins: dict[Key, CastTwin] = {}
         self._alone = _uses(torch.empty(1))
 
     def given(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
@@ -70,53 +70,53 @@ class Casts:
         weight = self._pages.find(id_or_zero(args[0]))
         page = self._pages.find(id_or_zero(result))
         is_lasting = weight is not None and (self.updates_on_host or not args[0].requires_grad)
-        if was_here or not is_lasting or weight is None or page is None or weight.kind is not Kind.PARAMETER:
+        if was_here or not is_lasting or weight is None or page is None or weight.kind is not PageKind.PARAMETER:
             return
         if result.nbytes != page.size_bytes or torch.is_inference_mode_enabled() or result.dtype not in _HALF:
             return
         key = _key(args[0], result.dtype)
         if key not in self._twins:
-            page.call(f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", Kind.PARAMETER)
+            page.call(f"{weight.label} in {str(result.dtype).removeprefix('torch.')}", PageKind.PARAMETER)
             page.wide = weight
-            self._twins[key] = Twin(weight, page, result.detach(), weight.num_writes, _layout(args[0]))
+            self._twins[key] = CastTwin(weight, page, result.detach(), weight.num_writes, _layout(args[0]))
 
     def added(self, args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the sum of two gradients without computing it, or ``None`` if it has to be computed."""
-        if len(args) != 2 or options or not all(isinstance(one, torch.Tensor) for one in args):
+        if len(args) != 2 or options or not all(isinstance(argument, torch.Tensor) for argument in args):
             return None
-        sum_, one = self._pages.find(id_or_zero(args[0])), self._pages.find(id_or_zero(args[1]))
-        if sum_ is None or one is None or sum_ is one or sum_.narrow is None or one.narrow is None:
+        sum_, term = self._pages.find(id_or_zero(args[0])), self._pages.find(id_or_zero(args[1]))
+        if sum_ is None or term is None or sum_ is term or sum_.narrow is None or term.narrow is None:
             return None
-        if len(sum_.narrow.parts) + len(one.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
+        if len(sum_.narrow.parts) + len(term.narrow.parts) > _MOST_PARTS or not _are_alike(*args):
             return None
-        if any(page.pending is not None or page.scaling is not None for page in (sum_, one)):
+        if any(page.pending is not None or page.scaling is not None for page in (sum_, term)):
             return None  # these are due on the gradient as it was before
         with self._pages.lock:
-            for _, part in one.narrow.parts:
+            for _, part in term.narrow.parts:
                 part.wide = sum_
-            sum_.narrow.parts += one.narrow.parts
+            sum_.narrow.parts += term.narrow.parts
             sum_.num_writes += 1
             self._pages.let_leave(sum_)
         return args[0]  # type: ignore[no-any-return]
 
-    def of(self, weight: Page, parameter: torch.Tensor) -> list[Twin]:
+    def of(self, weight: Page, parameter: torch.Tensor) -> list[CastTwin]:
         """Return the casts of a weight in its present layout that are up to date and that nobody else uses."""
         layout = _layout(parameter)
-        found = [one for one in self._twins.values() if one.weight is weight and one.layout == layout]
-        return [one for one in found if self._is_right(one) and self._is_alone(one)]
+        twins = [twin for twin in self._twins.values() if twin.weight is weight and twin.layout == layout]
+        return [twin for twin in twins if self._is_right(twin) and self._is_alone(twin)]
 
-    def forget(self, weight: Page | None = None, *, but: Sequence[Twin] = ()) -> None:
+    def forget(self, weight: Page | None = None, *, but: Sequence[CastTwin] = ()) -> None:
         """Forget the casts of one weight, or of all weights, except those in ``but``."""
-        for key, one in list(self._twins.items()):
-            if weight in (None, one.weight) and one not in but:
-                one.page.wide = None
+        for key, twin in list(self._twins.items()):
+            if weight in (None, twin.weight) and twin not in but:
+                twin.page.wide = None
                 del self._twins[key]
 
     def begin_step(self) -> None:
         """Forget the casts of weights that no longer exist."""
-        for one in list(self._twins.values()):
-            if one.weight.is_dead:
-                self.forget(one.weight)
+        for twin in list(self._twins.values()):
+            if twin.weight.is_dead:
+                self.forget(twin.weight)
 
     def _twin(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         twin = self._twins.get(_key(tensor, dtype))
@@ -133,10 +133,10 @@ class Casts:
             self._pages.need([twin.page], [])
             return twin.tensor.detach()
 
-    def _is_right(self, twin: Twin) -> bool:
+    def _is_right(self, twin: CastTwin) -> bool:
         return (twin.weight.num_writes, twin.page.num_writes) == (twin.num_writes, 0) and not twin.weight.is_dead
 
-    def _is_alone(self, twin: Twin) -> bool:
+    def _is_alone(self, twin: CastTwin) -> bool:
         return _uses(twin.tensor) <= self._alone
 
     def _gradient(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -153,11 +153,11 @@ class Casts:
         with self._pages.lock:
             wide = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=tensor.device)
             name = f"gradient of {self.name(parameter)}"
-            self._pages.begin(wide.untyped_storage(), Kind.GRADIENT, name)
+            self._pages.begin(wide.untyped_storage(), PageKind.GRADIENT, name)
             made = self._pages.find(id_or_zero(wide))
             if made is None:
                 return None
-            page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", Kind.GRADIENT)
+            page.call(f"{name} in {str(tensor.dtype).removeprefix('torch.')}", PageKind.GRADIENT)
             page.wide, made.narrow = made, Narrow(tensor.detach(), page, dtype)
             self._pages.let_leave(made)
         return wide

@@ -53,7 +53,7 @@ def save(
         weights = _tensors_of(model)
         own, states, numbers = _split(optimizer, model)
         extras: dict[str, torch.Tensor] = {}
-        groups = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         found = {
             "format": FORMAT,
             "optimizer": type(optimizer).__name__,
@@ -116,8 +116,8 @@ def load(
             for name, tensor in own.items():
                 tensor.copy_(tensors[name])
             _put_states(optimizer, trained, optimized, numbers, lambda key: devices.get(key, device))
-        for group, one in zip(optimizer.param_groups, groups, strict=True):
-            group.update(one)
+        for group, settings in zip(optimizer.param_groups, groups, strict=True):
+            group.update(settings)
         _put_random_states(device, random)
         return extra
 
@@ -126,14 +126,14 @@ def load(
 
 def _shapes(optimizer: torch.optim.Optimizer) -> list[list[list[int]]]:
     """Return the shapes of the parameters of each group."""
-    return [[list(one.shape) for one in group["params"]] for group in optimizer.param_groups]
+    return [[list(parameter.shape) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _devices(states: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> dict[str, str]:
     """Return the devices of states that are not at the usual place: tensors on ``device``, all else in main memory."""
-    found = {key: str(one.device) for key, one in states.items() if one.device != device}
+    found = {key: str(state.device) for key, state in states.items() if state.device != device}
     for key, value in numbers.items():
-        found |= {key: str(one.device) for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)}  # noqa: B035
+        found |= {key: str(leaf.device) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}  # noqa: B035
     return found
 
 
@@ -161,7 +161,7 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
         every = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         if unknown := set(names) - every.keys():
             raise ValueError(f"`names` must name parameters or buffers of the model, got {shown(unknown)}")
-        own = {id(one) for one in tensors.values()}
+        own = {id(tensor) for tensor in tensors.values()}
         tensors = {name: every[name] for name in names if id(every[name]) in own}
     draft = path / ".weights.draft"
     try:
@@ -171,8 +171,8 @@ def save_weights(path: Path, model: nn.Module, names: Collection[str] | None, pa
         for rest in _OWN_FILES:
             for old in path.glob(f"{_WEIGHTS}{rest}"):
                 old.unlink()
-        for one in draft.iterdir():
-            one.replace(path / one.name)
+        for file in draft.iterdir():
+            file.replace(path / file.name)
         draft.rmdir()
     except (OSError, SafetensorError) as error:
         raise unwritable(f"the weights could not be written to {path}", error) from error
@@ -224,7 +224,7 @@ def _write_parts(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor], p
         save_file(_copied(names, tensors), folder / file, {"format": "pt"})
         files |= dict.fromkeys(names, file)
     if parts:
-        index = {"metadata": {"total_size": sum(one.nbytes for one in tensors.values())}, "weight_map": files}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": files}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
@@ -251,21 +251,21 @@ def _copied(names: list[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     """Copy the tensors to host memory one by one, since a page may be emptied while others are fetched."""
     with torch.no_grad():
         return {
-            name: torch.empty(one.shape, dtype=one.dtype, device="cpu").copy_(one.detach())
-            for name, one in ((name, tensors[name]) for name in names)
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
+            for name, tensor in ((name, tensors[name]) for name in names)
         }
 
 
 def _numbered(optimizer: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """Return its parameters by the numbers that its ``state_dict`` gives them."""
-    return dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
+    return dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
 
 
 def _split(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:  # any: numbers
     """Return its parameters that are not the model's, its tensors of state, and the other entries of its states."""
-    of_model = {id(one) for one in model.parameters()}
+    of_model = {id(parameter) for parameter in model.parameters()}
     own: dict[str, torch.Tensor] = {}
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, Any] = {}
@@ -308,7 +308,7 @@ def _put_states(
 
 
 def _on(value: Any, device: torch.device) -> Any:  # any: numbers, and containers of tensors
-    return pytree.tree_map(lambda one: one.to(device) if isinstance(one, torch.Tensor) else one, value)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _is_same(old: Any, value: torch.Tensor) -> bool:  # any: what a state holds
@@ -316,13 +316,13 @@ def _is_same(old: Any, value: torch.Tensor) -> bool:  # any: what a state holds
 
 
 def _random_states(device: torch.device) -> dict[str, torch.Tensor]:
-    return {one.device.type: one.random_state() for one in map(backend_of, {torch.device("cpu"), device})}
+    return {backend.device.type: backend.random_state() for backend in map(backend_of, {torch.device("cpu"), device})}
 
 
 def _put_random_states(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
-    for one in map(backend_of, {torch.device("cpu"), device}):
-        if one.device.type in states:
-            one.set_random_state(states[one.device.type])
+    for backend in map(backend_of, {torch.device("cpu"), device}):
+        if backend.device.type in states:
+            backend.set_random_state(states[backend.device.type])
 
 
 def _to_text(state: torch.Tensor) -> str:

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -23,42 +23,34 @@ class Cycle:
     With a budget and without a plan nobody knows how much memory the rest of the step takes. So nothing stays on the
     device longer than needed (`is_strict`): forward waits for every copy out, and backward fetches only what it needs
     at once.
+
+    It is wide because its counts become the step's statistics; what it does is the work of `Entries` and `Followed`.
     """
 
     def __init__(
         self,
         *,
-        plan: OffloadPlan | None,
-        signature: tuple[tuple[int, str], ...],
+        followed: "Followed | None",
         window_bytes: int,
-        budget_bytes: int | None,
         has_budget: bool,
         reap: Callable[[], None],
         mark: Callable[[], None] | None,
         statistics_before: TierStatistics,
     ):
         self.recording = Recording(mark)
-        self.entries: list[weakref.ref[SavedEntry]] = []
+        self.entries = Entries()
         self.num_open = 0
         """Number of entries that are alive and that backward has not asked for."""
         self.num_needs = 0
-        self.follows_plan = plan is not None
+        self.follows_plan = followed is not None
         self.kept_bytes: dict[str, int] = {}
         self.hook_s = 0.0
         self.statistics_before = statistics_before
         self.start_s = self.end_s = time.time()
-        self._plan = plan
-        self._signature = signature
+        self._followed = followed
         self._window_bytes = window_bytes
-        self._budget_bytes = budget_bytes
         self._has_budget = has_budget
         self._reap = reap
-        self._late: list[int] = []
-        gone = plan.gone_events if plan is not None and budget_bytes is not None else {}
-        self._gone = deque(sorted((event, index) for index, event in gone.items()))
-        self._fetches: dict[int, list[int]] = {}
-        for index, event in sorted(plan.fetch_events.items(), reverse=True) if plan else ():
-            self._fetches.setdefault(event, []).append(index)
 
     @property
     def is_drained(self) -> bool:
@@ -81,66 +73,139 @@ class Cycle:
         """Add a storage; return its entry and the reason to keep it, which is empty if it is to be parked."""
         self._reap()
         index = self.recording.pack(size_bytes, label, must_keep)
-        if self.follows_plan and self._differs(index):
-            self.follows_plan = False
+        followed = self._followed if self.follows_plan else None
+        if followed is not None and not followed.expects(index, size_bytes, label):
+            self.follows_plan, followed = False, None
             if self.is_strict:
-                self._finish_leaving()
+                self.entries.finish_leaving()
         entry = SavedEntry(self, index, origin, version)
-        self.entries.append(weakref.ref(entry))
+        self.entries.add(entry)
         self.num_open += 1
-        reason = must_keep
-        if not reason and self.follows_plan and self._plan is not None and index not in self._plan.parked:
-            reason = self._plan.reasons[index]
+        reason = must_keep or ("" if followed is None else followed.keep_reason(index))
         if reason:
             self.kept_bytes[reason] = self.kept_bytes.get(reason, 0) + size_bytes
         else:
             self.recording.uses[index].is_parked = True
-        self._follow_plan(self.recording.num_events - 1)
+        self._follow_plan()
         return entry, reason
 
     def needed(self, entry: SavedEntry) -> None:
         """Note that backward asks for the entry, and begin the fetches that are due."""
         self._reap()
         if not self.num_needs:
-            self._note_what_others_hold()
+            for index in self.entries.held_elsewhere():
+                self.recording.uses[index].must_keep = "kept: held elsewhere, parking frees nothing"
         self.num_needs += 1
         if not entry.is_needed:
             entry.is_needed = True
             self.num_open -= 1
         self.recording.need(entry.index)
         if self.follows_plan:
-            self._follow_plan(self.recording.num_events - 1)
+            self._follow_plan()
         elif not self.is_strict:
-            self._fetch_ahead(entry.index)
+            self.entries.fetch_before(entry.index, self._window_bytes)
         self.end_s = time.time()
 
     def matched_plan(self) -> bool:
         """Return whether the whole cycle was what the plan expected."""
-        return self.follows_plan and len(self.recording.uses) == len(self._signature)
+        followed = self._followed if self.follows_plan else None
+        return followed is not None and len(self.recording.uses) == len(followed.signature)
 
-    def _differs(self, index: int) -> bool:
-        use = self.recording.uses[index]
-        return index >= len(self._signature) or self._signature[index] != (use.size_bytes, use.label)
+    def _follow_plan(self) -> None:
+        if self._followed is not None and self.follows_plan:
+            self._followed.at(self.recording.num_events - 1, self.entries)
 
-    def _follow_plan(self, event: int) -> None:
-        if not self.follows_plan:
-            return
-        self._free_what_is_late(event)
+
+class Entries:
+    """The storages that a cycle has saved, in order. The graph owns them."""
+
+    def __init__(self) -> None:
+        self._entries: list[weakref.ref[SavedEntry]] = []
+
+    def add(self, entry: SavedEntry) -> None:
+        """Add the entry of the storage that was saved last."""
+        self._entries.append(weakref.ref(entry))
+
+    def handle(self, index: int) -> Handle | None:
+        """Return the handle of a storage if it was parked and backward may still need it."""
+        entry = self._entries[index]() if index < len(self._entries) else None
+        return None if entry is None else entry.handle
+
+    def prefetch(self, index: int) -> bool:
+        """Begin to fetch a storage; return ``False`` if there is no room for it."""
+        handle = self.handle(index)
+        return handle is None or handle.prefetch()
+
+    def fetch_before(self, index: int, room_bytes: int) -> None:
+        """Begin to fetch the storages that were saved before one, the last first: one, and more within the room."""
+        is_first = True
+        for before in range(index - 1, -1, -1):
+            entry = self._entries[before]()
+            if entry is None or entry.is_needed or entry.handle is None:
+                continue
+            room_bytes -= entry.handle.size_bytes
+            if (room_bytes < 0 and not is_first) or not self.prefetch(before):
+                return
+            is_first = False
+
+    def finish_leaving(self) -> None:
+        """Wait for all copies out."""
+        for index in range(len(self._entries)):
+            handle = self.handle(index)
+            if handle is not None and handle.state is HandleState.LEAVING:
+                handle.finish_out()
+
+    def held_elsewhere(self) -> Iterator[int]:
+        """Yield which parked storages somebody else holds, when backward begins.
+
+        Forward's own references are gone by then, so whoever still holds a storage will go on holding it.
+        """
+        for index in range(len(self._entries)):
+            handle = self.handle(index)
+            if handle is not None and handle.state is HandleState.PARKED and handle.is_held_elsewhere:
+                yield index
+
+
+class Followed:
+    """A plan, and how far a cycle has followed it."""
+
+    def __init__(self, plan: OffloadPlan, signature: tuple[tuple[int, str], ...], budget_bytes: int | None):
+        self.signature = signature
+        """Bytes and module of each storage that the plan expects."""
+        self._plan, self._budget_bytes = plan, budget_bytes
+        self._late: list[int] = []
+        """Storages whose copies out should have ended by now."""
+        gone = {} if budget_bytes is None else plan.gone_events
+        self._gone = deque(sorted((event, index) for index, event in gone.items()))
+        self._fetches: dict[int, list[int]] = {}
+        for index, event in sorted(plan.fetch_events.items(), reverse=True):
+            self._fetches.setdefault(event, []).append(index)
+
+    def expects(self, index: int, size_bytes: int, label: str) -> bool:
+        """Return whether the plan expects this storage at this place."""
+        return index < len(self.signature) and self.signature[index] == (size_bytes, label)
+
+    def keep_reason(self, index: int) -> str:
+        """Return why the plan keeps a storage; empty if it parks it."""
+        return "" if index in self._plan.parked else self._plan.reasons[index]
+
+    def at(self, event: int, entries: Entries) -> None:
+        """Do what is due at an event: free memory that is late, and begin fetches."""
+        self._free_what_is_late(event, entries)
         for index in self._fetches.get(event, ()):
-            self._prefetch(index)
+            entries.prefetch(index)
 
-    def _free_what_is_late(self, event: int) -> None:
+    def _free_what_is_late(self, event: int, entries: Entries) -> None:
         """Wait for copies out that should have ended by now, as far as the budget needs their memory."""
-        assert self._plan is not None
         while self._gone and self._gone[0][0] <= event:
             self._late.append(self._gone.popleft()[1])
         late: dict[int, Handle] = {}
         for index in self._late:
-            entry = self.entries[index]()
-            if entry is None or entry.handle is None or self._plan.fetch_events[index] <= event:
+            handle = entries.handle(index)
+            if handle is None or self._plan.fetch_events[index] <= event:
                 continue  # it has to be back by now, so waiting for its copy out gains nothing
-            if entry.handle.state is HandleState.LEAVING:
-                late[index] = entry.handle
+            if handle.state is HandleState.LEAVING:
+                late[index] = handle
         self._late = list(late)
         late_bytes = sum(handle.size_bytes for handle in late.values())
         for handle in late.values():
@@ -148,40 +213,3 @@ class Cycle:
                 break
             handle.finish_out()
             late_bytes -= handle.size_bytes
-
-    def _finish_leaving(self) -> None:
-        """Wait for all copies out."""
-        for weak in self.entries:
-            entry = weak()
-            if entry is not None and entry.handle is not None and entry.handle.state is HandleState.LEAVING:
-                entry.handle.finish_out()
-
-    def _fetch_ahead(self, index: int) -> None:
-        room_bytes = self._window_bytes
-        is_first = True
-        for before in range(index - 1, -1, -1):
-            entry = self.entries[before]()
-            if entry is None or entry.is_needed or entry.handle is None:
-                continue
-            room_bytes -= entry.handle.size_bytes
-            if (room_bytes < 0 and not is_first) or not self._prefetch(before):
-                return
-            is_first = False
-
-    def _prefetch(self, index: int) -> bool:
-        entry = self.entries[index]() if index < len(self.entries) else None
-        if entry is None or entry.handle is None:
-            return True
-        return entry.handle.prefetch()
-
-    def _note_what_others_hold(self) -> None:
-        """Note which parked storages somebody else holds, when backward begins.
-
-        Forward's own references are gone by then, so whoever still holds a storage will go on holding it.
-        """
-        for index, weak in enumerate(self.entries):
-            entry = weak()
-            if entry is None or entry.handle is None:
-                continue
-            if entry.handle.state is HandleState.PARKED and entry.handle.is_held_elsewhere:
-                self.recording.uses[index].must_keep = "kept: held elsewhere, parking frees nothing"

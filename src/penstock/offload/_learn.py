@@ -7,25 +7,23 @@ peak is measured until one planned cycle keeps it. A cycle in which somebody els
 teaches nothing.
 """
 
-import contextlib
-import itertools
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams, backend_of, has_backend
+from penstock.devices import backend_of, has_backend
 from penstock.errors import BudgetError, OffloadDeclinedWarning, PenstockWarning
-from penstock.offload._cycle import Cycle
+from penstock.offload._clocks import CycleMeter, DeviceClock, HostClock
+from penstock.offload._cycle import Cycle, Followed
 from penstock.offload._plan import OffloadPlan, keep_all, plan, refusal, smallest_peak_bytes
 from penstock.offload._problem import OffloadProblem, in_flight_bytes
-from penstock.offload._recording import CycleTimes, MeasuredMemory
+from penstock.offload._recording import MeasuredMemory
 from penstock.offload._scope import Shapes
 from penstock.offload._statistics import OffloadStatistics
 from penstock.offload._verify import verify
-from penstock.probe import MemoryRecording, can_record, record_memory
+from penstock.probe import can_record
 from penstock.tiers import Budget, Footprint, TierStatistics, Waterfall, gate
 
 _MAX_CHANGES = 5
@@ -45,8 +43,8 @@ _DERATING = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of the offloader that concern whole steps."""
+class CycleSettings:
+    """CycleSettings of the offloader that concern whole steps."""
 
     max_in_flight_bytes: int | None
     """Most bytes on their way out at once; ``None`` for what suits the link and the storages."""
@@ -98,24 +96,20 @@ class _Lesson:
 class Learner:
     """The offloader's knowledge of the steps so far, and the plans made from it."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: CycleSettings):
         self.declined = ""
         self._settings = settings
         self._lessons: dict[tuple[Beginning, bool], _Lesson] = {}
         self._lesson = _Lesson(is_fitting=False)
-        self._has_warned = self._has_given_up = False
+        self._warned_of: set[str] = set()
         self._is_on_cpu = False
-        self._clock: _HostClock | _DeviceClock | None = None
-        self._meter: contextlib.ExitStack | None = None
-        self._memory: MemoryRecording | None = None
-        self._watch: PeakWatch | None = None
-        """The allocator's counts since the model was called, or since something was saved (accelerators only)."""
+        self._clock: HostClock | DeviceClock | None = None
+        self._meter = CycleMeter()
+        """Measures since the model was called, or since something was saved."""
         self._is_warm = False
         """Whether a cycle has run before."""
         self._slab_bytes = 0
         """Bytes of host memory that tiers had mapped when the cycle began."""
-        self._before_bytes = 0
-        """The most device bytes in this step before anything was saved (accelerators only)."""
         self._num_entered = 0
         self._has_stopped = False
         """Whether a recording ended with the last cycle."""
@@ -123,24 +117,14 @@ class Learner:
     def enter(self, device: torch.device) -> None:
         """Note a call of the model. While plans are fitted, also measure what it takes before it saves anything."""
         self.abort()
-        is_fitted = self._lessons and not any(one.is_taught for one in self._lessons.values())
+        is_fitted = self._lessons and not any(lesson.is_taught for lesson in self._lessons.values())
         is_elsewhere = not has_backend(device)  # tensors saved there are not moved
         if self._settings.account.device_bytes is None or is_fitted or is_elsewhere or self._num_entered > _MAX_ENTERED:
             return
         self._num_entered += 1
         allocator = backend_of(device).allocator
-        if allocator is not None:
-            self._watch_peaks(allocator)
-        elif can_record(device) and not gate.others_compute:
-            self._record()
-
-    def _record(self) -> None:
-        self._meter = contextlib.ExitStack()
-        self._memory = self._meter.enter_context(record_memory("cpu"))
-
-    def _watch_peaks(self, allocator: Allocator) -> None:
-        self._meter = contextlib.ExitStack()
-        self._watch = self._meter.enter_context(allocator.watching())
+        if allocator is not None or (can_record(device) and not gate.others_compute):
+            self._meter.begin(allocator)
 
     def begin(
         self,
@@ -160,14 +144,15 @@ class Learner:
         backend = backend_of(device)
         self._is_on_cpu = backend.streams is None
         self._clock = None
-        self._before_bytes = self._watch.peaks().allocated_bytes if self._watch is not None else 0
+        self._meter.before_bytes = self._meter.peak_bytes()
         lesson = self._lesson = self._lesson_for(beginning, has_gradients)
         self._make_room_for_others(lesson)
         is_fitting = lesson.is_taught
-        if is_fitting and backend.allocator is not None and self._watch is None:
-            self._watch_peaks(backend.allocator)
+        if is_fitting and backend.allocator is not None and self._meter.watch is None:
+            self._meter.abort()
+            self._meter.begin(backend.allocator)
         # if somebody profiles this cycle, or runs Python code that the profiler would see, the next one is recorded
-        is_recording = self._meter is not None  # a recording that began with the step
+        is_recording = self._meter.is_running  # a recording that began with the step
         is_blind = (
             is_fitting
             and not is_recording
@@ -179,11 +164,11 @@ class Learner:
         )
         if lesson.is_open and not is_blind:
             if backend.streams is None:
-                self._clock = _HostClock(waterfall)
+                self._clock = HostClock(waterfall)
             elif self._is_warm:
-                self._clock = _DeviceClock(backend.streams, self._watch if is_fitting else None)
+                self._clock = DeviceClock(backend.streams, self._meter.watch if is_fitting else None)
         if is_fitting and self._is_on_cpu and not is_blind and not is_recording:
-            self._record()
+            self._meter.begin(None)
         waterfall.device_changes = [] if is_fitting else None
         self._slab_bytes = _mapped_bytes(waterfall)
         if lesson.plan is not None and lesson.problem is not None:
@@ -192,11 +177,12 @@ class Learner:
                 if lesson.problem.budget_bytes is None
                 else lesson.problem.max_in_flight_bytes
             )
+        followed = None
+        if lesson.plan is not None:
+            followed = Followed(lesson.plan, lesson.signature, lesson.problem.budget_bytes if lesson.problem else None)
         return Cycle(
-            plan=lesson.plan,
-            signature=lesson.signature,
+            followed=followed,
             window_bytes=waterfall.max_in_flight_bytes // 4,
-            budget_bytes=lesson.problem.budget_bytes if lesson.problem else None,
             has_budget=self._settings.account.device_bytes is not None,
             reap=waterfall.reap,
             mark=self._clock.mark if self._clock else None,
@@ -208,12 +194,12 @@ class Learner:
         waterfall = next(iter(waterfalls.values()))
         lesson = self._lesson
         has_plan = lesson.plan is not None
-        self._has_stopped = self._meter is not None
-        if isinstance(self._clock, _DeviceClock):
+        self._has_stopped = self._meter.is_running
+        if isinstance(self._clock, DeviceClock):
             self._clock.finish()  # all waits of this cycle are then known, and none counts for the next one
-        timeline, peak_bytes = self._measured()
+        timeline, peak_bytes = self._meter.end(self._clock.memory if isinstance(self._clock, DeviceClock) else ())
         if peak_bytes is not None:
-            peak_bytes = max(peak_bytes, self._before_bytes)
+            peak_bytes = max(peak_bytes, self._meter.before_bytes)
         statistics = self._statistics(cycle, _total(waterfalls), num_steps, peak_bytes)
         clock, self._clock = self._clock, None
         self._is_warm = True
@@ -221,7 +207,7 @@ class Learner:
             return statistics  # several devices: no plan, fetches run ahead on each
         if has_plan:
             self._follow_up(lesson, cycle, statistics, waterfall)
-        elif isinstance(clock, _DeviceClock) and lesson.num_cold < _MAX_COLD and self._has_mapped(waterfall):
+        elif isinstance(clock, DeviceClock) and lesson.num_cold < _MAX_COLD and self._has_mapped(waterfall):
             lesson.num_cold += 1  # mapping memory took time that no later cycle takes
         elif clock is not None and cycle.num_needs:
             self._learn(lesson, cycle, clock, statistics, waterfall, timeline)
@@ -234,9 +220,8 @@ class Learner:
 
     def abort(self) -> None:
         """End measuring a cycle that will not finish."""
-        if self._meter is not None:
-            self._meter.close()
-        self._meter = self._memory = self._watch = self._clock = None
+        self._meter.abort()
+        self._clock = None
 
     def _lesson_for(self, beginning: Beginning, has_gradients: bool) -> _Lesson:
         """Return what is known about cycles with this beginning; once there are too many kinds, one that never gets a
@@ -253,15 +238,15 @@ class Learner:
 
     def warn(self, reason: str) -> None:
         """Warn once why nothing is offloaded."""
-        if not self._has_warned:
-            self._has_warned = True
+        if "declined" not in self._warned_of:
+            self._warned_of.add("declined")
             warnings.warn(f"activations are not offloaded: {reason}.", OffloadDeclinedWarning, stacklevel=5)
 
     def _learn(
         self,
         lesson: _Lesson,
         cycle: Cycle,
-        clock: "_HostClock | _DeviceClock",
+        clock: HostClock | DeviceClock,
         statistics: OffloadStatistics,
         waterfall: Waterfall,
         timeline: list[tuple[float, int]],
@@ -285,7 +270,9 @@ class Learner:
         )
         if base := lesson.problem.base_bytes:
             before = (held for time_s, held in timeline if time_s < times.clock_s[0])
-            first_bytes = max(base[0], max(self._before_bytes, *before, 0) - lesson.problem.storages[0].size_bytes)
+            first_bytes = max(
+                base[0], max(self._meter.before_bytes, *before, 0) - lesson.problem.storages[0].size_bytes
+            )
             lesson.problem = replace(lesson.problem, base_bytes=(first_bytes, *base[1:]))
         lesson.signature = cycle.recording.signature
         self._make_plan(lesson, lesson.problem)
@@ -361,8 +348,8 @@ class Learner:
 
     def _give_up(self) -> None:
         """Warn once that steps of some kind are no longer planned."""
-        if not self._has_given_up:
-            self._has_given_up = True
+        if "given up" not in self._warned_of:
+            self._warned_of.add("given up")
             warnings.warn(
                 f"{_MAX_CHANGES + 1} steps with inputs of the same shapes saved different tensors, so such steps are "
                 "not planned: everything that may be offloaded is, and with a budget forward waits for every copy. "
@@ -393,24 +380,6 @@ class Learner:
             text = refusal(problem, budget_bytes, needed_bytes)
             raise BudgetError(f"{text} (A step planned for it took {peak_bytes} bytes.)") from error
 
-    def _measured(self) -> tuple[list[tuple[float, int]], int | None]:
-        """Return the memory timeline of the cycle and its peak, where they were measured."""
-        if self._meter is None:
-            return [], None
-        if self._watch is not None:
-            peak_bytes = self._watch.peaks().allocated_bytes
-            if isinstance(self._clock, _DeviceClock):
-                peak_bytes = max([peak_bytes, *(held for _, held in self._clock.memory)])
-            self._meter.close()
-            self._meter = self._watch = None
-            return [], peak_bytes
-        self._meter.close()
-        if self._memory is None:
-            return [], None
-        report = self._memory.report
-        self._meter = self._memory = None
-        return list(report.timeline), report.peak_bytes
-
     def _statistics(
         self, cycle: Cycle, after: TierStatistics, num_steps: int, peak_bytes: int | None
     ) -> OffloadStatistics:
@@ -432,59 +401,6 @@ class Learner:
             is_planned=made is not None,
             peak_parts=dict(made.peak_parts) if made else {},
         )
-
-
-class _HostClock:
-    """A clock on a host that is itself the device. Its marks leave out the time waited so far."""
-
-    def __init__(self, waterfall: Waterfall):
-        self.memory: list[tuple[float, int]] = []
-        self._waterfall = waterfall
-        self._computed_s: list[float] = []
-        self._clock_s: list[float] = []
-
-    def mark(self) -> None:
-        now_s = time.time()
-        self._clock_s.append(now_s)
-        self._computed_s.append(now_s - self._waterfall.stall_s)
-
-    def times(self, stall_s: float) -> CycleTimes:  # noqa: ARG002  # the marks have the waits taken out
-        zero_s = self._computed_s[0]
-        computed_s = [second - zero_s for second in self._computed_s]
-        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
-
-
-class _DeviceClock:
-    """A clock on the stream that computes, which may lag behind the host. Waits are taken out in proportion."""
-
-    def __init__(self, streams: Streams, watch: PeakWatch | None):
-        self.memory: list[tuple[float, int]] = []
-        """The peak between each two marks, with the time of the first of them; empty without ``watch``."""
-        self._streams = streams
-        self._watch = watch
-        self._events: list[StreamEvent] = []
-        self._clock_s: list[float] = []
-
-    def mark(self) -> None:
-        self._events.append(self._streams.record(self._streams.current()))
-        if self._watch is not None:
-            since_s = self._clock_s[-1] if self._clock_s else time.time()
-            self.memory.append((since_s, self._watch.peaks().allocated_bytes))
-            self._watch.restart()
-        self._clock_s.append(time.time())
-
-    def finish(self) -> None:
-        """Wait until the device has passed every mark; they may be on several streams."""
-        for event in self._events:
-            self._streams.synchronize(event)
-
-    def times(self, stall_s: float) -> CycleTimes:
-        self.finish()
-        elapsed_s = [max(0.0, self._streams.elapsed_s(self._events[0], event)) for event in self._events]
-        elapsed_s = list(itertools.accumulate(elapsed_s, max))
-        computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
-        computed_s = [second * computing for second in elapsed_s]
-        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
 
 
 def _rates(waterfall: Waterfall) -> tuple[float, float]:
@@ -515,7 +431,7 @@ def _total(waterfalls: dict[torch.device, Waterfall]) -> TierStatistics:
     all_of_them = [waterfall.statistics() for waterfall in waterfalls.values()]
     if len(all_of_them) == 1:
         return all_of_them[0]
-    first, *others = (asdict(one) for one in all_of_them)
-    add: Callable[[str], object] = lambda name: sum((one[name] for one in others), first[name])  # noqa: E731
+    first, *others = map(asdict, all_of_them)
+    add: Callable[[str], object] = lambda name: sum((other[name] for other in others), first[name])  # noqa: E731
     sums = {name: add(name) for name, value in first.items() if isinstance(value, int | float)}
     return TierStatistics(**{**first, **sums})

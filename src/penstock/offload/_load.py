@@ -176,7 +176,7 @@ def _initialise(
     The files' values are written afterwards.
     """
     owners_of = {id(tensor): owners for _, tensor, owners in tensors}
-    lacking = [one for one, name in zip(tensors, known, strict=True) if name is None and one[1].is_meta]
+    lacking = [tensor for tensor, name in zip(tensors, known, strict=True) if name is None and tensor[1].is_meta]
     for module in dict.fromkeys(owner for _, _, owners in lacking for owner, _ in owners):
         fields = {field: tensor for _, tensor, owners in lacking for owner, field in owners if owner is module}
         for tensor in _own_tensors(module):
@@ -184,16 +184,17 @@ def _initialise(
                 _place(tensor, owners_of[id(tensor)], device, placed)
         for tensor in fields.values():
             placed[id(tensor)].fill_(_mark(tensor.dtype))
-        kept = [(one, one.clone()) for one in _own_tensors(module) if not any(one is new for new in placed.values())]
+        new = set(map(id, placed.values()))
+        kept = [(tensor, tensor.clone()) for tensor in _own_tensors(module) if id(tensor) not in new]
         for initialise in _initialisers(model, module):
             initialise()
-            for one, before in kept:
-                one.copy_(before)  # values from before the call are kept
-            fields = {field: one for field, one in fields.items() if _is_marked(placed[id(one)])}
+            for tensor, before in kept:
+                tensor.copy_(before)  # values from before the call are kept
+            fields = {field: value for field, value in fields.items() if _is_marked(placed[id(value)])}
             if not fields:
                 break
         if fields:
-            name = next(name for name, one in model.named_modules() if one is module)
+            name = next(name for name, other in model.named_modules() if other is module)
             raise ValueError(
                 f"{name or type(module).__name__} ({type(module).__name__}) has no values for {', '.join(fields)}, and "
                 "no reset_parameters() that initializes them. Create the model, or at least its buffers, outside of "
@@ -202,7 +203,7 @@ def _initialise(
 
 
 def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None]
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
 
 
 def _initialisers(model: nn.Module, module: nn.Module) -> Iterator[Callable[[], object]]:

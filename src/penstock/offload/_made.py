@@ -1,4 +1,4 @@
-"""The tiers and the device of a training, from the arguments of `training`."""
+"""The beginning of a training: tiers, device, model and optimizer, from the arguments of `training`."""
 
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -8,8 +8,12 @@ from torch import nn
 
 from penstock.arguments import must_be
 from penstock.devices import backend_of, used_device
+from penstock.errors import BudgetError
 from penstock.offload._account import account_of
-from penstock.tiers import Budget, DiskSpec, Size
+from penstock.offload._taken import nbytes_of
+from penstock.stepping import refuse_whole_optimizers, state_share
+from penstock.tiers import Budget, DiskSpec, Size, Waterfall
+from penstock.units import format_bytes
 
 Update = Literal["device", "host", "auto"]
 CALL = "penstock.offload.training(model, optimizer, budget='22GiB', host='96GiB', disk='/nvme')"
@@ -46,16 +50,81 @@ def places(
     return account, where
 
 
+def made(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
+    device: torch.device,
+    *,
+    updates_on_host: bool,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model and the optimizer, and call those that were given as functions.
+
+    Raises ``TypeError`` or ``ValueError`` for results that cannot be used.
+    """
+    if not isinstance(model, nn.Module):
+        model = model()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must return a torch.nn.Module, got {type(model).__name__}: {CALL}")
+        if device_of(model) != device:
+            raise ValueError(
+                f"`model` must return a model on `device`={device}, got one on {device_of(model)}: "
+                "with torch.device('cuda'): return Model()"
+            )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"`optimizer` must return a torch optimizer, got {type(optimizer).__name__}: {CALL}")
+    refuse_whole_optimizers(optimizer, CALL)
+    if updates_on_host and any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups):
+        raise ValueError(
+            "fused and capturable optimizers keep numbers on the device, which an update on the host cannot "
+            f"use: make one without these options, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
+        )
+    return model, optimizer
+
+
+def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move parameters, buffers, gradients and states that are elsewhere to the device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(tensor.device == device for tensor in tensors):
+        return
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(device)
+    for state in optimizer.state.values():
+        for field, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[field] = value.to(device)
+
+
+def refuse_too_much(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device_bytes: int, waterfall: Waterfall
+) -> None:
+    """Raise ``BudgetError`` if parameters, gradients and states do not fit into all tiers together."""
+    own = sum(map(nbytes_of, model.parameters()))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained_bytes = sum(map(nbytes_of, trained))
+    states = int(trained_bytes * state_share(optimizer, trained, optimizer.state))
+    below = sum(tier.capacity_bytes - tier.used_bytes for tier in waterfall.tiers)
+    if own + trained_bytes + states > device_bytes + below:
+        raise BudgetError(
+            f"training needs {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
+            f"{format_bytes(states)} of optimizer state, but there are only {format_bytes(device_bytes)} on the "
+            f"device and {format_bytes(below)} in the tiers below it. Give more room: {CALL}"
+        )
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the one device of all its parameters. Raises ``ValueError`` if there is none, or they are sharded."""
-    devices = {one.device for one in model.parameters()}
+    devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise ValueError(
             "the model's parameters must be on one device that is not 'meta', got "
             f"{sorted(map(str, devices)) or 'none'}: model.to('cuda'), or penstock.offload.load(model, path) for a "
             "model on 'meta'"
         )
-    wrapped = next((name for name, one in model.named_parameters() if _is_sharded(one)), None)
+    wrapped = next((name for name, parameter in model.named_parameters() if _is_sharded(parameter)), None)
     if wrapped is not None:
         raise ValueError(
             f"{wrapped} is sharded over several processes (a DTensor); give the model as it was before fully_shard"

@@ -12,7 +12,7 @@ from penstock.offload._pages import Pages
 from penstock.probe import MemoryRecording, record_memory
 
 
-class Meter:
+class OthersMeter:
     """A measurement of the device memory that is not in pages, for each operator of one step."""
 
     def __init__(self, pages: Pages, device: torch.device):
@@ -44,7 +44,7 @@ class Meter:
 
     def _after(self, is_noted: bool) -> None:
         self._is_noted.append(is_noted)
-        self._ready.append((time.time(), self._pages.held_bytes()))
+        self._ready.append((time.time(), self._pages.copies.held_bytes))
         if self._watch is not None:
             self._watch.restart()
 

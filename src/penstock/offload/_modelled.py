@@ -54,10 +54,10 @@ def modelled_cycle(
     Raises ``ValueError`` for a model that is not on ``"meta"``, and whatever PyTorch raises if the step looks at
     numbers.
     """
-    if any(one.device.type != "meta" for one in model.parameters()):
+    if any(parameter.device.type != "meta" for parameter in model.parameters()):
         raise ValueError("the model must be on the meta device: with torch.device('meta'): model = Model()")
-    clock, scope = _Clock(machine), ModuleScope(model, lambda: None)
-    own = {storage_id(one) for one in (*model.parameters(), *model.buffers())}
+    clock, scope = _OperatorClock(machine), ModuleScope(model, lambda: None)
+    own = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     times_s: list[float] = []
     recording = Recording(lambda: times_s.append(clock.now_s))
     seen: dict[int, tuple[int, torch.UntypedStorage]] = {}
@@ -113,7 +113,7 @@ class _Attention(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class _Clock(TorchDispatchMode):
+class _OperatorClock(TorchDispatchMode):
     """A clock that every operator advances."""
 
     def __init__(self, machine: Machine):
@@ -130,7 +130,7 @@ class _Clock(TorchDispatchMode):
 
 def operator_s(machine: Machine, function: Any, args: Any, kwargs: Any, made: Any) -> float:
     """Return the seconds that a PyTorch operator takes on ``machine``, by the sizes of its arguments and results."""
-    tensors = [one for one in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves((args, kwargs, made)) if isinstance(leaf, torch.Tensor)]
     flops = counted_flops(function, args, kwargs, made)
-    floating = next((one.dtype for one in tensors if one.is_floating_point()), torch.float32)
-    return machine.operator_s(flops=flops, size_bytes=sum(one.nbytes for one in tensors), dtype=floating)
+    floating = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+    return machine.operator_s(flops=flops, size_bytes=sum(tensor.nbytes for tensor in tensors), dtype=floating)

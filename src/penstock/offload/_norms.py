@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.offload._operators import id_or_zero
-from penstock.offload._page import Kind, Page
+from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 
 _OF_LISTS, _OF_ONE = torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default
@@ -68,12 +68,12 @@ class Norms:
         if func not in (_OF_LISTS, _OF_ONE) or self._is_taking:
             return None
         tensors = args[0] if func is _OF_LISTS else [args[0]]
-        pages = [self._page_of(one) for one in tensors]
+        pages = [self._page_of(tensor) for tensor in tensors]
         if not any(pages):
             return None
         self._asked = func, tuple(args[1:]), tuple(options.items())
         known = [None if page is None else self._known(page) for page in pages]
-        if all(one is None for one in known):
+        if all(norm is None for norm in known):
             return None
         if func is _OF_ONE:
             return known[0]
@@ -91,6 +91,6 @@ class Norms:
 
     def _page_of(self, gradient: torch.Tensor) -> Page | None:
         page = self._pages.find(id_or_zero(gradient))
-        if page is None or page.kind is not Kind.GRADIENT or gradient.nbytes != page.size_bytes:
+        if page is None or page.kind is not PageKind.GRADIENT or gradient.nbytes != page.size_bytes:
             return None
         return page

@@ -18,7 +18,7 @@ from penstock.host_stepping import (
     seconds_per_element,
     step_on_host,
 )
-from penstock.offload._casts import Casts, Twin
+from penstock.offload._casts import Casts, CastTwin
 from penstock.offload._deferred import Deferred
 from penstock.offload._page import Narrow, Page
 from penstock.offload._pages import Pages
@@ -59,8 +59,8 @@ class HostUpdates:
         narrow = due.pages[1].narrow
         weight, gradient, *states = due.pages
         parts = [gradient] if narrow is None else [page for _, page in narrow.parts]
-        pages = [weight, *parts, *states, *(one.page for one in twins)]
-        if not all(map(self._pages.may_leave, pages)):
+        pages = [weight, *parts, *states, *(twin.page for twin in twins)]
+        if not all(map(self._pages.course.may_leave, pages)):
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
             return False  # part of it is on a disk, so letting the rest leave would gain nothing
@@ -79,13 +79,13 @@ class HostUpdates:
 
         ``None`` until the link has carried something and the optimizer has states.
         """
-        out, back = self._pages.waterfall.rates_bytes_per_s()
-        trained = [one for one, state in self.optimizer.state.items() if one.is_floating_point() and state]
+        out, back = self._pages.copies.waterfall.rates_bytes_per_s()
+        trained = [tensor for tensor, state in self.optimizer.state.items() if tensor.is_floating_point() and state]
         if out is None or back is None or not trained:
             return None
-        parameter = min(trained, key=lambda one: (one.numel() < FEWEST_TRIED, abs(one.numel() - FEWEST_TRIED)))
+        parameter = min(trained, key=lambda tensor: (tensor.numel() < FEWEST_TRIED, abs(tensor.numel() - FEWEST_TRIED)))
         state = self.optimizer.state[parameter]
-        large = [one for one in state.values() if is_large(one)]
+        large = [value for value in state.values() if is_large(value)]
         if not _is_plain(state, [None, None, *large], self.optimizer.param_groups):
             return False
         try:
@@ -105,7 +105,7 @@ class HostUpdates:
         """Wait until all pages of an update have left; return ``False`` if one of them stays on the device."""
         while update in self._waiting:
             self._pages.settle(update.pages)
-            self._pages.waterfall.reap()
+            self._pages.copies.waterfall.reap()
             if not update.can_leave:
                 self._waiting.remove(update)
                 return False
@@ -129,7 +129,7 @@ class Update(HostStep):
     """The update of one parameter in host memory."""
 
     def __init__(
-        self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[Twin]
+        self, owner: HostUpdates, due: Deferred, pages: list[Page], narrow: Narrow | None, twins: Sequence[CastTwin]
     ):
         """Take over the pages of an update: weight, gradient or its parts, states, casts of the weight."""
         super().__init__()
@@ -142,8 +142,8 @@ class Update(HostStep):
         tensors = [
             due.parameter,
             *gradients,
-            *(one for one in due.state.values() if is_large(one)),
-            *(one.tensor for one in twins),
+            *(value for value in due.state.values() if is_large(value)),
+            *(twin.tensor for twin in twins),
         ]
         self._num_gradients, self._num_twins = len(gradients), len(twins)
         self._layouts = [
@@ -174,7 +174,7 @@ class Update(HostStep):
         start_s = time.perf_counter()
         if is_there:
             self.wait()
-            self._owner._pages.stall_s += time.perf_counter() - start_s
+            self._owner._pages.copies.stall_s += time.perf_counter() - start_s
         for page in self._involved():
             page.pending = page.on_host = None
         if self.error is not None:
@@ -191,19 +191,19 @@ class Update(HostStep):
         """Update the parameter, and write its casts."""
         weight, *values = [host_view(_handle(page), *layout) for page, *layout in self._layouts]
         twins = [values.pop() for _ in range(self._num_twins)]
-        gradient, *rest = (values.pop(0) for _ in range(self._num_gradients))
+        gradient, *further = (values.pop(0) for _ in range(self._num_gradients))
         if self._narrow is not None:
             gradient = gradient.to(weight.dtype)
-            for one in rest:
-                gradient.add_(one)
+            for part in further:
+                gradient.add_(part)
         if self._factor is not None:
             gradient.mul_(self._factor)
         large = iter(values)
         state = {field: next(large) if is_large(value) else value for field, value in self._due.state.items()}
         parameter, settings = self._due.parameter, self._due.settings
         self._numbers = step_on_host(self._owner.optimizer, settings, parameter, weight, gradient, state, _CALL)
-        for one in twins:
-            one.copy_(weight)
+        for twin in twins:
+            twin.copy_(weight)
 
 
 def _handle(page: Page) -> Handle:
@@ -213,9 +213,9 @@ def _handle(page: Page) -> Handle:
 
 def _is_plain(state: State, pages: Sequence[Page | None], groups: Sequence[dict[str, Any]]) -> bool:
     """Whether each tensor of the state is a page, and everything else is a number in main memory."""
-    large = [one for one in state.values() if is_large(one)]
-    others = [one for one in state.values() if not is_large(one)]
-    settings = [one for group in groups for key, one in group.items() if key != "params"]
+    large = [value for value in state.values() if is_large(value)]
+    others = [value for value in state.values() if not is_large(value)]
+    settings = [setting for group in groups for key, setting in group.items() if key != "params"]
     return len(large) == len(pages) - 2 and all(map(is_number, others)) and all(map(is_here, settings))
 
 

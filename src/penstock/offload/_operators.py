@@ -23,7 +23,7 @@ Find = Callable[[int], Page | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Effect:
     """The effect of an operator, by its schema."""
 
     is_alias: bool
@@ -57,37 +57,37 @@ class Touched:
 _NOTHING = Touched([], [], False, False, False)
 
 
-_kinds: dict[int, tuple[Any, _Kind]] = {}
+_kinds: dict[int, tuple[Any, _Effect]] = {}
 """Kinds by the identity of operators, which hash slowly. The operator is kept too, so its identity stays valid."""
 
 
-def _kind(func: Any) -> _Kind:
+def _kind(func: Any) -> _Effect:
     found = _kinds.get(id(func))
     if found is None:
         found = _kinds[id(func)] = (func, _kind_of(func))
     return found[1]
 
 
-def _kind_of(func: Any) -> _Kind:
+def _kind_of(func: Any) -> _Effect:
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator needs all its arguments
-        return _Kind(False, False, frozenset(), False, False, True)
+        return _Effect(False, False, frozenset(), False, False, True)
     name = schema.name.split("::")[-1]
     writes: set[int | str] = set()
     for place, argument in enumerate(schema.arguments):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written or (argument.name in _RUNNING and "batch_norm" in name):  # its schema does not say so
             writes |= {place, argument.name}
-    return _Kind(
+    return _Effect(
         is_alias=name in ("detach", "alias", "lift_fresh"),
         is_view=not writes
-        and (name in _VIEWS or all(one.alias_info is not None for one in schema.returns))
+        and (name in _VIEWS or all(declared.alias_info is not None for declared in schema.returns))
         and bool(schema.returns),
         writes=frozenset(writes),
         overwrites=name in _OVERWRITE or name == "_foreach_zero_",
         is_of_lists=name.startswith(("_foreach_", "_amp_foreach_", "_fused_"))
         and (not name.startswith("_foreach_addc") or schema.overload_name != "Tensor"),  # one tensor has all scalars
-        makes_new=name not in _VIEWS and any(one.alias_info is None for one in schema.returns),
+        makes_new=name not in _VIEWS and any(declared.alias_info is None for declared in schema.returns),
     )
 
 
@@ -100,10 +100,10 @@ def new_storages(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
     """Yield the tensors of 16 KiB and more in an operator's result whose storages it has made."""
     if not _kind(func).makes_new:
         return
-    found = [one for one in _tensors(result) if one.nbytes >= SMALL_BYTES and type(one) in _PLAIN]
+    found = [tensor for tensor in _tensors(result) if tensor.nbytes >= SMALL_BYTES and type(tensor) in _PLAIN]
     if not found:
         return
-    given = {id_or_zero(one) for value in (*args, *kwargs.values()) for one in _tensors(value)}
+    given = {id_or_zero(tensor) for value in (*args, *kwargs.values()) for tensor in _tensors(value)}
     for tensor in found:
         if tensor.layout is torch.strided and id_or_zero(tensor) not in given:
             yield tensor
@@ -141,27 +141,27 @@ def in_parts(
 ) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     """Yield the arguments of an operator on lists for some entries at a time, with about ``part_bytes`` of pages."""
     values = [*args, *kwargs.values()]
-    length = max((len(one) for one in values if isinstance(one, list | tuple)), default=0)
+    length = max((len(value) for value in values if isinstance(value, list | tuple)), default=0)
 
     def cut(value: Any, start: int, end: int) -> Any:
         is_list = isinstance(value, list | tuple) and len(value) == length
         return list(value[start:end]) if is_list else value
 
     start, size_bytes = 0, 0
-    for at in range(length):
+    for index in range(length):
         size_bytes += sum(
             page.size_bytes
             for value in values
             if isinstance(value, list | tuple) and len(value) == length
-            for page in [_page(value[at], find)]
+            for page in [_page(value[index], find)]
             if page is not None
         )
-        if size_bytes >= part_bytes or at == length - 1:
+        if size_bytes >= part_bytes or index == length - 1:
             yield (
-                [cut(one, start, at + 1) for one in args],
-                {name: cut(one, start, at + 1) for name, one in kwargs.items()},
+                [cut(argument, start, index + 1) for argument in args],
+                {name: cut(argument, start, index + 1) for name, argument in kwargs.items()},
             )
-            start, size_bytes = at + 1, 0
+            start, size_bytes = index + 1, 0
 
 
 def _tensors(value: Any) -> Sequence[torch.Tensor]:
@@ -169,9 +169,9 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return (value,)
     if isinstance(value, list | tuple):
-        return [tensor for one in value for tensor in _tensors(one)]
+        return [tensor for entry in value for tensor in _tensors(entry)]
     if isinstance(value, dict):
-        return [tensor for one in value.values() for tensor in _tensors(one)]
+        return [tensor for entry in value.values() for tensor in _tensors(entry)]
     return ()
 
 

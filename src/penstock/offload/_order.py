@@ -14,7 +14,7 @@ MAX_ORDERS = 8
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class StepOrder:
     """The order of one kind of step."""
 
     needs: list[tuple[int, ...]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Order:
     was_recorded: bool = False
     """Whether a timeline was recorded of a step that followed this order."""
     _begun_until: list[int] = field(default_factory=list)
-    then: "Order | None" = None
+    then: "StepOrder | None" = None
     """The kind of step that came after it last time."""
 
     def add(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class Order:
         if self.needs:
             self.begun_bytes[-1] += size_bytes
 
-    def measured(self, others_bytes: list[int], as_seen: "Order") -> None:
+    def measured(self, others_bytes: list[int], as_seen: "StepOrder") -> None:
         """Add a measurement of the bytes outside of pages, from a step of this kind."""
         before = self.others_bytes or others_bytes
         self.others_bytes = [max(pair) for pair in zip(before, others_bytes, strict=True)]
@@ -107,19 +107,19 @@ class Follower:
     """A record of the step under way, and of the known order that it seems to follow."""
 
     def __init__(self) -> None:
-        self.orders: list[Order] = []
-        self.now = Order()
-        self.known: Order | None = None
+        self.orders: list[StepOrder] = []
+        self.now = StepOrder()
+        self.known: StepOrder | None = None
         """The order that the step has followed so far; ``None`` if there is none."""
-        self._last: Order | None = None
+        self._last: StepOrder | None = None
 
     def begin(self) -> None:
         """Begin a step, and expect the kind that most recently followed the last step's kind."""
-        self.now = Order()
+        self.now = StepOrder()
         self.known = self.expected
 
     @property
-    def expected(self) -> Order | None:
+    def expected(self) -> StepOrder | None:
         """The order of the next step, as far as is known."""
         return self._last and (self._last.then or self._last)
 
@@ -128,14 +128,14 @@ class Follower:
         at = len(self.now.needs)
         self.now.add(keys, sizes)
         if self.known is not None and (at >= len(self.known.needs) or self.known.needs[at] != keys):
-            self.known = next((one for one in self.orders if one.needs[: at + 1] == self.now.needs), None)
+            self.known = next((order for order in self.orders if order.needs[: at + 1] == self.now.needs), None)
         return at
 
-    def end(self, others_bytes: list[int]) -> Order | None:
+    def end(self, others_bytes: list[int]) -> StepOrder | None:
         """End the step; return its order, with the measurement, or ``None`` if it used no pages."""
         if not self.now.needs:
             return None
-        same = next((one for one in self.orders if one.needs == self.now.needs), None)
+        same = next((order for order in self.orders if order.needs == self.now.needs), None)
         order = same or self.now
         if others_bytes:
             order.measured(others_bytes, self.now)

@@ -1,7 +1,6 @@
 """A page: a storage that is emptied and filled in place, with its state."""
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from penstock.storages import id_of, storage_of
 from penstock.tiers import Handle, HandleState
 
 
-class Kind(Enum):
+class PageKind(Enum):
     """The kind of bytes in a page."""
 
     PARAMETER = "parameters"
@@ -59,7 +58,11 @@ class Narrow:
 
 
 class Page:
-    """One storage, filled or emptied."""
+    """One storage, filled or emptied.
+
+    It is wide because each mechanism that may delay, replace or forbid its copies leaves a mark on it, which is read for
+    every operator: updates, scaling, casts, the host's work.
+    """
 
     __slots__ = (
         "_name",
@@ -84,7 +87,7 @@ class Page:
         "wide",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, key: int, kind: Kind, name: Any):  # any: a text, an operator
+    def __init__(self, storage: torch.UntypedStorage, key: int, kind: PageKind, name: Any):  # any: a text, an operator
         self._weak = StorageWeakRef(storage)
         self._name = name
         self.identity = id_of(storage)
@@ -120,7 +123,7 @@ class Page:
         """The page's name in messages."""
         return self._name if isinstance(self._name, str) else f"a result of {self._name}"
 
-    def call(self, name: str, kind: Kind) -> None:
+    def call(self, name: str, kind: PageKind) -> None:
         """Give the page another name and kind, once it turns out what it is."""
         self._name, self.kind = name, kind
 
@@ -164,21 +167,3 @@ class Page:
     def held_bytes(self) -> int:
         """Return the bytes that it takes on the device."""
         return self.size_bytes if self.is_here or self.is_coming else 0
-
-
-class Keys:
-    """Keys for pages by label or by position in the step. A place has several where pages of earlier steps live on."""
-
-    def __init__(self) -> None:
-        self._by_place: dict[Any, list[int]] = {}  # any: a text, a number
-        self._new = itertools.count()
-
-    def free(self, place: Any, taken: Mapping[int, Page]) -> int:
-        """Return the first key of the place that no living page has."""
-        keys = self._by_place.setdefault(place, [])
-        for key in keys:
-            page = taken.get(key)
-            if page is None or page.is_dead:
-                return key
-        keys.append(next(self._new))
-        return keys[-1]

@@ -92,7 +92,7 @@ def do_pending(pages: Iterable[Page]) -> None:
 def do_all_pending(pages: Pages) -> None:
     """Do all due updates within the budget, for a caller that looks at everything."""
     with pages.lock:
-        if pages.is_in_step:
+        if pages.course.is_in_step:
             do_pending(list(pages))
             return
         pages.begin_step()  # so that temporary results of updates are pages
@@ -133,7 +133,7 @@ def _replace_method(kind: type, name: str, prepare: Callable[[Pages, Page], None
         found = None if watching is None else watching.find(id_or_zero(self))
         if found is not None:
             pages, page = found
-            if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.pinned:
+            if sys._getframe(1).f_globals.get("__name__") == _TAKES_ALL and page not in pages.register.pinned:
                 raise ValueError(
                     f"safetensors takes {page.label} and all other tensors of a file at once, which may exceed the "
                     "budget. training.save_weights(path) writes such files one part at a time. If everything fits the "
@@ -167,10 +167,10 @@ def _ask_for_address(pages: Pages, page: Page) -> None:
 
 
 def _refuse_pickling(pages: Pages, page: Page) -> None:
-    writer: _Writer | None = getattr(_saving, "writer", None)
+    writer: _ArchiveWriter | None = getattr(_saving, "writer", None)
     if writer is not None:
         writer.begin()
-    elif page not in pages.pinned:
+    elif page not in pages.register.pinned:
         raise ValueError(
             f"{page.label} may be in another tier now, where pickle cannot find it. Use torch.save(model.state_dict(), "
             "path). For anything else, bring everything to the device: with training.whole(): pickle.dumps(model)"
@@ -186,7 +186,7 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
     if watching is None or pages is None or hasattr(_saving, "writer"):
         save(what, file, *rest, **options)
         return
-    _saving.writer = writer = _Writer(file, pages)
+    _saving.writer = writer = _ArchiveWriter(file, pages)
     try:
         with watching.entered():
             save(what, writer, *rest, **options)
@@ -195,7 +195,7 @@ def _save(save: Callable[..., None], what: Any, file: Any, *rest: Any, **options
         del _saving.writer
 
 
-class _Writer:
+class _ArchiveWriter:
     """A wrapper of PyTorch's archive writer that knows when pickling has ended and which page is being written."""
 
     def __init__(self, file: Any, pages: Pages):
@@ -223,8 +223,8 @@ class _Writer:
             self.let_go()
             with self._pages.lock:
                 self._pages.need([page], [])
-                if page not in self._pages.pinned:
-                    self._pages.pinned.add(page)
+                if page not in self._pages.register.pinned:
+                    self._pages.register.pinned.add(page)
                     self._pinned = page
         return page.size_bytes
 
@@ -232,7 +232,7 @@ class _Writer:
         """Let the page that was written last leave again."""
         with self._pages.lock:
             if self._pinned is not None:
-                self._pages.pinned.discard(self._pinned)
+                self._pages.register.pinned.discard(self._pinned)
                 self._pinned = None
 
     def write_record(self, *arguments: Any) -> None:
@@ -245,6 +245,6 @@ class _Writer:
 
 
 def _nbytes(own: Callable[[torch.UntypedStorage], int], storage: torch.UntypedStorage) -> int:
-    writer: _Writer | None = getattr(_saving, "writer", None)  # of this thread
+    writer: _ArchiveWriter | None = getattr(_saving, "writer", None)  # of this thread
     size_bytes = None if writer is None else writer.size_bytes(id_of(storage))
     return own(storage) if size_bytes is None else size_bytes

@@ -63,7 +63,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """The decisions for every cycle like the recorded one."""
+    """The decisions for every cycle like the recorded one. It is wide because its predictions are part of it."""
 
     parked: frozenset[int]
     """Positions of the storages to park."""
@@ -97,7 +97,7 @@ class OffloadPlan:
 
 
 @dataclass(slots=True)
-class Simulation:
+class CycleSimulation:
     """The outcome of parking a set of storages: peak, stall and copies."""
 
     peak_bytes: int = 0
@@ -122,7 +122,7 @@ def plan(problem: OffloadProblem) -> OffloadPlan:
         bound_bytes = int(_SMALLER * problem.max_in_flight_bytes)
         while bound_bytes >= max(largest_bytes, _LEAST_IN_FLIGHT_BYTES) and _is_bound(problem, made):
             other = _plan(replace(problem, max_in_flight_bytes=bound_bytes))
-            made = min(made, other, key=lambda one: (bool(one.declined), one.peak_bytes, one.stall_s))
+            made = min(made, other, key=lambda plan: (bool(plan.declined), plan.peak_bytes, plan.stall_s))
             bound_bytes = int(_SMALLER * bound_bytes)
     return made
 
@@ -131,9 +131,9 @@ def _is_bound(problem: OffloadProblem, made: OffloadPlan) -> bool:
     """Whether so many bytes are on their way out at once that a smaller bound would change something."""
     ends = sorted(
         change
-        for one in made.transfers
-        for size_bytes in [problem.storages[one.index].size_bytes]
-        for change in ((one.pack_s, size_bytes), (one.out_end_s, -size_bytes))
+        for transfer in made.transfers
+        for size_bytes in [problem.storages[transfer.index].size_bytes]
+        for change in ((transfer.pack_s, size_bytes), (transfer.out_end_s, -size_bytes))
     )
     in_flight = most = 0
     for _, change in ends:
@@ -148,7 +148,7 @@ def _plan(problem: OffloadProblem) -> OffloadPlan:
     problem, lay = _within_budget(problem, frozenset(movable))
     keep_all_peak_bytes = simulate(problem, frozenset(), {}).peak_bytes
 
-    def outcome(num_kept: int, lay: _Layer) -> tuple[frozenset[int], dict[int, int], Simulation]:
+    def outcome(num_kept: int, lay: _Layer) -> tuple[frozenset[int], dict[int, int], CycleSimulation]:
         parked = frozenset(movable[num_kept:])
         fetch_events = lay(problem, parked)
         return parked, fetch_events, simulate(problem, parked, fetch_events)
@@ -266,18 +266,18 @@ def _fetch_at_need(problem: OffloadProblem, parked: Set[int]) -> dict[int, int]:
     return {index: problem.storages[index].need_event for index in parked}
 
 
-def simulate(problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]) -> Simulation:
+def simulate(problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]) -> CycleSimulation:
     """Simulate the recorded cycle with ``parked`` parked and fetches begun at ``fetch_events``."""
-    return _Player(problem, parked, fetch_events).play()
+    return _CyclePlayer(problem, parked, fetch_events).play()
 
 
-class _Player:
-    """The state of a simulated cycle."""
+class _CyclePlayer:
+    """The state of a simulated cycle. It is wide because two lanes and the device advance together."""
 
     def __init__(self, problem: OffloadProblem, parked: Set[int], fetch_events: Mapping[int, int]):
         self.problem = problem
         self.parked = parked
-        self.result = Simulation()
+        self.result = CycleSimulation()
         self.now_s = 0.0
         self.event = 0
         self.out_free_s = self.in_free_s = 0.0
@@ -292,7 +292,7 @@ class _Player:
         for index in sorted(fetch_events, key=lambda index: problem.storages[index].need_event):
             self.fetches.setdefault(fetch_events[index], []).append(index)
 
-    def play(self) -> Simulation:
+    def play(self) -> CycleSimulation:
         before_s = 0.0
         base = _base(self.problem)
         for event, time_s in enumerate(self.problem.event_times_s):
@@ -375,11 +375,11 @@ def _base(problem: OffloadProblem) -> tuple[int, ...]:
     return tuple(problem.base_bytes) or (0,) * problem.num_events
 
 
-def _held(problem: OffloadProblem, simulation: Simulation) -> tuple[int, ...]:
+def _held(problem: OffloadProblem, simulation: CycleSimulation) -> tuple[int, ...]:
     return tuple(map(sum, zip(simulation.resident_bytes, _base(problem), strict=True)))
 
 
-def _peak_parts(problem: OffloadProblem, simulation: Simulation, reasons: Sequence[str]) -> dict[str, int]:
+def _peak_parts(problem: OffloadProblem, simulation: CycleSimulation, reasons: Sequence[str]) -> dict[str, int]:
     """Return the parts of the peak, the largest first."""
     held, base = _held(problem, simulation), _base(problem)
     event = max(range(len(held)), key=held.__getitem__, default=0)
@@ -413,7 +413,7 @@ def _movable(problem: OffloadProblem) -> list[int]:
     return [index for index, storage in enumerate(problem.storages) if not storage.must_keep]
 
 
-def _never_gone(simulation: Simulation) -> set[int]:
+def _never_gone(simulation: CycleSimulation) -> set[int]:
     """Return the storages that are needed before they have left, so that parking them gains nothing."""
     return {index for index, transfer in simulation.transfers.items() if transfer.in_start_s == math.inf}
 
@@ -437,7 +437,7 @@ def _most_that_fit(problem: OffloadProblem, movable: list[int], peak_if_kept: Ca
     return most - _bisect(most, lambda num_parked: peak_if_kept(most - num_parked) <= budget_bytes)
 
 
-def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: Simulation, num_parked: int) -> str:
+def _declined(problem: OffloadProblem, keep_all_bytes: int, simulation: CycleSimulation, num_parked: int) -> str:
     """Return why offloading is not worth it, or an empty text.
 
     It is worth it if saving >= floor x peak, and stall + overhead <= share x step. A budget overrides both.

@@ -89,11 +89,12 @@ class OffloadProblem:
         for name in ("out_bandwidth_bytes_per_s", "in_bandwidth_bytes_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"`{name}` must be above 0 and finite, got {getattr(self, name)}")
-        for at, one in enumerate(self.storages):
-            if not one.pack_event < one.need_event < one.free_event <= self.num_events:
+        for index, storage in enumerate(self.storages):
+            pack, need, free = storage.pack_event, storage.need_event, storage.free_event
+            if not pack < need < free <= self.num_events:
                 raise ValueError(
-                    f"`storages`[{at}] must have its events in order, within the {self.num_events} of `event_times_s`, "
-                    f"got pack_event={one.pack_event}, need_event={one.need_event}, free_event={one.free_event}"
+                    f"`storages`[{index}] must have its events in order, within the {self.num_events} of "
+                    f"`event_times_s`, got pack_event={pack}, need_event={need}, free_event={free}"
                 )
 
     @property

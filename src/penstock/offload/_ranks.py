@@ -3,9 +3,10 @@
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
-from penstock.offload._order import Order
+from penstock.offload._copies import Copies
+from penstock.offload._order import StepOrder
 from penstock.offload._page import Page
 
 _DYING_NEEDS = 16
@@ -17,7 +18,7 @@ class Ranks:
     """Pages on the device by rank, in a heap that also has entries with outdated ranks."""
 
     def __init__(self) -> None:
-        self.order: Order | None = None
+        self.order: StepOrder | None = None
         """The order that all pages were ranked by."""
         self._heap: list[tuple[float, int, Page]] = []
         self._entry = itertools.count()
@@ -26,12 +27,12 @@ class Ranks:
         """Return whether there are so many outdated entries that all pages should be ranked anew."""
         return len(self._heap) > 4 * num_pages + _MAX_OLD_ENTRIES
 
-    def rank(self, page: Page, order: Order | None, at: int, *, is_new: bool = False) -> None:
+    def rank(self, page: Page, order: StepOrder | None, at: int, *, is_new: bool = False) -> None:
         """Rank a page at position ``at`` of the step's order; without an order, rank it by its last use."""
         page.rank = page.last_use if order is None else -order.next_use(page.key, at, is_new=is_new)
         heapq.heappush(self._heap, (page.rank, next(self._entry), page))
 
-    def rank_all(self, pages: Iterable[Page], order: Order | None, at: int) -> None:
+    def rank_all(self, pages: Iterable[Page], order: StepOrder | None, at: int) -> None:
         """Rank all pages that are on the device anew, and drop outdated entries."""
         self.order = order
         self._heap.clear()
@@ -42,15 +43,13 @@ class Ranks:
     def first(
         self,
         stays: Callable[[Page], bool],
-        leaving: Collection[Page],
-        drop: Callable[[Page], None],
+        copies: Copies,
         *,
         now: int,
         later_than: int | None = None,
         is_urgent: bool = False,
     ) -> Page | None:
-        """Return the page that leaves next, if its next use comes after ``later_than``. Dead pages are passed to
-        ``drop``.
+        """Return the page that leaves next, if its next use comes after ``later_than``. Dead pages are dropped.
 
         A page that is not needed again gets some time to be freed, unless ``is_urgent``. ``now`` is the number of
         operators so far.
@@ -59,12 +58,12 @@ class Ranks:
         while self._heap and found is None:
             entry = heapq.heappop(self._heap)
             rank, _, page = entry
-            if rank != page.rank or not page.held_bytes() or page in leaving:
+            if rank != page.rank or not page.held_bytes() or copies.is_leaving(page):
                 continue
             if page.wide is not None and page.wide.is_dead:
-                drop(page.wide)  # only this page may have kept that one
+                copies.drop(page.wide)  # only this page may have kept that one
             if page.is_dead:
-                drop(page)
+                copies.drop(page)
             elif later_than is not None and -rank <= later_than:
                 put_back.append(entry)
                 break

@@ -20,7 +20,7 @@ from penstock.devices import has_backend
 from penstock.errors import BudgetError, DoubleBackwardError, PenstockWarning
 from penstock.offload._account import account_of
 from penstock.offload._cycle import Cycle
-from penstock.offload._learn import Learner, Settings
+from penstock.offload._learn import CycleSettings, Learner
 from penstock.offload._policy import Policy, Rules, SavedTensor, covers
 from penstock.offload._problem import TINY_BYTES
 from penstock.offload._saved import KeptTensor, Opaque, Packed, ParkedTensor, SavedEntry, WrappedTensor
@@ -113,7 +113,7 @@ def activations(
     account = account_of(budget, host, disk, "penstock.offload.activations(model, host='8GiB', disk='/nvme')")
     _check_budget(model, account, host)
     _check_patterns(model, modules)
-    settings = Settings(
+    settings = CycleSettings(
         max_in_flight_bytes=None if max_in_flight is None else parse_bytes(max_in_flight),
         min_saving_share=_share("min_saving", min_saving),
         max_stall_share=_share("max_stall", max_stall),
@@ -125,9 +125,13 @@ def activations(
 
 
 class Offloader:
-    """A context manager, made by ``activations``, for forward and backward of every step; ``close`` it at the end."""
+    """A context manager, made by ``activations``, for forward and backward of every step; ``close`` it at the end.
 
-    def __init__(self, model: nn.Module, account: Budget, rules: Rules, settings: Settings):
+    It is wide because it joins parts that know nothing of each other: rules and scope say what may move, the learner
+    plans, the cycle follows the plan, waterfalls move.
+    """
+
+    def __init__(self, model: nn.Module, account: Budget, rules: Rules, settings: CycleSettings):
         self.events = EventLog()
         """A log of all copies and stalls, for ``penstock.tiers.write_trace``."""
         self._model = model
@@ -207,7 +211,7 @@ class Offloader:
             return
         self._finish_cycle_if_drained(must_be_used=True)
         if self._cycle is None and not self._learner.declined:
-            self._learner.enter(next((one.device for one in self._model.parameters()), torch.device("cpu")))
+            self._learner.enter(next((parameter.device for parameter in self._model.parameters()), torch.device("cpu")))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -313,7 +317,7 @@ class Offloader:
             is_checkpoint_input=_is_checkpoint_input(),
         )
         if self._cycle is None:
-            has_gradients = any(one.grad is not None for one in self._model.parameters())
+            has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
             self._cycle = self._learner.begin(
                 self._waterfalls,
                 (seen.size_bytes, seen.module, self._scope.given),
@@ -430,7 +434,7 @@ def _is_checkpoint_input() -> bool:
 
 def _check_budget(model: nn.Module, account: Budget, host: Size | None) -> None:
     parameters = list(model.parameters())
-    if host is not None and all(one.device.type == "cpu" for one in parameters):
+    if host is not None and all(parameter.device.type == "cpu" for parameter in parameters):
         warnings.warn(
             "host=... is ignored for a model on the CPU, where host memory is the device itself; disk=... is used",
             PenstockWarning,
@@ -461,7 +465,7 @@ def _check_patterns(model: nn.Module, modules: Sequence[str] | None) -> None:
 
 def _parameter_bytes(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each parameter with its gradient, by ``id``."""
-    return {id(one): one.nbytes * (2 if one.requires_grad else 1) for one in model.parameters()}
+    return {id(parameter): parameter.nbytes * (2 if parameter.requires_grad else 1) for parameter in model.parameters()}
 
 
 def _share(name: str, value: float) -> float:

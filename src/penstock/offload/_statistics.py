@@ -8,7 +8,10 @@ from penstock.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadStatistics:
-    """Statistics of one step, from the first tensor saved to the last one used. Sizes are bytes, durations seconds."""
+    """Statistics of one step, from the first tensor saved to the last one used. Sizes are bytes, durations seconds.
+
+    It is wide because it is a flat record that people print and log.
+    """
 
     num_steps: int
     """Number of steps finished so far, including this one."""
@@ -70,7 +73,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatistics:
-    """Statistics of a `Training` since it was made."""
+    """Statistics of a `Training` since it was made. It is wide because it is a flat record that people log."""
 
     num_steps: int
     """Number of times that its context was left without an error."""

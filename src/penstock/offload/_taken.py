@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.offload._operators import SMALL_BYTES, id_or_zero
-from penstock.offload._page import Kind
+from penstock.offload._page import PageKind
 from penstock.offload._pages import Pages
 from penstock.stepping import State
 from penstock.storages import id_of
@@ -18,7 +18,7 @@ class Taken:
 
     def __init__(self, pages: Pages, model: nn.Module, device: torch.device):
         self._pages, self._model, self._device = pages, model, device
-        self._names = {id(one): name for name, one in model.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._hooked: set[int] = set()
         self._hooks: list[Any] = []  # any: of PyTorch's handles
         self.on_gradient: Callable[[torch.Tensor], None] = self.gradient
@@ -30,18 +30,18 @@ class Taken:
             self._hooks.pop().remove()
 
     def parameters(self) -> None:
-        for one in self._model.parameters():
-            self._take_over_parts(one, self.name(one))
-            page = self._pages.find(id_or_zero(one))
+        for parameter in self._model.parameters():
+            self._take_over_parts(parameter, self.name(parameter))
+            page = self._pages.find(id_or_zero(parameter))
             if page is None:
-                self._take_over(one)
-            elif page.kind is not Kind.PARAMETER:
-                page.call(self.name(one), Kind.PARAMETER)
-            if one.requires_grad and id(one) not in self._hooked:
-                self._hooked.add(id(one))
-                self._hooks.append(one.register_post_accumulate_grad_hook(self.on_gradient))
-                if one.grad is not None:
-                    self.gradient(one)
+                self._take_over(parameter)
+            elif page.kind is not PageKind.PARAMETER:
+                page.call(self.name(parameter), PageKind.PARAMETER)
+            if parameter.requires_grad and id(parameter) not in self._hooked:
+                self._hooked.add(id(parameter))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self.on_gradient))
+                if parameter.grad is not None:
+                    self.gradient(parameter)
 
     def _take_over_parts(self, tensor: torch.Tensor, name: str) -> None:
         """Make pages of the tensors that a wrapper tensor, such as a quantized one, is made of."""
@@ -53,30 +53,30 @@ class Taken:
                 if not part.untyped_storage().resizable():  # memory of a file or of NumPy
                     part = part.clone()
                     setattr(tensor, field, part)
-                self._adopt(part, Kind.PARAMETER, label)
+                self._adopt(part, PageKind.PARAMETER, label)
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Make a parameter's storage a page; give it a new storage first if it cannot be resized, shared as before."""
         if not self._may_move(parameter):
             return
         storage = parameter.untyped_storage()
-        if self._pages.is_left_alone(storage):
+        if self._pages.register.is_left_alone(storage):
             return
         if not storage.resizable():  # memory of NumPy or of a file
-            sharing = [one for one in self._model.parameters() if id_or_zero(one) == id_of(storage)]
+            sharing = [tied for tied in self._model.parameters() if id_or_zero(tied) == id_of(storage)]
             own = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
             own.copy_(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))  # type: ignore[call-overload]
-            for one in sharing:
-                view = torch.empty(0, dtype=one.dtype, device=storage.device)
-                view.set_(own.untyped_storage(), one.storage_offset(), one.size(), one.stride())  # type: ignore[call-overload]
-                one.data = view
+            for tied in sharing:
+                view = torch.empty(0, dtype=tied.dtype, device=storage.device)
+                view.set_(own.untyped_storage(), tied.storage_offset(), tied.size(), tied.stride())  # type: ignore[call-overload]
+                tied.data = view
             storage = own.untyped_storage()
-        self._pages.begin(storage, Kind.PARAMETER, self.name(parameter))
+        self._pages.begin(storage, PageKind.PARAMETER, self.name(parameter))
 
     def gradient(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None:
-            self._adopt(gradient, Kind.GRADIENT, f"gradient of {self.name(parameter)}")
+            self._adopt(gradient, PageKind.GRADIENT, f"gradient of {self.name(parameter)}")
 
     def states(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, state in optimizer.state.items():
@@ -88,12 +88,12 @@ class Taken:
             if isinstance(value, torch.Tensor):
                 if self._may_move(value) and not value.untyped_storage().resizable():  # memory of a file or of NumPy
                     state[field] = value = value.clone()
-                self._adopt(value, Kind.STATE, f"{field} of {self.name(parameter)}")
+                self._adopt(value, PageKind.STATE, f"{field} of {self.name(parameter)}")
 
-    def _adopt(self, tensor: torch.Tensor, kind: Kind, name: str) -> None:
+    def _adopt(self, tensor: torch.Tensor, kind: PageKind, name: str) -> None:
         page = self._pages.find(id_or_zero(tensor))
         if page is not None:
-            if page.kind is Kind.OTHER:
+            if page.kind is PageKind.OTHER:
                 page.call(name, kind)
             return
         if self._may_move(tensor):

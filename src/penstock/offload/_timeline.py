@@ -1,13 +1,13 @@
 """The device memory of pages in the course of one step, for reports."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from penstock.offload._order import Order
-from penstock.offload._page import Kind, Page
+from penstock.offload._order import StepOrder
+from penstock.offload._page import Page, PageKind
 
 _MOST_SAMPLES = 300
-Sample = tuple[float, dict[Kind, int]]
+Sample = tuple[float, dict[PageKind, int]]
 
 
 class Timeline:
@@ -19,21 +19,21 @@ class Timeline:
         self._under_way: list[Sample] | None = None
         self._start_s, self._every, self._count = 0.0, 1, 0
 
-    def begin(self, order: Order | None, *, is_measured: bool) -> None:
+    def begin(self, order: StepOrder | None, *, is_measured: bool) -> None:
         """Begin a step that is expected to follow ``order``."""
         self._under_way, self._start_s, self._count = None, time.perf_counter(), 0
         if order is not None and is_measured and not order.was_recorded:
             order.was_recorded = True
             self._under_way, self._every = [], 1 + len(order.needs) // _MOST_SAMPLES
 
-    def sample(self, pages: Iterable[Page]) -> None:
-        """Record a sample at an operator, if this step is recorded and it is time for one."""
+    def sample(self, pages: Callable[[], Iterable[Page]]) -> None:
+        """Record a sample of all ``pages()`` at an operator, if this step is recorded and it is time for one."""
         if self._under_way is None:
             return
         self._count += 1
         if self._count % self._every == 0:
-            held = dict.fromkeys(Kind, 0)
-            for page in pages:
+            held = dict.fromkeys(PageKind, 0)
+            for page in pages():
                 held[page.kind] += page.held_bytes()
             self._under_way.append((time.perf_counter() - self._start_s, held))
 

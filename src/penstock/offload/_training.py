@@ -1,12 +1,9 @@
 """Training of a model whose parameters, gradients and optimizer state exceed the device, in the user's own loop."""
 
-import atexit
 import contextlib
 import gc
 import os
 import threading
-import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,25 +15,16 @@ from torch import nn
 from penstock.arguments import checked
 from penstock.errors import BudgetError, ForkedProcessError, PenstockError
 from penstock.offload import _checkpoint
-from penstock.offload._made import CALL, Update, device_of, places
-from penstock.offload._meter import Meter
-from penstock.offload._on_host import HostUpdates
-from penstock.offload._operators import id_or_zero
-from penstock.offload._page import Kind
-from penstock.offload._pages import Pages
-from penstock.offload._past import do_all_pending, do_pending
+from penstock.offload._made import CALL, Update, places
+from penstock.offload._managed import Managed
+from penstock.offload._meter import OthersMeter
+from penstock.offload._progress import TrainingProgress
 from penstock.offload._statistics import Held, TrainingStatistics
-from penstock.offload._taken import Taken, nbytes_of
-from penstock.offload._updates import Updates
-from penstock.offload._watch import Watch
-from penstock.probe import can_record, held_bytes
-from penstock.stepping import refuse_whole_optimizers, state_share
-from penstock.tiers import Budget, DiskSpec, Event, Size, waterfall_for
+from penstock.probe import can_record
+from penstock.tiers import Budget, DiskSpec, Event, Size
 from penstock.units import format_bytes
 
 _CALL_PARAMETERS = CALL.replace("offload.training", "offload.parameters")
-_PARTS = 16
-"""Divisor of the budget that gives the size of a checkpoint's files. A file is larger only if a single tensor is."""
 
 
 @checked(CALL)
@@ -130,7 +118,10 @@ def parameters(
 
 
 class Training:
-    """A context manager, made by `training`, to enter around each step; ``close`` it at the end."""
+    """A context manager, made by `training`, to enter around each step; ``close`` it at the end.
+
+    It only guards and counts the steps: `Managed` takes model and optimizer over, and its `Pages` move.
+    """
 
     model: nn.Module
     """The model that was given, or that the function made."""
@@ -148,68 +139,21 @@ class Training:
         update: Update,
         moves_activations: bool = True,
     ):
-        assert account.device_bytes is not None
-        self._device, self._updates_in_backward = device, update_in_backward
-        self._wants_host = update == "host"
-        self._waterfall = waterfall_for(device, account)
-        self._pages = Pages(self._waterfall, account.device_bytes, device)
-        self._num_steps = 0
-        self._begun_s: float | None = None
-        self._ended_s = 0.0
         self.disks = tuple(account.disk_bytes)
         """Directories of the disk tiers."""
-        self._last: tuple[dict[Kind, int], dict[Kind, int]] = ({}, {})
-        self._before = self._last
-        self._measured_peak_bytes: int | None = None
-        self._meter: Meter | None = None
+        self._thread = threading.get_ident()
+        self._managed = Managed(account, device, updates_in_backward=update_in_backward)
+        self._pages = self._managed.pages
+        self._progress = TrainingProgress(self._pages.copies)
+        self._meter: OthersMeter | None = None
         self._is_entered = self._is_closed = False
-        self._forget_updates: Callable[[], None] = lambda: None
-        self._undo = contextlib.ExitStack()
-        self._thread, self._process = threading.get_ident(), os.getpid()
-        self._watch = Watch(self._pages, device)
         try:
-            self._watch.begin()  # now, since parameters may leave the device from here on
-        except ValueError:
-            self._waterfall.close()
-            raise
-        try:
-            self.model, self.optimizer = self._made(model, optimizer)
-            self._move()
-            self._taken = Taken(self._pages, self.model, device)
-            self._refuse_too_much(account.device_bytes)
-            casts = self._watch.casts
-            casts.name, casts.updates_on_host = self._taken.name, self._wants_host
-            on_host = (
-                None
-                if update == "device"
-                else HostUpdates(self.optimizer, self._pages, casts, last_first=update_in_backward)
-            )
-            self._updates = Updates(self.optimizer, self._pages, self._taken, on_host, is_measured=update == "auto")
-            self._forget_updates = self._updates.forget
-            self._taken.on_gradient = self._updates.in_backward if update_in_backward else self._complete
-            self._undo.callback(self._taken.end)
-            self._taken.parameters()
-            self._taken.states(self.optimizer)
-            self._undo.callback(self._updates.begin())
-            for handle in (
-                self.optimizer.register_state_dict_pre_hook(lambda *_: do_all_pending(self._pages)),
-                self.optimizer.register_load_state_dict_pre_hook(lambda *_: do_all_pending(self._pages)),
-                self.optimizer.register_load_state_dict_post_hook(lambda _: self._taken.states(self.optimizer)),
-            ):
-                self._undo.callback(handle.remove)
-            self._pages.flush()
-            self._pages.others_bytes = held_bytes(device)
-            if self._pages.others_bytes > account.device_bytes:
-                raise BudgetError(
-                    f"`budget` must be more than {format_bytes(self._pages.others_bytes)}, got "
-                    f"{format_bytes(account.device_bytes)}: the device already holds that much that cannot be "
-                    "moved, because it does not belong to this model or its optimizer, or is too small"
-                )
+            self._managed.begin(model, optimizer, update)
         except BaseException:
             self.close(discard=not isinstance(model, nn.Module))
             raise
-        self._watch.adopts_results = moves_activations
-        _open.add(self)
+        self.model, self.optimizer = self._managed.model, self._managed.optimizer
+        self._managed.watch.adopts_results = moves_activations
 
     def __enter__(self) -> Self:
         self._refuse_unusable()
@@ -219,19 +163,20 @@ class Training:
             )
         if self._is_entered:
             raise ValueError("this training is entered already; enter it once around a step: with training: ...")
-        if self._updates.is_broken:
+        if self._managed.updates.is_broken:
             raise PenstockError(
                 "the update of a parameter was interrupted half way; go on from the last checkpoint: "
                 "training.load('checkpoints/step-100')"
             )
         self._is_entered = True
-        self._begun_s = time.perf_counter() if self._begun_s is None else self._begun_s
-        self._refuse_parallel()
-        self._taken.parameters()  # some may be new or have new storages
+        self._progress.begin_step()
+        if self._managed.updates_in_backward and self._progress.num_steps <= 1:
+            _refuse_parallel(self.model)
+        self._managed.taken.parameters()  # some may be new or have new storages
         self._pages.begin_step()
-        self._watch.norms.begin_step()
-        self._watch.casts.begin_step()
-        if self._pages.wants_measure and can_record(self._device):
+        self._managed.watch.norms.begin_step()
+        self._managed.watch.casts.begin_step()
+        if self._pages.course.wants_measure and can_record(self._managed.device):
             self._measure()
         return self
 
@@ -243,23 +188,16 @@ class Training:
         measured: Sequence[int] = ()
         if meter is not None:
             measured = meter.close(is_whole=kind is None)
-            self._measured_peak_bytes = meter.peak_bytes or self._measured_peak_bytes
+            self._progress.peak_bytes = meter.peak_bytes or self._progress.peak_bytes
         if kind is not None:
             self._pages.end_step((), is_whole=False)
             return
-        self._num_steps += 1
-        self._ended_s = time.perf_counter()
-        now = dict(self._pages.fetched_bytes), dict(self._pages.parked_bytes)
-        fetched, parked = (
-            {kind: size - before.get(kind, 0) for kind, size in one.items()}
-            for one, before in zip(now, self._before, strict=True)
-        )
-        self._last, self._before = (fetched, parked), now
+        self._progress.end_step()
         self._pages.end_step(measured, is_whole=True)
-        if meter is not None and not measured and meter.peak_bytes > self._pages.budget_bytes:
+        if meter is not None and not measured and meter.peak_bytes > self._pages.course.budget_bytes:
             raise BudgetError(
                 f"`budget` must be at least {meter.peak_bytes} ({format_bytes(meter.peak_bytes)}), got "
-                f"{format_bytes(self._pages.budget_bytes)}: all tensors of this step "
+                f"{format_bytes(self._pages.course.budget_bytes)}: all tensors of this step "
                 "are smaller than 16 KiB, and such tensors stay on the device"
             )
 
@@ -268,11 +206,11 @@ class Training:
         saves.
         """
         with self._pages.lock:
-            if self._device.type == "cpu":
+            if self._managed.device.type == "cpu":
                 self._pages.flush()  # the profiler does not report when memory from before it is freed
-                if any(page.held_bytes() for page in self._pages.pinned):
+                if any(page.held_bytes() for page in self._pages.register.pinned):
                     return
-            self._meter = Meter(self._pages, self._device)
+            self._meter = OthersMeter(self._pages, self._managed.device)
 
     @contextlib.contextmanager
     @checked("with training.whole(model.head)")
@@ -287,25 +225,9 @@ class Training:
             return
         self._refuse_unusable()
         if module is None:
-            self._watch.casts.forget()
-        with self._watch.entered(), self._pinned(module):
+            self._managed.watch.casts.forget()
+        with self._managed.watch.entered(), self._managed.pinned(module):
             yield
-
-    @contextlib.contextmanager
-    def _pinned(self, module: nn.Module | None) -> Iterator[None]:
-        wanted = None if module is None else {id_or_zero(one) for one in module.parameters()}
-        do_pending(list(self._pages) if wanted is None else [one for one in self._pages if one.identity in wanted])
-        with self._pages.lock:
-            pages = [page for page in self._pages if wanted is None or page.identity in wanted]
-            added = set(pages) - self._pages.pinned
-            self._pages.pinned |= added
-        try:
-            for page in pages:
-                self._pages.need([page], [page])
-            yield
-        finally:
-            with self._pages.lock:
-                self._pages.pinned -= added
 
     @checked("training.save('checkpoints/step-100', extra={'scheduler': scheduler.state_dict()})")
     def save(self, path: str | os.PathLike[str], *, extra: Any = None) -> None:  # any: see `load`
@@ -320,8 +242,8 @@ class Training:
         Raises ``CheckpointError`` if it cannot be written; an older one is then untouched.
         """
         self._refuse_in_step("saved")
-        with self._room_for_parts() as part_bytes:
-            _checkpoint.save(Path(path), self.model, self.optimizer, self._device, extra, part_bytes)
+        with self._managed.room_for_parts() as part_bytes:
+            _checkpoint.save(Path(path), self.model, self.optimizer, self._managed.device, extra, part_bytes)
 
     @checked("training.save_weights('model')")
     def save_weights(self, path: str | os.PathLike[str], *, names: Collection[str] | None = None) -> None:
@@ -334,7 +256,7 @@ class Training:
         Raises ``CheckpointError`` if they cannot be written.
         """
         self._refuse_in_step("saved")
-        with self._room_for_parts() as part_bytes:
+        with self._managed.room_for_parts() as part_bytes:
             _checkpoint.save_weights(Path(path), self.model, names, part_bytes)
 
     @checked("extra = training.load('checkpoints/step-100')")
@@ -347,15 +269,13 @@ class Training:
         Raises ``CheckpointError`` for files that are damaged or belong to another model, before anything has changed.
         """
         self._refuse_in_step("loaded")
-        put = _checkpoint.load(Path(path), self.model, self.optimizer, self._device)
-        self._updates.forget()  # due updates are of weights that are about to be replaced
-        self._pages.begin_step()  # so that states become pages as soon as they are made
+        put = _checkpoint.load(Path(path), self.model, self.optimizer, self._managed.device)
+        self._managed.updates.forget()  # due updates are of weights that are about to be replaced
         try:
-            with self._watch.entered():
+            with self._managed.step(), self._managed.watch.entered():  # states become pages as soon as they are made
                 return put()
         finally:
-            self._pages.end_step((), is_whole=False)
-            self._taken.states(self.optimizer)
+            self._managed.taken.states(self.optimizer)
 
     @property
     def is_entered(self) -> bool:
@@ -365,12 +285,7 @@ class Training:
     @property
     def fits(self) -> bool:
         """Whether the budget has room for all parameters, gradients and states, which `close` brings to the device."""
-        return self._pages.others_bytes + self._state_bytes <= self._pages.budget_bytes
-
-    @property
-    def _state_bytes(self) -> int:
-        """Bytes of all pages but those that are casts of others."""
-        return sum(page.size_bytes for page in self._pages if page.wide is None)
+        return self._pages.course.others_bytes + self._managed.state_bytes <= self._pages.course.budget_bytes
 
     def park(self) -> None:
         """Move everything off the device now, to leave the memory to others until the next step."""
@@ -383,7 +298,7 @@ class Training:
 
         The third step of each kind is recorded, which is the first after the measured ones. The last recording counts.
         """
-        others_bytes = self._pages.others_bytes
+        others_bytes = self._pages.course.others_bytes
         return tuple(
             Held(at_s=at_s, held_bytes={kind.value: size for kind, size in held.items()}, others_bytes=others_bytes)
             for at_s, held in self._pages.timeline.samples
@@ -391,29 +306,20 @@ class Training:
 
     def trace(self) -> tuple[Event, ...]:
         """Return the latest copies and waits, for `penstock.tiers.write_trace` and reports."""
-        return self._waterfall.events.since()
+        return self._pages.copies.waterfall.events.since()
 
     @property
     def budget_bytes(self) -> int:
         """The true peak that a step may have, in bytes."""
-        return self._pages.budget_bytes
+        return self._pages.course.budget_bytes
 
     def statistics(self) -> TrainingStatistics:
         """Return what it has done so far."""
-        return TrainingStatistics(
-            num_steps=self._num_steps,
-            state_bytes=self._state_bytes,
-            num_parameters=sum(one.numel() for one in self.model.parameters()),
-            fetched_bytes=sum(self._pages.fetched_bytes.values()),
-            parked_bytes=sum(self._pages.parked_bytes.values()),
-            step_fetched={kind.value: size for kind, size in self._last[0].items()},
-            step_parked={kind.value: size for kind, size in self._last[1].items()},
-            written_to_disk_bytes=self._waterfall.statistics().written_to_disk_bytes,
-            stall_s=self._pages.stall_s,
-            wall_s=0.0 if not self._num_steps or self._begun_s is None else self._ended_s - self._begun_s,
-            num_host_updates=self._updates.num_on_host,
-            held_bytes=self._pages.held_bytes(),
-            measured_peak_bytes=self._measured_peak_bytes,
+        return self._progress.statistics(
+            self.model,
+            state_bytes=self._managed.state_bytes,
+            written_to_disk_bytes=self._pages.copies.waterfall.statistics().written_to_disk_bytes,
+            num_host_updates=self._managed.updates.num_on_host,
         )
 
     @checked("training.close()")
@@ -427,144 +333,32 @@ class Training:
             return
         if self._is_entered:
             self.__exit__(RuntimeError, RuntimeError("closed in mid-step"), None)
-        if self._process != os.getpid():
-            self._pages.drop_all()
-        elif discard:
-            self._forget_updates()
-            self._pages.drop_all()
-        else:
-            do_pending(list(self._pages))
-            self._forget_updates()  # no update is due any more; this ends the thread that computed some
-            self._watch.casts.forget()
-            self._pages.bring_back()
+        self._managed.end(discard=discard)
         self._is_closed = True
-        _open.discard(self)
-        self._undo.close()
-        self._watch.end()
-        self._waterfall.close()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a training cannot be copied or pickled, since it owns lanes and files; make another: {CALL}")
-
-    @contextlib.contextmanager
-    def _room_for_parts(self) -> Iterator[int]:
-        """Yield the bytes of one file, and leave the memory free that writing it takes."""
-        part_bytes = max(self._pages.budget_bytes // _PARTS, max((one.size_bytes for one in self._pages), default=0))
-        with self._watch.entered(), self._pages.room(2 * part_bytes):
-            do_all_pending(self._pages)
-            yield part_bytes
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_unusable()
         if self._is_entered:
             raise ValueError(f"a training must be {what} between two steps, outside of `with training:`")
 
-    def _refuse_parallel(self) -> None:
-        """Raise ``ValueError`` if DDP would sum a gradient that an update in backward has already used."""
-        if not self._updates_in_backward or self._num_steps > 1 or not torch.distributed.is_initialized():
-            return
-        own = {id(one) for one in self.model.parameters()}
-        for one in gc.get_objects():
-            if type(one).__name__ == "DistributedDataParallel" and own & {id(each) for each in one.parameters()}:
-                raise ValueError(
-                    "update_in_backward=True updates each parameter before DistributedDataParallel has summed its "
-                    "gradient over the ranks; leave it out"
-                )
-
     def _refuse_unusable(self) -> None:
         if self._is_closed:
             raise ValueError(f"this training is closed; make another: {CALL}")
-        if self._process != os.getpid():
+        if self._managed.is_forked_copy:
             raise ForkedProcessError(f"a training belongs to the process that made it; make one here: {CALL}")
 
-    # What the beginning makes
 
-    def _made(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        optimizer: torch.optim.Optimizer | Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer],
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the model and the optimizer; those given as functions are made within the budget.
-
-        What they make leaves the device while they run.
-        """
-        self._pages.others_bytes = held_bytes(self._device)
-        self._pages.begin_step()
-        try:
-            if not isinstance(model, nn.Module):
-                model = model()
-                if not isinstance(model, nn.Module):
-                    raise TypeError(f"`model` must return a torch.nn.Module, got {type(model).__name__}: {CALL}")
-                if device_of(model) != self._device:
-                    raise ValueError(
-                        f"`model` must return a model on `device`={self._device}, got one on {device_of(model)}: "
-                        "with torch.device('cuda'): return Model()"
-                    )
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                optimizer = optimizer(model.parameters())
-                if not isinstance(optimizer, torch.optim.Optimizer):
-                    raise TypeError(
-                        f"`optimizer` must return a torch optimizer, got {type(optimizer).__name__}: {CALL}"
-                    )
-            refuse_whole_optimizers(optimizer, CALL)
-            if self._wants_host and any(one.get("fused") or one.get("capturable") for one in optimizer.param_groups):
-                raise ValueError(
-                    "fused and capturable optimizers keep numbers on the device, which an update on the host cannot "
-                    f"use: make one without these options, as AdamW(parameters, lr=1e-4), or leave out update=: {CALL}"
-                )
-        finally:
-            self._pages.end_step((), is_whole=False)
-        return model, optimizer
-
-    def _complete(self, parameter: torch.Tensor) -> None:
-        """Note that a gradient has been added to."""
-        self._taken.gradient(parameter)
-        if parameter.grad is not None and self._is_entered:
-            self._watch.norms.take(parameter.grad)
-
-    def _move(self) -> None:
-        """Move parameters and buffers that are elsewhere to the device; they leave it as more come."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        if all(one.device == self._device for one in tensors):
-            return
-        self._pages.begin_step()
-        try:
-            for one in tensors:
-                one.data = one.data.to(self._device)
-                if one.grad is not None:
-                    one.grad = one.grad.to(self._device)
-            for state in self.optimizer.state.values():
-                for field, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.dim():
-                        state[field] = value.to(self._device)
-        finally:
-            self._pages.end_step((), is_whole=False)
-
-    def _refuse_too_much(self, device_bytes: int) -> None:
-        """Raise ``BudgetError`` if parameters, gradients and states do not fit into all tiers together."""
-        own = sum(map(nbytes_of, self.model.parameters()))
-        trained = [one for one in self.model.parameters() if one.requires_grad]
-        trained_bytes = sum(map(nbytes_of, trained))
-        states = int(trained_bytes * state_share(self.optimizer, trained, self.optimizer.state))
-        below = sum(tier.capacity_bytes - tier.used_bytes for tier in self._waterfall.tiers)
-        if own + trained_bytes + states > device_bytes + below:
-            raise BudgetError(
-                f"training needs {format_bytes(own)} of parameters, {format_bytes(trained_bytes)} of gradients and "
-                f"{format_bytes(states)} of optimizer state, but there are only {format_bytes(device_bytes)} on the "
-                f"device and {format_bytes(below)} in the tiers below it. Give more room: {CALL}"
+def _refuse_parallel(model: nn.Module) -> None:
+    """Raise ``ValueError`` if DDP would sum a gradient that an update in backward has already used."""
+    if not torch.distributed.is_initialized():
+        return
+    own = {id(parameter) for parameter in model.parameters()}
+    for other in gc.get_objects():
+        if type(other).__name__ == "DistributedDataParallel" and own & {id(each) for each in other.parameters()}:
+            raise ValueError(
+                "update_in_backward=True updates each parameter before DistributedDataParallel has summed its "
+                "gradient over the ranks; leave it out"
             )
-
-
-_open: "weakref.WeakSet[Training]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close all trainings, since threads and PyTorch's stack of modes must not outlive the interpreter.
-
-    Bytes need no care, since they vanish with the process.
-    """
-    for one in list(_open):
-        if one._process == os.getpid():
-            with contextlib.suppress(Exception):
-                one.close(discard=True)

@@ -39,7 +39,7 @@ class Updates:
         """The updates on the host; ``None`` if the device does all."""
         self._is_undecided = is_measured
         """Whether it is still to be measured whether the host is faster."""
-        self._in_optimizer = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        self._in_optimizer = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._is_broken = False
         self._stateless: set[int] = set()
         """Parameters without optimizer state."""
@@ -116,23 +116,23 @@ class Updates:
         if gradient is None or page is None or own is None:  # nobody would notice when somebody uses it
             return False
         state = self._optimizer.state.setdefault(parameter, {})  # in the order of parameters, as in any step
-        of_state = (self._pages.find(id_or_zero(one)) for one in state.values() if isinstance(one, torch.Tensor))
-        pages = [page, own, *(one for one in of_state if one is not None)]
-        if any(one.pending is not None for one in pages):  # several parameters share memory
+        of_state = (self._pages.find(id_or_zero(value)) for value in state.values() if isinstance(value, torch.Tensor))
+        pages = [page, own, *(page for page in of_state if page is not None)]
+        if any(page.pending is not None for page in pages):  # several parameters share memory
             return False
         update = Deferred(self._update, self._note_broken, parameter, gradient, state, settings, pages)
         torch.autograd.graph.increment_version(parameter)
         if (
             self._host is not None
             and not self._is_undecided
-            and not all(one.is_at_hand for one in pages)
+            and not all(page.is_at_hand for page in pages)
             and self._host.begin(update, is_stateless=id(parameter) in self._stateless)
         ):
             return True
         if to_host_alone:
             return False
-        for one in pages:
-            one.pending = update
+        for page in pages:
+            page.pending = update
         return True
 
     def _update(
@@ -162,11 +162,11 @@ class Updates:
         A dozen operators on the same four pages take less than half the time if nobody looks at each of them. The first
         update, which makes the states, is looked at.
         """
-        tensors = [one for one in (parameter, parameter.grad, *state.values()) if isinstance(one, torch.Tensor)]
-        found = [(one, self._pages.find(id_or_zero(one))) for one in tensors]
-        pages = list(dict.fromkeys(page for _, page in found if page is not None))
-        is_known = len(pages) > 2 and all(page is not None or one.nbytes < SMALL_BYTES for one, page in found)
-        if not is_known or _AT_ONCE * sum(one.size_bytes for one in pages) > self._pages.budget_bytes:
+        tensors = [value for value in (parameter, parameter.grad, *state.values()) if isinstance(value, torch.Tensor)]
+        pairs = [(tensor, self._pages.find(id_or_zero(tensor))) for tensor in tensors]
+        pages = list(dict.fromkeys(page for _, page in pairs if page is not None))
+        is_known = len(pages) > 2 and all(page is not None or tensor.nbytes < SMALL_BYTES for tensor, page in pairs)
+        if not is_known or _AT_ONCE * sum(page.size_bytes for page in pages) > self._pages.course.budget_bytes:
             return contextlib.nullcontext()
         do_pending(pages)
         return self._pages.quietly(pages, pages)  # some optimizers write to gradients as well
@@ -176,21 +176,21 @@ class Updates:
         if parameter.nbytes >= SMALL_BYTES or parameter.grad is None or parameter.grad.layout is not torch.strided:
             return False
         state = self._optimizer.state[parameter]  # in the order of parameters, as in any step
-        tensors = [parameter, parameter.grad, *(one for one in state.values() if isinstance(one, torch.Tensor))]
-        return all(self._pages.find(id_or_zero(one)) is None for one in tensors)
+        tensors = [parameter, parameter.grad, *(value for value in state.values() if isinstance(value, torch.Tensor))]
+        return all(self._pages.find(id_or_zero(tensor)) is None for tensor in tensors)
 
     def _update_together(self, parameters: Sequence[torch.Tensor]) -> None:
         """Update small parameters, as many at a time as operators on lists take."""
-        most_bytes, part, part_bytes = self._pages.budget_bytes // _SMALL_SHARE, list[torch.Tensor](), 0
+        most_bytes, part, part_bytes = self._pages.course.budget_bytes // _SMALL_SHARE, list[torch.Tensor](), 0
         for parameter in parameters:
             part.append(parameter)
             part_bytes += parameter.nbytes
             if part_bytes >= most_bytes or parameter is parameters[-1]:
-                live = {one: self._optimizer.state[one] for one in part}
-                now = {one: dict(state) for one, state in live.items()}
-                before = {one: dict(state) for one, state in live.items()}
-                for one, after in step_part(self._optimizer, part, now, runs_hooks=False).items():
-                    self._keep(one, live[one], before[one], after)
+                live = {parameter: self._optimizer.state[parameter] for parameter in part}
+                now = {parameter: dict(state) for parameter, state in live.items()}
+                before = {parameter: dict(state) for parameter, state in live.items()}
+                for updated, after in step_part(self._optimizer, part, now, runs_hooks=False).items():
+                    self._keep(updated, live[updated], before[updated], after)
                 part, part_bytes = [], 0
 
     def _update_now(self, parameter: torch.Tensor) -> None:
@@ -222,11 +222,11 @@ class Updates:
 
     def _end_backward(self) -> None:
         """Update the small parameters together at the end of backward. If an error prevents this, `step` does it."""
-        small, self._small = [one for one in self._small if one.grad is not None], []
+        small, self._small = [parameter for parameter in self._small if parameter.grad is not None], []
         with torch.no_grad():
             self._update_together(small)
-        for one in small:
-            one.grad = None
+        for parameter in small:
+            parameter.grad = None
 
     def _note_broken(self) -> None:
         """Note that an update began and did not finish."""

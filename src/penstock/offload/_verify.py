@@ -24,7 +24,7 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
     if plan.max_in_flight_bytes > problem.max_in_flight_bytes:
         raise InternalError(f"{plan.max_in_flight_bytes} bytes in flight, more than {problem.max_in_flight_bytes}")
     _check_in_flight(problem, plan)
-    clock = _Clock(problem, plan)
+    clock = _CycleClock(problem, plan)
     stall_s = clock.stall_s + problem.overhead_s * len(plan.parked)
     if abs(stall_s - plan.stall_s) > _SLACK_S * max(1, problem.num_events):
         raise InternalError(f"predicted stall {plan.stall_s}, but its transfers imply {stall_s}")
@@ -44,7 +44,7 @@ def verify(problem: OffloadProblem, plan: OffloadPlan) -> None:
 
 
 @dataclass(slots=True, init=False)
-class _Clock:
+class _CycleClock:
     """The step's clock with the waits that the transfers imply."""
 
     stall_s: float
@@ -60,13 +60,13 @@ class _Clock:
         leaves: dict[int, float] = {}
         """If every copy out is waited for: for each event, the time at which copies of the storages saved there end."""
         out_s = 0.0
-        for one in plan.transfers:
-            pack_event = problem.storages[one.index].pack_event
-            packs.setdefault(pack_event, []).append(one.pack_s)
+        for transfer in plan.transfers:
+            pack_event = problem.storages[transfer.index].pack_event
+            packs.setdefault(pack_event, []).append(transfer.pack_s)
             if not plan.max_in_flight_bytes:
-                leaves[pack_event] = max(one.out_end_s, leaves.get(pack_event, 0.0))
-            if one.in_end_s < math.inf:
-                needs.setdefault(problem.storages[one.index].need_event, []).append(one.in_end_s)
+                leaves[pack_event] = max(transfer.out_end_s, leaves.get(pack_event, 0.0))
+            if transfer.in_end_s < math.inf:
+                needs.setdefault(problem.storages[transfer.index].need_event, []).append(transfer.in_end_s)
         for event, time_s in enumerate(problem.event_times_s):
             self._now_s += time_s - before_s
             before_s = time_s
@@ -87,7 +87,7 @@ def _check_decisions(problem: OffloadProblem, plan: OffloadPlan) -> None:
         raise InternalError("not every storage has a reason")
     if set(plan.fetch_events) != set(plan.parked):
         raise InternalError("fetches and parked storages differ")
-    if sorted(one.index for one in plan.transfers) != sorted(plan.parked):
+    if sorted(transfer.index for transfer in plan.transfers) != sorted(plan.parked):
         raise InternalError("transfers and parked storages differ")
     if plan.parked_bytes != sum(problem.storages[index].size_bytes for index in plan.parked):
         raise InternalError(f"{plan.parked_bytes} parked bytes are not the sum of the parked storages")
@@ -102,15 +102,15 @@ def _check_decisions(problem: OffloadProblem, plan: OffloadPlan) -> None:
 
 
 def _check_lanes(problem: OffloadProblem, plan: OffloadPlan) -> None:
-    fetched = [one for one in plan.transfers if one.in_start_s < math.inf]
-    for one in plan.transfers:
-        if one.out_start_s < one.pack_s - _SLACK_S:
-            raise InternalError(f"storage {one.index} leaves before it is saved")
-    for one in fetched:
-        if one.in_start_s < one.out_end_s - _SLACK_S:
-            raise InternalError(f"storage {one.index} is read back before it was written")
-    out = [(one.out_start_s, one.out_end_s, one.index) for one in plan.transfers]
-    back = [(one.in_start_s, one.in_end_s, one.index) for one in fetched]
+    fetched = [transfer for transfer in plan.transfers if transfer.in_start_s < math.inf]
+    for transfer in plan.transfers:
+        if transfer.out_start_s < transfer.pack_s - _SLACK_S:
+            raise InternalError(f"storage {transfer.index} leaves before it is saved")
+    for transfer in fetched:
+        if transfer.in_start_s < transfer.out_end_s - _SLACK_S:
+            raise InternalError(f"storage {transfer.index} is read back before it was written")
+    out = [(transfer.out_start_s, transfer.out_end_s, transfer.index) for transfer in plan.transfers]
+    back = [(transfer.in_start_s, transfer.in_end_s, transfer.index) for transfer in fetched]
     _check_lane(problem, out, problem.out_bandwidth_bytes_per_s)
     _check_lane(problem, back, problem.in_bandwidth_bytes_per_s)
 
@@ -130,20 +130,20 @@ def _check_in_flight(problem: OffloadProblem, plan: OffloadPlan) -> None:
     """Raise ``InternalError`` if more bytes are leaving after a pack than the bound allows, except for a single
     storage.
     """
-    moved = [one for one in plan.transfers if one.in_start_s < math.inf]
-    for one in moved:
+    moved = [transfer for transfer in plan.transfers if transfer.in_start_s < math.inf]
+    for transfer in moved:
         leaving = [
             problem.storages[other.index].size_bytes
             for other in moved
-            if other.index <= one.index and other.out_end_s > one.pack_s + _SLACK_S
+            if other.index <= transfer.index and other.out_end_s > transfer.pack_s + _SLACK_S
         ]
         if len(leaving) > 1 and sum(leaving) > plan.max_in_flight_bytes:
-            raise InternalError(f"{sum(leaving)} bytes are on their way out when storage {one.index} joins them")
+            raise InternalError(f"{sum(leaving)} bytes are on their way out when storage {transfer.index} joins them")
 
 
 def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
     """Raise ``InternalError`` unless each storage counts as gone from the first event after its copy out."""
-    left = {one.index: one.out_end_s for one in plan.transfers if one.in_start_s < math.inf}
+    left = {transfer.index: transfer.out_end_s for transfer in plan.transfers if transfer.in_start_s < math.inf}
     if not set(left) <= set(plan.gone_events):
         raise InternalError("a storage that never left is fetched")
     for index, end_s in left.items():
@@ -155,7 +155,7 @@ def _check_gone(plan: OffloadPlan, landed_s: list[float]) -> None:
 def _held_bytes(problem: OffloadProblem, plan: OffloadPlan, landed_s: list[float]) -> list[int]:
     """Return the bytes after each event: storages that live, without those that left and are not being fetched."""
     base = problem.base_bytes or (0,) * problem.num_events
-    transfers = {one.index: one for one in plan.transfers if one.in_start_s < math.inf}
+    transfers = {transfer.index: transfer for transfer in plan.transfers if transfer.in_start_s < math.inf}
     held = []
     for event in range(problem.num_events):
         resident = base[event]

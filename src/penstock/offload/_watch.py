@@ -13,7 +13,7 @@ from penstock.errors import ForkedProcessError
 from penstock.offload._casts import ADD, CAST, Casts
 from penstock.offload._norms import Norms
 from penstock.offload._operators import Touched, id_or_zero, in_parts, is_alias, new_storages, touches
-from penstock.offload._page import Kind, Page
+from penstock.offload._page import Page, PageKind
 from penstock.offload._pages import Pages
 from penstock.offload._past import begin_watching, do_pending, end_watching
 
@@ -26,7 +26,7 @@ _SCALING = (torch.ops.aten._foreach_mul_.Tensor, torch.ops.aten._foreach_mul_.Sc
 """The operators by which clipping scales gradients. They would fetch all gradients only to let them leave again."""
 
 
-class Watch(TorchDispatchMode):
+class PageWatch(TorchDispatchMode):
     """A dispatch mode that sees every operator of the thread that entered it, and first fetches its pages."""
 
     def __init__(self, pages: Pages, device: torch.device):
@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         if pages.is_moving:
             return func(*args, **kwargs)
-        if types and any(one.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for one in types):
+        if types and any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
             if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
                 return func(*args, **kwargs)  # compiling: its own mode comes next
             return NotImplemented  # a wrapper tensor; the operators on its parts come here
@@ -102,7 +102,7 @@ class Watch(TorchDispatchMode):
             found = self.casts.added(args, kwargs)
             if found is not None:
                 return found
-        num_changes = pages.num_changes
+        num_changes = pages.register.num_changes
         touched = touches(func, args, kwargs, pages.find)
         if touched.is_view and all(page.is_ready for page in touched.pages):
             return func(*args, **kwargs)  # this is half of all operators
@@ -122,9 +122,9 @@ class Watch(TorchDispatchMode):
 
     def _parts(self, pages: Pages, func: Any, args: Sequence[Any], kwargs: Any) -> list[Any] | None:
         """Run an operator on lists, on some of the entries at a time."""
-        most = min(_PART_BYTES, pages.budget_bytes // 16)
+        most = min(_PART_BYTES, pages.course.budget_bytes // 16)
         results = [self._run(pages, func, *part) for part in in_parts(args, kwargs, pages.find, most)]
-        return [one for result in results if result is not None for one in result] or None
+        return [tensor for result in results if result is not None for tensor in result] or None
 
     def _refuse_elsewhere(self, identity: int) -> None:
         self.find(identity)
@@ -138,7 +138,7 @@ class Watch(TorchDispatchMode):
             page = pages.find(id_or_zero(tensor))
             if (
                 page is None
-                or page.kind is not Kind.GRADIENT
+                or page.kind is not PageKind.GRADIENT
                 or page.scaling is not None
                 or tensor.nbytes != page.size_bytes
             ):
@@ -161,23 +161,24 @@ class Watch(TorchDispatchMode):
         pages = self.pages
         if pages is None:
             return run(inputs)
-        given = [one for one in inputs if isinstance(one, torch.Tensor)]
-        do_pending(page for page in (pages.find(id_or_zero(one)) for one in given) if page is not None)
+        given = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        known = dict.fromkeys(map(id_or_zero, given))
+        do_pending(page for page in map(pages.find, known) if page is not None)
         with pages.lock:
-            found = [page for page in dict.fromkeys(pages.find(id_or_zero(one)) for one in given) if page is not None]
-            if found:
-                pages.need(found, found)  # it may write to any of them
-            added = set(found) - pages.pinned
-            pages.pinned |= added
-            known = {id_or_zero(one) for one in given}
+            read = [page for page in map(pages.find, known) if page is not None]
+            if read:
+                pages.need(read, read)  # it may write to any of them
+            added = set(read) - pages.register.pinned
+            pages.register.pinned |= added
             self._num_compiled += 1
             try:
                 result = run(inputs)
             finally:
                 self._num_compiled -= 1
-                pages.pinned -= added
+                pages.register.pinned -= added
             results = result if isinstance(result, list | tuple) else (result,)
-            self._adopt(pages, "a compiled graph", (one for one in results if isinstance(one, torch.Tensor)), known)
+            tensors = (tensor for tensor in results if isinstance(tensor, torch.Tensor))
+            self._adopt(pages, "a compiled graph", tensors, set(known))
         return result
 
     def _run(
@@ -193,7 +194,7 @@ class Watch(TorchDispatchMode):
         changed.
         """
         with pages.lock:
-            if touched is None or pages.num_changes != num_changes:
+            if touched is None or pages.register.num_changes != num_changes:
                 touched = touches(func, args, kwargs, pages.find)
             if touched.pages:
                 pages.need(
@@ -211,13 +212,13 @@ class Watch(TorchDispatchMode):
             return result
 
     def _adopt(self, pages: Pages, maker: Any, tensors: Iterable[torch.Tensor], known: Iterable[int] = ()) -> None:
-        if not pages.is_in_step or not self.adopts_results:
+        if not pages.course.is_in_step or not self.adopts_results:
             return
         for tensor in tensors:
             if tensor.device == self._device and id_or_zero(tensor) not in known:
                 storage = tensor.untyped_storage()
                 if storage.resizable():
-                    pages.begin(storage, Kind.OTHER, maker)
+                    pages.begin(storage, PageKind.OTHER, maker)
 
 
 class _Factor:

@@ -98,13 +98,13 @@ def test_a_fresh_optimizer_gets_its_states_without_a_step_before(tmp_path):
     own.save(tmp_path / "saved")
     losses.append(step(own, 2))
     with own.whole():
-        states = {key: one.clone() for key, one in own.optimizer.state[own.model.head.weight].items()}
+        states = {key: value.clone() for key, value in own.optimizer.state[own.model.head.weight].items()}
     own.close(discard=True)
     own = make(tmp_path)
     assert own.load(tmp_path / "saved") is None
     assert step(own, 2) == losses[2]
     with own.whole():
-        assert all(torch.equal(one, states[key]) for key, one in own.optimizer.state[own.model.head.weight].items())
+        assert all(torch.equal(value, states[key]) for key, value in own.optimizer.state[own.model.head.weight].items())
 
 
 def test_saving_and_loading_keep_the_budget(tmp_path):
@@ -125,12 +125,12 @@ def test_weights_have_the_names_of_state_dict(tmp_path):
     step(own, 0)
     own.save(tmp_path / "saved")
     with own.whole():
-        expected = {name: one.clone() for name, one in own.model.state_dict().items()}
+        expected = {name: value.clone() for name, value in own.model.state_dict().items()}
     own.close(discard=True)
     index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())["weight_map"]
     found = {name: load_file(tmp_path / "saved" / file)[name] for name, file in index.items()}
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_an_older_checkpoint_is_whole_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_an_older_checkpoint_is_whole_where_the_new_one_cannot_be_written(tmp_pa
         patch.setattr("penstock.offload._checkpoint.save_file", full)
         with pytest.raises(CheckpointError, match="No space left"):
             own.save(tmp_path / "saved", extra=2)
-    assert [one.name for one in tmp_path.iterdir() if "saved" in one.name] == ["saved"]
+    assert [path.name for path in tmp_path.iterdir() if "saved" in path.name] == ["saved"]
     assert own.load(tmp_path / "saved") == 1
     assert step(own, 1) == expected[1]
 
@@ -182,10 +182,10 @@ def test_damage_is_told_before_anything_changes(tmp_path, how):
         own.optimizer.add_param_group({"params": [own.optimizer.param_groups[0]["params"].pop()]})
     else:
         own.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    before = {name: one.detach().clone() for name, one in own.model.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in own.model.named_parameters()}
     with pytest.raises(CheckpointError, match="no checkpoint" if how == "no folder" else "cannot be used"):
         own.load(tmp_path / "saved")
-    assert all(torch.equal(one, before[name]) for name, one in own.model.named_parameters())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in own.model.named_parameters())
 
 
 def test_misuse_is_told(tmp_path):
@@ -207,7 +207,7 @@ KILLED = """
     from pathlib import Path
     import torch
     sys.path.insert(0, sys.argv[1])
-    from test_own_loop_files import make, step
+    from test_offload_checkpoint import make, step
     saved, last = Path(sys.argv[2]) / "saved", int(sys.argv[3])
     own = make(sys.argv[2])
     first = own.load(saved) if saved.exists() or saved.with_name(".saved.old").exists() else 0
@@ -243,11 +243,11 @@ def on_meta():
 def test_files_fill_a_model_of_the_meta_device_within_the_budget(tmp_path, kind):
     torch.manual_seed(0)
     twin = GPT(**SIZE)
-    tensors = {name: one.clone() for name, one in twin.state_dict().items()}
+    tensors = {name: value.clone() for name, value in twin.state_dict().items()}
     if kind == "index":
         files = {name: f"part-{number % 3}.safetensors" for number, name in enumerate(tensors)}
         for file in set(files.values()):
-            save_file({name: one for name, one in tensors.items() if files[name] == file}, tmp_path / file)
+            save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     else:
         save_file(tensors, tmp_path / "model.safetensors")
@@ -261,7 +261,7 @@ def test_files_fill_a_model_of_the_meta_device_within_the_budget(tmp_path, kind)
     own = OPEN[-1]
     assert peak.peak_bytes <= budget
     expected = dict(twin.named_parameters())
-    assert all(torch.equal(one, expected[name]) for name, one in own.model.named_parameters())
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in own.model.named_parameters())
 
 
 def test_modules_initialise_themselves():
@@ -270,7 +270,7 @@ def test_modules_initialise_themselves():
         model = nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Embedding(7, 40))
         model.add_module("again", model[0])
     assert load(model, device="cpu") is model
-    assert not any(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.again is model[0]
     assert 0 < model[0].weight.abs().max() <= 30**-0.5
     assert torch.equal(model[1].running_var, torch.ones(40))
@@ -314,7 +314,7 @@ def test_other_layouts_and_values_that_are_there_already(tmp_path):
     model.linear.bias = nn.Parameter(torch.full((4,), 7.0))
     with torch.device("meta"):
         model.linear.other = nn.Parameter(torch.empty(4))
-    model.linear.reset_parameters = lambda: [nn.init.zeros_(one) for one in model.linear.parameters()]
+    model.linear.reset_parameters = lambda: [nn.init.zeros_(parameter) for parameter in model.linear.parameters()]
     load(model, tmp_path / "a.safetensors", device="cpu", strict=False)
     assert torch.equal(model.places, torch.arange(12).reshape(3, 4))
     assert torch.equal(model.linear.bias, torch.full((4,), 7.0))
@@ -384,7 +384,7 @@ def test_another_thread_saves_and_reads(tmp_path):
     assert step(own, 3) == loss
     stored = torch.load(tmp_path / "saved.pt")
     own.load(tmp_path / "saved")
-    assert all(torch.equal(one, stored[name]) for name, one in own.model.named_parameters())
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in own.model.named_parameters())
 
 
 def test_a_forked_process_is_told_what_is_not_there(tmp_path):
@@ -431,7 +431,7 @@ def test_whatever_is_beside_a_checkpoint_stays(tmp_path):
     for _ in range(2):
         own.load(tmp_path / "saved")
         own.save(tmp_path / "saved")
-    assert {"logs", "config.json", "model_average.safetensors"} < {one.name for one in (tmp_path / "saved").iterdir()}
+    assert {"logs", "config.json", "model_average.safetensors"} < {path.name for path in (tmp_path / "saved").iterdir()}
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("text")
     with pytest.raises(CheckpointError, match="not a checkpoint of a training"):
@@ -461,17 +461,17 @@ def test_weights_take_the_place_of_older_ones(tmp_path):
     own = make(tmp_path)
     names = [name for name, _ in own.model.named_parameters()]
     own.save_weights(tmp_path / "weights", names=names[:1])
-    assert [one.name for one in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
     own.save_weights(tmp_path / "weights")
-    assert "model.safetensors" not in [one.name for one in (tmp_path / "weights").iterdir()]
+    assert "model.safetensors" not in [path.name for path in (tmp_path / "weights").iterdir()]
     own.save_weights(tmp_path / "weights", names=names[:1])
-    assert [one.name for one in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["model.safetensors"]
 
 
 def test_two_threads_save_beside_a_step(tmp_path):
     own = make(tmp_path)
     step(own, 0)
-    expected = {name: one.detach().clone() for name, one in own.model.named_parameters()}
+    expected = {name: parameter.detach().clone() for name, parameter in own.model.named_parameters()}
     states = own.model.state_dict()
 
     def save(number):
@@ -484,11 +484,11 @@ def test_two_threads_save_beside_a_step(tmp_path):
             for number in range(4):
                 own.model(*batch(number)).backward()
             own.optimizer.zero_grad()
-        for one in saving:
-            one.result()
+        for thread in saving:
+            thread.result()
     for number in range(6):
         stored = torch.load(tmp_path / f"{number}.pt")
-        assert all(torch.equal(stored[name], one) for name, one in expected.items())
+        assert all(torch.equal(stored[name], value) for name, value in expected.items())
 
 
 def test_an_update_that_is_interrupted_is_done_again_or_told(tmp_path):

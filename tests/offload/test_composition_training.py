@@ -5,9 +5,9 @@ import copy
 
 import pytest
 import torch
-from test_own_loop import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from training_loops import OPTIMIZERS, Transformer, batches, beside, loss_of, simple_step
 
 from penstock import offload, probe, remat
 from penstock.offload import training
@@ -32,7 +32,9 @@ def train_in_a_group(rank, directory):
             assert simple_step(wrapped, optimizer, tokens) == losses[number]
     assert context.statistics().fetched_bytes > 0
     context.close()
-    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), ours.parameters(), strict=True))
+    assert all(
+        torch.equal(parameter, two) for parameter, two in zip(plain.parameters(), ours.parameters(), strict=True)
+    )
 
 
 def test_two_ranks_of_ddp(tmp_path):
@@ -61,7 +63,7 @@ def test_adapters_over_a_frozen_base(tmp_path):
         return loss.item()
 
     def optimizer_of(model):
-        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
 
     plain, ours = make(), make()
     torch.manual_seed(1)
@@ -78,7 +80,9 @@ def test_adapters_over_a_frozen_base(tmp_path):
     context.close()
     assert losses == expected
     assert statistics.step_fetched["parameters"] > statistics.step_parked["parameters"]  # the base is never written
-    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), ours.parameters(), strict=True))
+    assert all(
+        torch.equal(parameter, two) for parameter, two in zip(plain.parameters(), ours.parameters(), strict=True)
+    )
 
 
 class Quantised(torch.Tensor):
@@ -97,8 +101,8 @@ class Quantised(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return cls(*(func(one) for one in (args[0].numbers, args[0].scale)))
-        args = [one.numbers * one.scale if isinstance(one, cls) else one for one in args]
+            return cls(*(func(argument) for argument in (args[0].numbers, args[0].scale)))
+        args = [argument.numbers * argument.scale if isinstance(argument, cls) else argument for argument in args]
         return func(*args, **(kwargs or {}))
 
 
@@ -122,7 +126,9 @@ class OverFrozen(nn.Module):
 @pytest.mark.parametrize("from_numpy", [False, True])
 def test_a_quantised_base_moves_and_is_never_written(tmp_path, from_numpy):
     def train(model, enter):
-        optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2
+        )
         context, losses = enter(optimizer), []
         for _ in range(6):
             with context:
@@ -136,7 +142,7 @@ def test_a_quantised_base_moves_and_is_never_written(tmp_path, from_numpy):
     torch.manual_seed(0)
     x, width = torch.randn(4, 512), 512
     model = nn.Sequential(*[OverFrozen(width, from_numpy=from_numpy) for _ in range(6)])
-    before = [one.weight.numbers.clone() for one in model]
+    before = [layer.weight.numbers.clone() for layer in model]
     expected, _ = train(copy.deepcopy(model), lambda _: contextlib.nullcontext())
     budget = probe.held_bytes("cpu") - 6 * 2**18 + 2**22
     losses, ours = train(model, lambda optimizer: training(model, optimizer, budget, disk=tmp_path))
@@ -147,7 +153,7 @@ def test_a_quantised_base_moves_and_is_never_written(tmp_path, from_numpy):
     assert losses == expected
     assert statistics.step_fetched["parameters"] > 2**20
     assert statistics.step_parked["parameters"] < 2**20
-    assert all(torch.equal(one.weight.numbers, numbers) for one, numbers in zip(model, before, strict=True))
+    assert all(torch.equal(layer.weight.numbers, numbers) for layer, numbers in zip(model, before, strict=True))
 
 
 def test_generation_and_evaluation_by_transformers(tmp_path):
@@ -162,14 +168,14 @@ def test_generation_and_evaluation_by_transformers(tmp_path):
         optimizer, found = OPTIMIZERS["adamw"](model), []
         ours = context(model, optimizer) if context else None
         for tokens in batches(3):
-            for one in (ours,) if ours else ():
-                one.__enter__()
+            for our in (ours,) if ours else ():
+                our.__enter__()
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            for one in (ours,) if ours else ():
-                one.__exit__(None, None, None)
+            for our in (ours,) if ours else ():
+                our.__exit__(None, None, None)
             model.eval()
             found += [loss.item(), model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()]
             model.train()

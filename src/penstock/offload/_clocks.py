@@ -1,0 +1,115 @@
+"""Clocks and memory measurements of one cycle, on a host and on an accelerator."""
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterable
+
+from penstock.devices import Allocator, PeakWatch, StreamEvent, Streams
+from penstock.offload._recording import CycleTimes
+from penstock.probe import MemoryRecording, record_memory
+from penstock.tiers import Waterfall
+
+
+class HostClock:
+    """A clock on a host that is itself the device. Its marks leave out the time waited so far."""
+
+    def __init__(self, waterfall: Waterfall):
+        self.memory: list[tuple[float, int]] = []
+        self._waterfall = waterfall
+        self._computed_s: list[float] = []
+        self._clock_s: list[float] = []
+
+    def mark(self) -> None:
+        """Note that an event of the cycle happens now."""
+        now_s = time.time()
+        self._clock_s.append(now_s)
+        self._computed_s.append(now_s - self._waterfall.stall_s)
+
+    def times(self, stall_s: float) -> CycleTimes:  # noqa: ARG002  # the marks have the waits taken out
+        """Return when the marks were, without the time waited."""
+        zero_s = self._computed_s[0]
+        computed_s = [second - zero_s for second in self._computed_s]
+        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
+
+
+class DeviceClock:
+    """A clock on the stream that computes, which may lag behind the host. Waits are taken out in proportion."""
+
+    def __init__(self, streams: Streams, watch: PeakWatch | None):
+        self.memory: list[tuple[float, int]] = []
+        """The peak between each two marks, with the time of the first of them; empty without ``watch``."""
+        self._streams = streams
+        self._watch = watch
+        self._events: list[StreamEvent] = []
+        self._clock_s: list[float] = []
+
+    def mark(self) -> None:
+        """Note that the device gets to an event of the cycle when it has done what is queued."""
+        self._events.append(self._streams.record(self._streams.current()))
+        if self._watch is not None:
+            since_s = self._clock_s[-1] if self._clock_s else time.time()
+            self.memory.append((since_s, self._watch.peaks().allocated_bytes))
+            self._watch.restart()
+        self._clock_s.append(time.time())
+
+    def finish(self) -> None:
+        """Wait until the device has passed every mark; they may be on several streams."""
+        for event in self._events:
+            self._streams.synchronize(event)
+
+    def times(self, stall_s: float) -> CycleTimes:
+        """Return when the device passed the marks, without ``stall_s`` seconds of waiting."""
+        self.finish()
+        elapsed_s = [max(0.0, self._streams.elapsed_s(self._events[0], event)) for event in self._events]
+        elapsed_s = list(itertools.accumulate(elapsed_s, max))
+        computing = max(0.05, 1 - stall_s / elapsed_s[-1]) if elapsed_s[-1] else 1.0
+        computed_s = [second * computing for second in elapsed_s]
+        return CycleTimes(computed_s=computed_s, clock_s=self._clock_s, step_s=computed_s[-1])
+
+
+class CycleMeter:
+    """A measurement of the device memory in one cycle: a recording on a host, the allocator's counts elsewhere."""
+
+    def __init__(self) -> None:
+        self.watch: PeakWatch | None = None
+        """The allocator's counts since the measurement began (accelerators only)."""
+        self.before_bytes = 0
+        """The most device bytes in this step before anything was saved (accelerators only)."""
+        self._recording: MemoryRecording | None = None
+        self._taken: contextlib.ExitStack | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a measurement has begun."""
+        return self._taken is not None
+
+    def begin(self, allocator: Allocator | None) -> None:
+        """Begin to measure: with the allocator, or without one by recording what PyTorch allocates on the CPU."""
+        self._taken = contextlib.ExitStack()
+        if allocator is None:
+            self._recording = self._taken.enter_context(record_memory("cpu"))
+        else:
+            self.watch = self._taken.enter_context(allocator.watching())
+
+    def peak_bytes(self) -> int:
+        """Return the device peak so far; 0 without an allocator."""
+        return 0 if self.watch is None else self.watch.peaks().allocated_bytes
+
+    def end(self, seen: Iterable[tuple[float, int]]) -> tuple[list[tuple[float, int]], int | None]:
+        """Return the memory timeline and the peak, where they were measured. ``seen``: peaks that a clock has taken."""
+        if self._taken is None:
+            return [], None
+        if self.watch is not None:
+            peak_bytes = max([self.peak_bytes(), *(held for _, held in seen)])
+            self.abort()
+            return [], peak_bytes
+        recording = self._recording
+        self.abort()
+        return ([], None) if recording is None else (list(recording.report.timeline), recording.report.peak_bytes)
+
+    def abort(self) -> None:
+        """End a measurement whose result nobody needs."""
+        if self._taken is not None:
+            self._taken.close()
+        self._taken = self._recording = self.watch = None

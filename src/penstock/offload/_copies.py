@@ -1,0 +1,210 @@
+"""How pages leave the device and come back: a page is emptied once a tier has its bytes, and filled in place."""
+
+import contextlib
+import time
+
+import torch
+
+from penstock.errors import TierReadError
+from penstock.offload._page import Page, PageKind
+from penstock.offload._register import Register
+from penstock.tiers import HandleState, Waterfall
+
+_TRIES = 4
+_STUCK_NEEDS = 256
+"""Number of operators for which a page that could not leave stays."""
+
+
+class Copies:
+    """The copies of pages, out and in, and the device bytes that pages take meanwhile."""
+
+    def __init__(self, waterfall: Waterfall, register: Register):
+        self.waterfall, self._register = waterfall, register
+        self.fetched_bytes, self.parked_bytes = dict.fromkeys(PageKind, 0), dict.fromkeys(PageKind, 0)
+        """Bytes copied so far by kind of page."""
+        self.held_bytes = 0
+        """Device bytes of all pages, those on their way included."""
+        self.leaving_bytes = 0
+        """The part of ``held_bytes`` that will be free once all copies out are complete."""
+        self.stall_s = 0.0
+        """Seconds that the computation has waited for copies."""
+        self._leaving: dict[Page, None] = {}
+        """Pages on the device that are emptied once their copies below are complete, in order of request."""
+        self._stuck_until = 0
+
+    # Out
+
+    def leave(self, page: Page) -> None:
+        """Empty a page now if a copy is below, else as soon as there is one."""
+        storage = page.storage()
+        if storage is None:
+            self.drop(page)
+            return
+        if page.is_coming:
+            self._refuse(page, storage)
+        if not page.is_here:
+            return
+        if not storage.resizable():  # memory shared with something outside of PyTorch
+            if page.pending is None and page.scaling is None:
+                self.drop(page)
+            return
+        if page.narrow is not None:
+            self._empty(page)
+            return
+        if page.handle is not None and page.handle.state is HandleState.KEPT:
+            page.forget_copy()  # a copy that failed or was taken back
+        if page.handle is None:
+            page.handle = self.waterfall.park(storage, page.label)
+            self.parked_bytes[page.kind] += page.size_bytes
+        if page not in self._leaving:
+            self._leaving[page] = None
+            self.leaving_bytes += page.size_bytes
+        if page.is_clean:
+            self._empty(page)
+
+    def is_leaving(self, page: Page) -> bool:
+        """Return whether a page on the device will be emptied."""
+        return page in self._leaving
+
+    def stay(self, page: Page) -> None:
+        """Keep a page that was about to leave."""
+        if page in self._leaving:
+            del self._leaving[page]
+            self.leaving_bytes -= page.size_bytes
+
+    def settle(self, page: Page, now: int) -> bool:
+        """Wait until a page has left; return ``False`` if it cannot.
+
+        A failed copy is tried a few times, since others may free memory meanwhile. A page that cannot leave stays for a
+        while, whatever the budget is, so that the step can finish. ``now`` is the number of operators so far.
+        """
+        for attempt in range(_TRIES if now >= self._stuck_until else 1):
+            if page not in self._leaving:
+                return True
+            assert page.handle is not None
+            if page.handle.state is HandleState.LEAVING:
+                page.handle.finish_out()
+            if page.is_clean:
+                self._empty(page)
+                return True
+            time.sleep(0.1 * attempt)
+            self.waterfall.reap()
+            self.leave(page)
+        page.forget_copy()  # the tiers below are full or failed; the waterfall has warned
+        self.stay(page)
+        page.stays_until = self._stuck_until = now + _STUCK_NEEDS
+        return False
+
+    def settle_finished(self) -> None:
+        """Empty the pages whose copies out are complete."""
+        if self._leaving:
+            self.waterfall.reap()
+            for page in [page for page in self._leaving if page.is_clean]:
+                self._empty(page)
+
+    def leaving(self) -> list[Page]:
+        """Return the pages that are leaving, in order of request."""
+        return list(self._leaving)
+
+    def _empty(self, page: Page) -> None:
+        storage = page.storage()
+        if storage is None:
+            self.drop(page)
+            return
+        page.forget_stale()
+        storage.resize_(0)
+        self._gone(page)
+
+    def _gone(self, page: Page) -> None:
+        self.stay(page)
+        self.held_bytes -= page.held_bytes()
+        page.is_here = page.is_coming = False
+
+    # In
+
+    def arrived(self, page: Page) -> None:
+        """Count a page whose storage has its bytes, or at least its memory."""
+        self.held_bytes += page.size_bytes - page.held_bytes()
+        page.is_here, page.is_coming = True, False
+
+    def take_back(self, page: Page, storage: torch.UntypedStorage) -> None:
+        """Empty a page whose bytes did not arrive, or are not wanted any more."""
+        storage.resize_(0)
+        self._gone(page)
+
+    def fill(self, page: Page, *, is_read: bool) -> None:
+        """Fetch a page, or only give it memory if nothing reads its bytes. Raises ``TierReadError``."""
+        start_s = time.perf_counter()
+        storage = page.storage()
+        if storage is None:  # its last tensor was freed while other pages were filled
+            self.drop(page)
+            return
+        assert page.handle is not None or page.narrow is not None
+        if page.handle is not None and (is_read or page.is_coming):
+            try:
+                page.handle.get(into=storage)
+            except BaseException:
+                if page.handle.state is not HandleState.ARRIVING:
+                    self.take_back(page, storage)
+                elif not page.is_coming:  # interrupted while the copy is under way
+                    self._is_coming(page)
+                raise
+            self.waterfall.reap()
+            self.fetched_bytes[page.kind] += page.size_bytes
+        else:
+            storage.resize_(page.size_bytes)
+        self.arrived(page)
+        self.stall_s += time.perf_counter() - start_s
+
+    def prefetch(self, page: Page) -> bool:
+        """Begin to fetch a page behind the computation; return whether that was possible."""
+        storage = page.storage()
+        if storage is None or page.handle is None or not page.handle.prefetch(into=storage):
+            return False
+        self._is_coming(page)
+        return True
+
+    def _is_coming(self, page: Page) -> None:
+        page.is_coming = True
+        self.held_bytes += page.size_bytes
+
+    def _refuse(self, page: Page, storage: torch.UntypedStorage) -> None:
+        """Undo a copy in that was begun in vain."""
+        assert page.handle is not None
+        with contextlib.suppress(TierReadError):  # the next one who needs it gets the error
+            page.handle.get(into=storage)
+        self.take_back(page, storage)
+        self.waterfall.reap()
+        self.fetched_bytes[page.kind] += page.size_bytes
+
+    # Changes and ends
+
+    def written(self, page: Page) -> None:
+        """Release the copy of a page whose bytes change now. A copy out that still reads them is kept until it ends."""
+        page.num_writes += 1
+        page.narrow = None
+        if page.handle is not None:
+            page.handle.before_write()
+            if page.handle.state is HandleState.LEAVING:
+                page.stale.append(page.handle)
+                page.handle = None
+            page.forget_copy()
+        self.stay(page)
+
+    def drop(self, page: Page) -> None:
+        """Stop managing a page, wherever its bytes are."""
+        self._gone(page)
+        page.narrow = None
+        page.forget_copy()
+        self._register.remove(page)
+
+    def sweep(self) -> None:
+        """Drop the pages of storages that no tensor uses any more."""
+        for page in self._register.everything():
+            if page.is_dead:
+                self.drop(page)
+
+    def drop_all(self) -> None:
+        """Stop managing all pages."""
+        for page in self._register.everything():
+            self.drop(page)

@@ -1,0 +1,146 @@
+"""The course of a step: where it is in the order that it follows, and what pages may take there."""
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+from penstock.offload._copies import Copies
+from penstock.offload._order import Follower, StepOrder
+from penstock.offload._page import Page, PageKind
+from penstock.offload._ranks import Ranks
+from penstock.offload._register import Register
+
+_NUM_MEASURED = 2
+
+
+class Course:
+    """The step under way, its position, the bytes that pages may take, and the ranks of the pages on the device."""
+
+    def __init__(self, budget_bytes: int, register: Register, copies: Copies):
+        self.budget_bytes = budget_bytes
+        self.others_bytes = 0
+        """Other bytes on the device before the first step. Operators get half of the rest until they are measured."""
+        self.is_in_step = False
+        self.count = 0
+        """Number of operators on pages so far, over all steps."""
+        self.ahead = 0
+        """Position in the order before which all pages have been requested."""
+        self._register, self._copies = register, copies
+        self._follower = Follower()
+        self._ranks = Ranks()
+        self._unmeasured_bytes = 0
+        self._growth = 1.0
+        """The most that a page has grown since the order that the step follows was measured, as a factor."""
+        self._num_begun = 0
+
+    @property
+    def order(self) -> StepOrder | None:
+        """The order that the step has followed so far; ``None`` if there is none."""
+        return self._follower.known
+
+    @property
+    def wants_measure(self) -> bool:
+        """Whether the bytes outside of pages in the next step are still unknown."""
+        expected = self._follower.expected
+        return expected is None or expected.num_measured < _NUM_MEASURED
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether all bytes outside of pages are known for the order that the step follows."""
+        return self.order is not None and self.order.num_measured >= _NUM_MEASURED
+
+    @property
+    def position(self) -> int:
+        """Position in the step's order of the operator that came last; -1 before the first one."""
+        return len(self._follower.now.needs) - 1
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.is_in_step = True
+        self._follower.begin()
+        self._growth, self.ahead, self._num_begun = 1.0, 0, 0
+        self._rank_all(0)
+
+    def end(self, others_bytes: Sequence[int], *, is_whole: bool) -> None:
+        """End a step; ``others_bytes`` are the bytes outside of pages at each operator, if measured.
+
+        Raises ``BudgetError`` if an operator of it needs more than the budget.
+        """
+        self.is_in_step = False
+        order = self._follower.end(list(others_bytes)) if is_whole else None
+        self._follower.known = None
+        if order is not None and others_bytes:
+            self._unmeasured_bytes = max(self._unmeasured_bytes, *others_bytes)
+            order.refuse_small(self.budget_bytes, self._register.label)
+
+    def place(self, kind: PageKind, name: object) -> object:
+        """Return what identifies a new page in every step of this kind: its name, or its number among the results."""
+        if kind is not PageKind.OTHER:
+            return name
+        self._num_begun += 1
+        return self._num_begun - 1
+
+    def begun(self, page: Page) -> None:
+        """Record and rank a page that has just begun."""
+        page.last_use = self.count
+        self._ranks.rank(page, self.order, self.position + 1, is_new=True)
+        if self.is_in_step and page.kind in (PageKind.OTHER, PageKind.GRADIENT):
+            self._follower.now.begin(page.key, page.size_bytes if page.kind is PageKind.OTHER else 0)
+
+    def follow(self, pages: Sequence[Page], *, is_noted: bool) -> int:
+        """Record an operator's pages if it ``is_noted``; return its position in the order that the step follows."""
+        self.count += 1
+        position = self.position
+        if is_noted:
+            position = self._note(pages) if self.is_in_step else -1
+        if self._ranks.is_full_of_old(len(self._register)):
+            self._rank_all(position + 1)
+        return position
+
+    def _note(self, pages: Sequence[Page]) -> int:
+        keys, sizes = tuple(page.key for page in pages), tuple(page.size_bytes for page in pages)
+        position = self._follower.follow(keys, sizes)
+        if self.order is not self._ranks.order:
+            self.ahead = position
+            self._rank_all(position)
+        if self.order is not None:
+            for page in pages:
+                self._growth = max(self._growth, page.size_bytes / self.order.sizes.get(page.key, page.size_bytes))
+        return position
+
+    def limit(self, position: int) -> int:
+        """Return the bytes that pages may take while the operator at that position runs, and until the next one."""
+        order = self.order
+        if order is not None and 0 <= position < len(order.others_bytes):
+            return self.budget_bytes - int(order.others_bytes[position] * self._growth)
+        return self.budget_bytes - (self._unmeasured_bytes or (self.budget_bytes + self.others_bytes) // 2)
+
+    @contextlib.contextmanager
+    def leaving_free(self, size_bytes: int) -> Iterator[None]:
+        """Lower the limit by ``size_bytes`` while the block runs, between two steps."""
+        before, half = self._unmeasured_bytes, (self.budget_bytes + self.others_bytes) // 2
+        self._unmeasured_bytes = max(before or half, self.others_bytes + size_bytes)
+        try:
+            yield
+        finally:
+            self._unmeasured_bytes = before
+
+    def rank(self, page: Page, position: int | None = None) -> None:
+        """Rank a page among those on the device: the one that is used last after ``position`` leaves first."""
+        self._ranks.rank(page, self.order, self.position + 1 if position is None else position)
+
+    def _rank_all(self, position: int) -> None:
+        self._ranks.rank_all(self._register.everything(), self.order, position)
+
+    def victim(self, stays: Collection[Page], *, later_than: int | None = None, is_urgent: bool = False) -> Page | None:
+        """Return the page that leaves next, if its next use comes after position ``later_than`` (`Ranks.first`)."""
+        return self._ranks.first(
+            lambda page: page in stays or not self.may_leave(page),
+            self._copies,
+            now=self.count,
+            later_than=later_than,
+            is_urgent=is_urgent,
+        )
+
+    def may_leave(self, page: Page) -> bool:
+        """Return whether nobody relies on the page being on the device."""
+        return page not in self._register.pinned and page.stays_until <= self.count

@@ -1,0 +1,119 @@
+"""Room on the device for pages: which ones leave, and which ones are fetched before anybody asks for them."""
+
+import time
+from collections.abc import Collection
+
+from penstock.offload._copies import Copies
+from penstock.offload._course import Course
+from penstock.offload._page import Page
+from penstock.offload._register import Register
+
+_AHEAD_BYTES = 256 * 2**20
+"""The most bytes that are fetched ahead. With small budgets it is an eighth of the budget."""
+
+
+class PageSpace:
+    """The device memory for pages. Pages of the operator that comes next (``stays``) never leave."""
+
+    def __init__(self, register: Register, copies: Copies, course: Course):
+        self._register, self._copies, self._course = register, copies, course
+        self._ahead_bytes = min(_AHEAD_BYTES, course.budget_bytes // 8)
+
+    def make(self, size_bytes: int, stays: Collection[Page], limit: int) -> None:
+        """Wait until pages may take ``size_bytes`` more within the ``limit``, as far as others can leave."""
+        copies, course = self._copies, self._course
+        if copies.held_bytes + size_bytes <= limit:
+            return
+        start_s = time.perf_counter()
+        if course.order is None:
+            copies.sweep()
+        while copies.held_bytes - copies.leaving_bytes + size_bytes > limit:
+            victim = course.victim(stays) or course.victim(stays, is_urgent=True)
+            if victim is None:
+                break
+            copies.leave(victim)
+        while copies.held_bytes + size_bytes > limit and (leaving := copies.leaving()):
+            self.settle(leaving[:1])
+        copies.stall_s += time.perf_counter() - start_s
+
+    def settle(self, pages: Collection[Page]) -> None:
+        """Wait until the pages have left or turn out to be unable to."""
+        for page in pages:
+            if not self._copies.settle(page, self._course.count):
+                self._course.rank(page)
+
+    def look_ahead(self, stays: Collection[Page], position: int) -> None:
+        """Begin to move out what is used last and to fetch what is used next, operator by operator.
+
+        Neither moves out pages that are used before the position under consideration, nor takes memory that new pages
+        need.
+        """
+        copies, course = self._copies, self._course
+        order = course.order
+        if order is None or not order.others_bytes:
+            return
+        course.ahead = max(course.ahead, position + 1)
+        now, begun = course.limit(position), order.begun_between(position, course.ahead)
+        moved = 0
+        while course.ahead < len(order.needs) and moved + begun < self._ahead_bytes:
+            missing = self._missing(position)
+            if missing is None:
+                return
+            wanted = begun + order.begun_bytes[course.ahead] + sum(page.size_bytes for page in missing)
+            limit = min(now, course.limit(course.ahead))
+            while copies.held_bytes - copies.leaving_bytes + wanted > limit:
+                victim = course.victim(stays, later_than=course.ahead)
+                if victim is None:
+                    return
+                copies.leave(victim)
+            for page in missing:
+                if copies.held_bytes + page.size_bytes > now:
+                    return  # not before the leaving pages are gone
+                if not copies.prefetch(page):
+                    return
+                moved += page.size_bytes
+                course.rank(page, position + 1)
+            begun += order.begun_bytes[course.ahead]
+            course.ahead += 1
+
+    def _missing(self, position: int) -> list[Page] | None:
+        """Return the pages to be fetched for the operator that is looked at; ``None`` while the host works on one."""
+        order = self._course.order
+        assert order is not None
+        missing = []
+        for key in order.needs[self._course.ahead]:
+            page = self._register.with_key(key)
+            if page is None or order.begun.get(key, -1) > position:  # its next page does not exist yet
+                continue
+            parts = [page] if page.narrow is None or page.is_here else [part for _, part in page.narrow.parts[:1]]
+            for part in parts:
+                if part.held_bytes():
+                    continue
+                if part.on_host is not None and not part.on_host.is_done:
+                    return None
+                missing.append(part)
+        return missing
+
+    def add_up(self, page: Page, stays: Collection[Page], limit: int | None) -> None:
+        """Fill a page with the sum of its parts, one after the other; ``limit`` of the bytes in pages, if any."""
+        copies, course = self._copies, self._course
+        storage = page.storage()
+        assert page.narrow is not None
+        if storage is None:
+            copies.drop(page)
+            return
+        storage.resize_(page.size_bytes)
+        copies.arrived(page)
+        try:
+            for number, (_, part) in enumerate(page.narrow.parts):
+                part.last_use = course.count
+                copies.stay(part)
+                if not part.is_here:
+                    if limit is not None:
+                        self.make(part.size_bytes - part.held_bytes(), {*stays, part}, limit)
+                    copies.fill(part, is_read=True)
+                page.narrow.put(number, storage)
+                course.rank(part)
+        except BaseException:  # it will be made again
+            copies.take_back(page, storage)
+            raise
