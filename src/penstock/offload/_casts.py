@@ -185,8 +185,8 @@ class Casts:
         )
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.size(), one.stride(), one.dtype) == (other.size(), other.stride(), other.dtype)
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.size(), tensor.stride(), tensor.dtype) == (other.size(), other.stride(), other.dtype)
 
 
 def _layout(tensor: torch.Tensor) -> Layout:

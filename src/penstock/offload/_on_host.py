@@ -37,7 +37,7 @@ class HostUpdates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, pages: Pages, casts: Casts, *, last_first: bool):
-        self.optimizer, self._pages, self.casts = optimizer, pages, casts
+        self.optimizer, self.pages, self.casts = optimizer, pages, casts
         self._last_first = last_first
         self.lane = HostLane()
         self._waiting: list[Update] = []
@@ -60,17 +60,17 @@ class HostUpdates:
         weight, gradient, *states = due.pages
         parts = [gradient] if narrow is None else [page for _, page in narrow.parts]
         pages = [weight, *parts, *states, *(twin.page for twin in twins)]
-        if not all(map(self._pages.course.may_leave, pages)):
+        if not all(map(self.pages.course.may_leave, pages)):
             return False
         if any(page.handle is not None and not page.handle.is_in_memory for page in pages):
             return False  # part of it is on a disk, so letting the rest leave would gain nothing
         for page in (*pages, gradient):
-            self._pages.let_leave(page)
+            self.pages.let_leave(page)
         if not all(page.handle is not None and page.handle.is_in_memory for page in pages):
             self.casts.forget(due.pages[0])  # there may have been no room for some of them
             return False
         self._waiting.append(Update(self, due, pages, narrow, twins))
-        self._pages.on_poll = self.poll
+        self.pages.on_poll = self.poll
         self.poll()
         return True
 
@@ -79,7 +79,7 @@ class HostUpdates:
 
         ``None`` until the link has carried something and the optimizer has states.
         """
-        out, back = self._pages.copies.waterfall.rates_bytes_per_s()
+        out, back = self.pages.copies.waterfall.rates_bytes_per_s()
         trained = [tensor for tensor, state in self.optimizer.state.items() if tensor.is_floating_point() and state]
         if out is None or back is None or not trained:
             return None
@@ -99,13 +99,13 @@ class HostUpdates:
         while self._waiting and self._waiting[0].is_ready:
             self.lane.put(self._waiting.pop(0), is_first=self._last_first)
         if not self._waiting:
-            self._pages.on_poll = None
+            self.pages.on_poll = None
 
     def hand_over(self, update: "Update") -> bool:
         """Wait until all pages of an update have left; return ``False`` if one of them stays on the device."""
         while update in self._waiting:
-            self._pages.settle(update.pages)
-            self._pages.copies.waterfall.reap()
+            self.pages.settle(update.pages)
+            self.pages.copies.waterfall.reap()
             if not update.can_leave:
                 self._waiting.remove(update)
                 return False
@@ -120,7 +120,7 @@ class HostUpdates:
     def close(self) -> None:
         """Wait for the updates in the queue, drop the others, and end the thread. A later `begin` starts it again."""
         self._waiting.clear()
-        self._pages.on_poll = None
+        self.pages.on_poll = None
         self.failed = False
         self.lane.close()
 
@@ -174,7 +174,7 @@ class Update(HostStep):
         start_s = time.perf_counter()
         if is_there:
             self.wait()
-            self._owner._pages.copies.stall_s += time.perf_counter() - start_s
+            self._owner.pages.copies.stall_s += time.perf_counter() - start_s
         for page in self._involved():
             page.pending = page.on_host = None
         if self.error is not None:

@@ -64,9 +64,9 @@ class StepOrder:
         page.
         """
         most, place = 0, 0
-        for at, (keys, others) in enumerate(zip(self.needs, self.others_bytes, strict=False)):
+        for position, (keys, others) in enumerate(zip(self.needs, self.others_bytes, strict=False)):
             needed = others + sum(self.sizes.get(key, 0) for key in keys)
-            most, place = max((most, place), (needed, at))
+            most, place = max((most, place), (needed, position))
         if most > budget_bytes:
             names = [label(key) for key in self.needs[place]]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
@@ -80,23 +80,22 @@ class StepOrder:
         """Return the bytes of the pages that began between two positions."""
         return self._begun_until[end] - self._begun_until[start]
 
-    def next_use(self, key: int, at: int, *, is_new: bool = False) -> float:
-        """Return the first position from ``at`` on where the key's present page is used; past the end, the next step
-        counts.
+    def next_use(self, key: int, position: int, *, is_new: bool = False) -> float:
+        """Return the first use from ``position`` on of the key's present page; past the end, the next step counts.
 
         Returns infinity if another page begins with its key before that. ``is_new``: the present page is the one that
-        begins at ``at``.
+        begins at ``position``.
         """
-        found = self._use_from(key, at, at + is_new)
+        found = self._use_from(key, position, position + is_new)
         if found is None:
             found = (self.then or self)._use_from(key, 0, 0)
             return math.inf if found is None else len(self.needs) + found
         return found
 
-    def _use_from(self, key: int, at: int, births_from: int) -> float | None:
-        """Return the first use from ``at`` on; infinity if the page dies before; ``None`` if it lives on unused."""
+    def _use_from(self, key: int, position: int, births_from: int) -> float | None:
+        """Return the next use; infinity if the page dies before; ``None`` if it lives on unused."""
         places, birth = self.uses.get(key, ()), self.begun.get(key, -1)
-        index = bisect.bisect_left(places, at)
+        index = bisect.bisect_left(places, position)
         place = places[index] if index < len(places) else None
         if birth >= births_from and (place is None or place >= birth):
             return math.inf
@@ -125,11 +124,11 @@ class Follower:
 
     def follow(self, keys: tuple[int, ...], sizes: tuple[int, ...]) -> int:
         """Add an operator; return its position in the order."""
-        at = len(self.now.needs)
+        position = len(self.now.needs)
         self.now.add(keys, sizes)
-        if self.known is not None and (at >= len(self.known.needs) or self.known.needs[at] != keys):
-            self.known = next((order for order in self.orders if order.needs[: at + 1] == self.now.needs), None)
-        return at
+        if self.known is not None and (position >= len(self.known.needs) or self.known.needs[position] != keys):
+            self.known = next((order for order in self.orders if order.needs[: position + 1] == self.now.needs), None)
+        return position
 
     def end(self, others_bytes: list[int]) -> StepOrder | None:
         """End the step; return its order, with the measurement, or ``None`` if it used no pages."""

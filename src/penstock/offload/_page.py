@@ -60,8 +60,8 @@ class Narrow:
 class Page:
     """One storage, filled or emptied.
 
-    It is wide because each mechanism that may delay, replace or forbid its copies leaves a mark on it, which is read for
-    every operator: updates, scaling, casts, the host's work.
+    It is wide because each mechanism that may delay, replace or forbid its copies leaves a mark on it, and all marks
+    are read for every operator: updates, scaling, casts, the host's work.
     """
 
     __slots__ = (

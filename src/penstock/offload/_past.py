@@ -51,20 +51,20 @@ _replaced: list[tuple[Any, str, Any]] = []  # any: classes and modules, and what
 _saving = threading.local()
 
 
-def begin_watching(one: Watching) -> None:
-    """Report all access to ``one`` from now on. Raises ``ValueError`` if another one watches."""
+def begin_watching(watcher: Watching) -> None:
+    """Report all access to ``watcher`` from now on. Raises ``ValueError`` if another one watches."""
     if _watcher() is not None:
         raise ValueError(
             "another training is open in this process; call its close() first. To train models together, combine "
             "them: training(nn.ModuleList([generator, discriminator]), optimizer, ...)"
         )
-    _watching[:] = [weakref.ref(one)]
+    _watching[:] = [weakref.ref(watcher)]
     _replace_all()
 
 
-def end_watching(one: Watching) -> None:
-    """Restore all functions, if ``one`` is the one that watches."""
-    if _watcher() is one:
+def end_watching(watcher: Watching) -> None:
+    """Restore all functions, if ``watcher`` is the one that watches."""
+    if _watcher() is watcher:
         _watching.clear()
         while _replaced:
             _give_back(*_replaced.pop())

@@ -27,18 +27,18 @@ class Ranks:
         """Return whether there are so many outdated entries that all pages should be ranked anew."""
         return len(self._heap) > 4 * num_pages + _MAX_OLD_ENTRIES
 
-    def rank(self, page: Page, order: StepOrder | None, at: int, *, is_new: bool = False) -> None:
-        """Rank a page at position ``at`` of the step's order; without an order, rank it by its last use."""
-        page.rank = page.last_use if order is None else -order.next_use(page.key, at, is_new=is_new)
+    def rank(self, page: Page, order: StepOrder | None, position: int, *, is_new: bool = False) -> None:
+        """Rank a page at ``position`` in the step's order; without an order, rank it by its last use."""
+        page.rank = page.last_use if order is None else -order.next_use(page.key, position, is_new=is_new)
         heapq.heappush(self._heap, (page.rank, next(self._entry), page))
 
-    def rank_all(self, pages: Iterable[Page], order: StepOrder | None, at: int) -> None:
+    def rank_all(self, pages: Iterable[Page], order: StepOrder | None, position: int) -> None:
         """Rank all pages that are on the device anew, and drop outdated entries."""
         self.order = order
         self._heap.clear()
         for page in pages:
             if page.held_bytes():
-                self.rank(page, order, at)
+                self.rank(page, order, position)
 
     def first(
         self,
