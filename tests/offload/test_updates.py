@@ -212,13 +212,6 @@ def test_small_parameters_are_updated_together(make_training, monkeypatch, in_ba
         assert calls.count(small) == 1
 
 
-def test_a_second_backward_before_the_step_breaks_the_promise(make_training):
-    model = Transformer(num_blocks=1)
-    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB", update_in_backward=True)
-    with pytest.raises(RuntimeError, match="got a second gradient in one step"), ours:
-        (loss_of(model, batches()[0]).backward(), loss_of(model, batches()[1]).backward())
-
-
 def test_gradient_hooks_and_batch_norm(make_training):
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -381,3 +374,10 @@ def test_a_weight_that_was_updated_cannot_be_used_by_an_older_graph(make_trainin
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"), ours:
         step()
+
+
+def test_a_second_backward_before_the_step_breaks_the_promise(make_training):
+    model = Transformer(num_blocks=1)
+    ours = make_training(model, OPTIMIZERS["adamw"](model), "1GiB", update_in_backward=True)
+    with pytest.raises(RuntimeError, match="got a second gradient in one step"), ours:
+        (loss_of(model, batches()[0]).backward(), loss_of(model, batches()[1]).backward())
