@@ -38,6 +38,7 @@ check: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs src benchmarks examples tests
 
 # What benchmarks find lands in one folder; what is worth keeping goes to benchmarks/results under its date.
 OUT ?= bench-results
