@@ -551,7 +551,7 @@ class FakeStreams:
 
 def test_accesses_stay_in_order():
     marks = FakeStreams()
-    order, device = _order.Order(lambda device: marks), torch.device("meta")
+    order, device = _order.DeviceOrder(lambda device: marks), torch.device("meta")
 
     def on(stream, *, writes):
         marks.stream = stream

@@ -22,7 +22,7 @@ _MOST_SLOTS = 128
 """The most draws per node that the kernel can hold."""
 
 
-class Drawn(NamedTuple):
+class EdgeDraws(NamedTuple):
     """The draws of several nodes."""
 
     offsets: torch.Tensor
@@ -44,7 +44,7 @@ class Drawer:
             self._on_link = wrap(graph.starts), wrap(graph.sources)
             self._positions = None if graph.positions is None else wrap(graph.positions)
 
-    def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+    def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
         """Draw up to ``fanout`` (-1: all) of the edges that enter each node."""
         replace = replace and fanout > 0
         link = self._on_link
@@ -52,7 +52,7 @@ class Drawer:
             return draw(self.graph, nodes, fanout, seed, replace=replace)
         if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(one.is_registered for one in link):
             found = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
-            return Drawn(*(one.to(self.device) for one in found))
+            return EdgeDraws(*(one.to(self.device) for one in found))
         with torch.cuda.device(self.device):
             for one in link:
                 one._memory.order.before_device(self.device, writes=False)
@@ -66,7 +66,7 @@ class Drawer:
         return edges if self._positions is None else self._positions[edges]
 
 
-def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw on the CPU's cores."""
     compiled = library()
     if compiled is None:
@@ -85,10 +85,10 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
         len(nodes), int(replace), seed, address(offsets), address(neighbours), address(edges),
         threads_for(count * 64),
     )  # fmt: skip
-    return Drawn(offsets, neighbours, edges)
+    return EdgeDraws(offsets, neighbours, edges)
 
 
-def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw on the device, which reads the graph over the link."""
     starts, sources = graph.starts, graph.sources
     degrees = _degrees(starts, nodes)
@@ -108,10 +108,10 @@ def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *,
             {"FANOUT": fanout, "SLOTS": max(2, 1 << (fanout - 1).bit_length()), "REPLACE": replace, "BLOCK": _BLOCK},
             warps=4,
         )  # fmt: skip
-    return Drawn(offsets, neighbours, edges)
+    return EdgeDraws(offsets, neighbours, edges)
 
 
-def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw with PyTorch's operators, for machines without a compiler."""
     starts, sources = graph.starts, graph.sources
     first = starts[nodes]
@@ -135,7 +135,7 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
             drawn = torch.where(earlier, most, drawn)
         chosen[at + one] = drawn
     edges = first.repeat_interleave(counts) + chosen
-    return Drawn(offsets, sources[edges].long(), edges)
+    return EdgeDraws(offsets, sources[edges].long(), edges)
 
 
 def mixed(number: int, hop: int) -> int:

@@ -12,7 +12,7 @@ from penstock.devices import pin, unpin
 from penstock.errors import TierDegradedWarning
 from penstock.probe import ledger
 from penstock.tiers import Budget
-from penstock.unified._order import Order
+from penstock.unified._order import DeviceOrder
 from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
@@ -37,7 +37,7 @@ class Memory:
         self.reference = reference
         """Arguments of ``from_file`` that give the same memory in another process; ``None`` if there are none."""
         self._owner = _owner_of(self.storage)
-        self.order: Order = self._owner.order if self._owner else Order()
+        self.order: DeviceOrder = self._owner.order if self._owner else DeviceOrder()
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
 
@@ -164,7 +164,7 @@ def _uncharge(size_bytes: int, budget: Budget | None) -> None:
         budget.credit("host", size_bytes)
 
 
-def _let_go(storage: torch.UntypedStorage, order: Order) -> None:
+def _let_go(storage: torch.UntypedStorage, order: DeviceOrder) -> None:
     order.before_host(writes=True)  # no kernel may still be reading
     with _lock:
         unpin(storage.data_ptr())

@@ -20,7 +20,7 @@ def _streams_of(device: torch.device) -> Streams:
     return streams
 
 
-class Order:
+class DeviceOrder:
     """The pending accesses of devices to one piece of memory."""
 
     def __init__(self, streams_of: Callable[[torch.device], Streams] = _streams_of):

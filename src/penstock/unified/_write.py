@@ -51,7 +51,7 @@ def write_features(
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
-            _Writer(file, first).write(_chained(first, blocks), advance)
+            _TableWriter(file, first).write(_chained(first, blocks), advance)
             os.fsync(file.fileno())
         os.replace(name, path)
         synchronize(path.parent)
@@ -69,14 +69,14 @@ def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> An
         blocks, num_rows = _blocks(source, None)
         first = next(blocks)
         with _bar(progress, num_rows, f"to {directory}") as advance:
-            _Writer(file, first).write(_chained(first, blocks), advance)
+            _TableWriter(file, first).write(_chained(first, blocks), advance)
     except BaseException:
         file.close()
         raise
     return file
 
 
-class _Writer:
+class _TableWriter:
     """A file that is being written. Chunks are padded in one buffer of pages and dropped from the page cache."""
 
     def __init__(self, file: Any, first: torch.Tensor):
