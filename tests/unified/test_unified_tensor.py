@@ -21,7 +21,7 @@ from penstock import tiers, unified
 from penstock.devices._cuda import Cuda
 from penstock.errors import BudgetError, TierDegradedWarning
 from penstock.probe import ledger
-from penstock.unified import Operand, _advice, _memory, _order, _tensor
+from penstock.unified import Operand, _advice, _order, _tensor
 from penstock.unified._gather import in_order
 from penstock.unified._rows import RowType
 
@@ -486,9 +486,9 @@ def test_a_refused_registration_is_said_and_rows_are_gathered_by_the_cpu(cuda, m
         found = unified.wrap(table())
     assert torch.equal(found[torch.tensor([3])], table()[3:4])
     with pytest.raises(ValueError, match="only rows can be read"):
-        _memory.Memory.on(found._memory, found._host, torch.device("cuda", 0))
+        found.in_place.on(torch.device("cuda", 0))
     with pytest.raises(ValueError, match="cannot read host memory in place"):
-        _memory.Memory.on(found._memory, found._host, torch.device("xpu", 0))
+        found.in_place.on(torch.device("xpu", 0))
 
 
 class FakeBindings:

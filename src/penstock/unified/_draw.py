@@ -50,16 +50,16 @@ class Drawer:
         link = self._on_link
         if link is None:
             return draw(self.graph, nodes, fanout, seed, replace=replace)
-        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(one.is_registered for one in link):
-            found = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
-            return EdgeDraws(*(one.to(self.device) for one in found))
+        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(array.is_registered for array in link):
+            draws = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
+            return EdgeDraws(*(tensor.to(self.device) for tensor in draws))
         with torch.cuda.device(self.device):
-            for one in link:
-                one._memory.order.before_device(self.device, writes=False)
-            found = draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
-            for one in link:
-                one._memory.order.after_device(self.device, writes=False)
-            return found
+            for array in link:
+                array.in_place.before(self.device, writes=False)
+            draws = draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
+            for array in link:
+                array.in_place.after(self.device, writes=False)
+            return draws
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
         """Return the numbers of these edges in the graph as the user gave it."""
@@ -122,18 +122,18 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
     within = torch.arange(int(offsets[-1]), device="cpu") - offsets[:-1].repeat_interleave(counts)
     chosen = within.clone()
     keys = _keys(nodes, seed)
-    for one in range(max(fanout, 0)):
-        drawing = (one < counts) & ((counts < degrees) | replace)
-        most = (degrees - counts + one)[drawing]
+    for number in range(max(fanout, 0)):
+        drawing = (number < counts) & ((counts < degrees) | replace)
+        most = (degrees - counts + number)[drawing]
         bound = degrees[drawing] if replace else most + 1
-        drawn = _hashed(keys[drawing] + one * _GOLDEN & _MASK) * bound >> 32
-        at = offsets[:-1][drawing]
+        drawn = _hashed(keys[drawing] + number * _GOLDEN & _MASK) * bound >> 32
+        begins = offsets[:-1][drawing]
         if not replace:
-            earlier = torch.zeros(len(drawn), dtype=torch.bool, device="cpu")
-            for other in range(one):
-                earlier |= chosen[at + other] == drawn
-            drawn = torch.where(earlier, most, drawn)
-        chosen[at + one] = drawn
+            is_taken = torch.zeros(len(drawn), dtype=torch.bool, device="cpu")
+            for earlier in range(number):
+                is_taken |= chosen[begins + earlier] == drawn
+            drawn = torch.where(is_taken, most, drawn)  # no earlier draw could reach ``most``
+        chosen[begins + number] = drawn
     edges = first.repeat_interleave(counts) + chosen
     return EdgeDraws(offsets, sources[edges].long(), edges)
 
@@ -249,6 +249,6 @@ def _signed(word: int) -> int:
 
 @functools.cache
 def _kernels() -> Any:
-    from penstock.unified import _kernels as found
+    from penstock.unified import _kernels as kernels
 
-    return found
+    return kernels

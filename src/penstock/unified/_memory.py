@@ -35,7 +35,7 @@ class Memory:
         self.whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         """Address, shape, strides and dtype of the whole table."""
         self.reference = reference
-        """Arguments of ``from_file`` that give the same memory in another process; ``None`` if there are none."""
+        """A function that opens the same memory in another process, and its first arguments; ``None`` if none can."""
         self._owner = _owner_of(self.storage)
         self.order: DeviceOrder = self._owner.order if self._owner else DeviceOrder()
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
@@ -48,10 +48,10 @@ class Memory:
         with _lock:
             _let_go_some.wait_for(lambda: not _is_being_let_go(storage), timeout=_PATIENCE_S)
             key = storage.data_ptr(), storage.nbytes()
-            found = _known.get(key)
-            if found is None or not key[1]:
-                found = _known[key] = Memory(tensor, reference=reference)
-            return found
+            memory = _known.get(key)
+            if memory is None or not key[1]:
+                memory = _known[key] = Memory(tensor, reference=reference)
+            return memory
 
     def on(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor ``host`` over this memory as a tensor of the device, without a copy.
@@ -101,12 +101,40 @@ class Memory:
         return True
 
 
+class InPlace:
+    """A tensor in host memory, for operators and kernels that use it where it lies."""
+
+    __slots__ = ("host", "memory")
+
+    def __init__(self, host: torch.Tensor, memory: Memory):
+        self.host = host
+        """The tensor as a plain one."""
+        self.memory = memory
+        """The memory in which it lies."""
+
+    def on(self, device: torch.device | None) -> torch.Tensor:
+        """Return it as a plain tensor of the device (``None``: the CPU), without a copy. Raises as ``Memory.on``."""
+        return self.host if device is None else self.memory.on(self.host, device)
+
+    def before(self, device: torch.device | None, *, writes: bool) -> None:
+        """Wait for the accesses that must be over before the device (``None``: the CPU) reads or writes."""
+        if device is None:
+            self.memory.order.before_host(writes=writes)
+        elif device.type == "cuda":  # operators on ``meta`` access nothing
+            self.memory.order.before_device(device, writes=writes)
+
+    def after(self, device: torch.device | None, *, writes: bool) -> None:
+        """Note the access that the device has just queued."""
+        if device is not None and device.type == "cuda":
+            self.memory.order.after_device(device, writes=writes)
+
+
 def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
     """Return the registered memory of ours that contains all of this storage; the caller keeps it alive."""
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    for (address, size_bytes), one in list(_known.items()):
-        if one.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
-            return one
+    for (address, size_bytes), memory in list(_known.items()):
+        if memory.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
+            return memory
     return None
 
 
