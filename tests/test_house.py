@@ -160,6 +160,7 @@ NAMES_CUDA = {
     "unified/_gather.py": "kernels",
     "unified/_memory.py": "memory that kernels read in place",
     "unified/_operators.py": "kernels",
+    "unified/_store.py": "kernels",
     "unified/_tensor.py": "kernels",
     "unified/_tiered.py": "kernels",
 }

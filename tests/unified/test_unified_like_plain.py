@@ -353,7 +353,7 @@ def test_forked_processes_read_whatever_threads_were_doing(table):
     if unified.is_unified(table):
         return
     process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(table,))
-    with table._readers, table._counts._lock:
+    with table._store._readers, table._store.counts._lock:
         process.start()
     process.join(600)
     code = process.exitcode

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from penstock import tiers, unified
 from penstock.errors import BudgetError, FeatureFileError, TierDegradedWarning, TierReadError
-from penstock.unified import _disk, _tiered
+from penstock.unified import _disk, _fill, _store, _tiered
 from penstock.unified._files import find_table
 
 
@@ -155,7 +155,7 @@ def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
     apart = torch.arange(0, 20_000, 40)
     for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
         with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
-            sector = features._files.align_bytes
+            sector = features._store.files.align_bytes
             assert torch.equal(features[apart], plain[apart])
             found = features.statistics()
             assert found.disk_requests == len(apart)
@@ -194,7 +194,7 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
 
 def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
     budget = tiers.Budget(host="1MiB", disk={tmp_path: "1MiB"})
-    monkeypatch.setattr(_tiered, "exact", lambda size_bytes: (_ for _ in ()).throw(MemoryError("none")))
+    monkeypatch.setattr(_fill, "exact", lambda size_bytes: (_ for _ in ()).throw(MemoryError("none")))
     with pytest.raises(MemoryError):
         tiered(tmp_path, made(), 500, budget=budget)
     assert budget.held_bytes("host") == budget.held_bytes(str(tmp_path)) == 0
@@ -383,7 +383,7 @@ def test_a_failed_read_is_told(either, tmp_path):
     path = unified.write_features(tmp_path / "x", made())
     with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
         descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
-        os.dup2(descriptor, features._files._descriptors[0])
+        os.dup2(descriptor, features._store.files._descriptors[0])
         with pytest.raises(TierReadError, match="directory") as caught:
             features[torch.arange(3000)]
         assert caught.value.errno == errno.EISDIR
@@ -410,7 +410,7 @@ def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
     np.save(tmp_path / "x.npy", made().numpy())
     with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
-        assert features._files.align_bytes in (1, 4096)
+        assert features._store.files.align_bytes in (1, 4096)
         index = torch.randint(3000, (500,))
         assert torch.equal(features[index], made()[index])
 
@@ -436,7 +436,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
 
 def test_split_sorts_by_tier(either):
     places = torch.tensor([-1, 0, 2, -1, 1], dtype=torch.int32)
-    (slots, positions), counts = _tiered.split(places, 1, torch.tensor([0, 1, 2, -1, -2, 1]))
+    (slots, positions), counts = _store.split(places, 1, torch.tensor([0, 1, 2, -1, -2, 1]))
     assert counts == [2, 2, 2]
     assert slots.tolist() == [0, 0, 1, 0, 0, 3]
     assert positions.tolist() == [1, 5, 2, 3, 0, 4]
