@@ -249,6 +249,6 @@ def _signed(word: int) -> int:
 
 @functools.cache
 def _kernels() -> Any:
-    from penstock.unified import _kernels as kernels
+    from penstock.unified import _kernels as kernels  # it imports Triton, which machines without CUDA may lack
 
     return kernels

@@ -141,14 +141,14 @@ def _copy(
     """Copy rows of the tensor, or of the files for ``None``, with memory for a few on the way to a device."""
     step = max(1, _FILL_BYTES // max(1, stored.row_bytes))
     for begin in range(0, len(rows), step):
-        some = rows[begin : begin + step]
-        end = begin + len(some)
-        out = into[begin:end] if into.device.type == "cpu" else stored.empty(len(some))
+        numbers = rows[begin : begin + step]
+        end = begin + len(numbers)
+        out = into[begin:end] if into.device.type == "cpu" else stored.empty(len(numbers))
         if tensor is not None:
-            torch.index_select(tensor, 0, some, out=out)
+            torch.index_select(tensor, 0, numbers, out=out)
         else:
             assert files is not None
-            files.read(some.long(), stored, out, None)
+            files.read(numbers.long(), stored, out, None)
         if out.device != into.device:
             into[begin:end].copy_(out)
 
