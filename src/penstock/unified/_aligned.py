@@ -51,7 +51,7 @@ class Header:
 
 def stride_for(row_bytes: int) -> int:
     """Return the bytes from row to row with which rows touch as few sectors as possible."""
-    if row_bytes <= SECTOR_BYTES:
+    if row_bytes <= SECTOR_BYTES:  # powers of two divide a sector, so no short row straddles two
         return 1 << max(0, row_bytes - 1).bit_length()
     return -(-row_bytes // SECTOR_BYTES) * SECTOR_BYTES
 

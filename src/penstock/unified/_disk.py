@@ -97,6 +97,7 @@ class RowFiles:
             stride_bytes=table.stride_bytes, align_bytes=self.align_bytes, gap_bytes=_GAP_BYTES,
             most_bytes=MOST_BYTES, depth=self.depth,
         )  # fmt: skip
+        # its threads live for one call, so that none is missing after a fork; io_uring is blocked in many containers
         compiled.penstock_read_rows(
             ctypes.byref(files), self.num_rows, address(rows), address(positions), len(rows),
             ctypes.byref(kind.into(out)), ctypes.byref(report),

@@ -174,7 +174,7 @@ class Numbering:
         return places
 
     def _grow(self, most: int) -> None:
-        size = 1 << max(8, (most * 2).bit_length())
+        size = 1 << max(8, (most * 2).bit_length())  # a power of two, at most half full: probing ends soon
         old = self.nodes()
         self._keys, self._values = (
             torch.full((size,), -1, dtype=torch.int64, device="cpu"),

@@ -65,7 +65,7 @@ def open_files(
 ) -> RowFiles | None:
     """Return the file of a table, or new files with a tensor's rows; ``None`` if memory holds a tensor's rows."""
     if source.table is not None:
-        if verify and source.table.is_aligned:
+        if verify and source.table.is_aligned:  # not always: to read all rows at each start costs more than it saves
             check(source.table.path)
         return RowFiles([source.table])
     if not share.needs_disk:

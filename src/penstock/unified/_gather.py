@@ -163,7 +163,7 @@ def _on_device(
     table: torch.Tensor, index: torch.Tensor, device: torch.device, memory: Memory, kind: RowType, *, wraps: bool,
     sort: bool | None,
 ) -> torch.Tensor:  # fmt: skip
-    with torch.cuda.device(device):
+    with torch.cuda.device(device):  # Triton launches on the current device
         flat = index.detach().to(device).reshape(-1).contiguous()
         if not has_triton():
             flat = torch.where(flat < 0, flat + len(table), flat) if wraps else flat

@@ -118,6 +118,7 @@ def expected_accesses(
         reached += frontier
         share = _chance(degrees, fanout, replace=replace)
         missed = _along_edges(graph, torch.log1p(-(frontier * share).clamp(max=_MOST_CHANCE)))
+        # only nodes that are new in this hop: a row is read once; plain PageRank would overestimate hubs
         frontier = -torch.expm1(missed) * (1 - reached)
     return (reached + frontier).clamp_(0, 1)
 

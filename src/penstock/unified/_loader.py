@@ -169,6 +169,7 @@ class Loader:
 
     def _sample(self, epoch: int, number: int, seeds: torch.Tensor) -> tuple[torch.Tensor, Sample]:
         start_s = time.perf_counter()
+        # a number of its own for each mini-batch, so that draws depend neither on threads nor on what ran before
         sample = self.sampler.sample(seeds, number=(self.seed << 40) + (epoch << 20) + number)
         self._counts.add(sample_s=time.perf_counter() - start_s)
         return seeds, sample

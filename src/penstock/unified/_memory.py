@@ -16,7 +16,10 @@ from penstock.unified._order import DeviceOrder
 from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
-"""Memory by address and size, so that it is registered once however often it is wrapped."""
+"""Memory by address and size, so that it is registered once however often it is wrapped.
+
+CUDA rejects a second registration, and reports that again at the next launch of whichever kernel.
+"""
 _lock = threading.RLock()  # finalizers may run wherever memory is allocated
 _pinned: dict[int, int] = {}
 """Bytes from each address that we have registered and not yet unregistered."""
@@ -46,6 +49,7 @@ class Memory:
         """Return the memory of a tensor's storage, the same object for every wrap."""
         storage = tensor.untyped_storage()
         with _lock:
+            # memory that dies leaves `_known` before its finalizer unregisters it; its address may be wrapped meanwhile
             _let_go_some.wait_for(lambda: not _is_being_let_go(storage), timeout=_PATIENCE_S)
             key = storage.data_ptr(), storage.nbytes()
             memory = _known.get(key)
@@ -175,7 +179,7 @@ def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
     if budget is not None:
         budget = budget.named("unified")
         budget.charge("host", size_bytes)
-    try:
+    try:  # PyTorch's allocator of pinned memory would round up to a power of two
         mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if budget is not None:

@@ -47,7 +47,7 @@ class DeviceOrder:
                 self._write = access
                 self._reads.clear()  # the write came after them
             else:
-                self._reads[stream] = access
+                self._reads[stream] = access  # its mark also comes after this stream's earlier reads
 
     def before_host(self, *, writes: bool) -> None:
         """Block until the device has written, and, if the host will write, until it has read."""

@@ -142,7 +142,7 @@ class RowStore:
         if table is None or not len(slots):
             return
         if has_triton() and (table.device.type == "cuda" or self.held.host.memory.is_registered):
-            bad = torch.empty(1, dtype=torch.int64, device=self.device)  # slots are in range
+            bad = torch.empty(1, dtype=torch.int64, device=self.device)  # never read: `split` has checked the rows
             rows, places = in_order(table, slots, positions, self.kind)
             start_gather(table, rows, places, out, bad, self.kind, wraps=False)
         elif table.device.type == "cuda":

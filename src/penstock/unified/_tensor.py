@@ -46,6 +46,7 @@ class UnifiedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
         """Make a unified tensor over ``host``, which lies in ``memory``."""
+        # a subclass, not a wrapper: it is its host memory, with one storage, on which optimizers and NumPy work
         self: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
         self.in_place, self._prefer = InPlace(host.detach(), memory), prefer
         self.kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
@@ -215,6 +216,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        # all on the host: the device, where the gradient is, need not have room for zeros as large as the table
         (index,) = ctx.saved_tensors
         rows, numbers = index.reshape(-1).long().cpu(), gradient.reshape(index.numel(), *ctx.shape[1:]).cpu()
         rows = torch.where(rows < 0, rows + ctx.shape[0], rows)

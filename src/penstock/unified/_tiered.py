@@ -315,6 +315,7 @@ class TieredFeatures(torch.Tensor):
         raise refusal("copy.deepcopy(features)", self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # data loaders pickle the data set for each worker that they spawn, also for workers that only sample
         if get_spawning_popen() is not None:
             return self._absent, (self._store.num_rows, self.kind)
         raise TypeError(

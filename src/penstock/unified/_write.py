@@ -54,7 +54,7 @@ def write_features(
             _TableWriter(file, first).write(_chained(first, blocks), advance)
             os.fsync(file.fileno())
         os.replace(name, path)
-        synchronize(path.parent)
+        synchronize(path.parent)  # else a crash may undo the renaming
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -126,7 +126,7 @@ class _TableWriter:
         view = memoryview(self._buffer)[: self._filled * self._stride]
         self._sums.append(zlib.crc32(view))
         _write_at(self._file, view, self._end)
-        os.fdatasync(self._file.fileno())
+        os.fdatasync(self._file.fileno())  # only clean pages are dropped from the page cache
         os.posix_fadvise(self._file.fileno(), self._end, len(view), os.POSIX_FADV_DONTNEED)
         self._end += len(view)
         self._num_rows += self._filled
