@@ -70,8 +70,9 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
 
     path = unified.write_features(tmp_path / "x", large_table())
     monkeypatch.setattr(os, "open", refusing)
-    with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT"):
+    with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT") as caught:
         features = unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0)
+    assert caught[0].filename == __file__
     assert torch.equal(features[torch.arange(3000)], large_table())
     features.close()
 

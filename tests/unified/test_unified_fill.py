@@ -18,6 +18,15 @@ from penstock.unified._files import find_table
 pytestmark = pytest.mark.usefixtures("no_buffers")
 
 
+def test_a_disk_in_main_memory_is_warned_of_where_features_are_made(monkeypatch, tmp_path):
+    monkeypatch.setattr("penstock.directio.memory_file_system", lambda path: "tmpfs")
+    with pytest.warns(TierDegradedWarning, match="`disk` names main memory") as caught:
+        unified.TieredFeatures(
+            large_table(), host_budget=room(3000, large_table(), 5), in_flight=0, disk=tmp_path
+        ).close()
+    assert caught[0].filename == __file__
+
+
 def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
     budget = tiers.Budget(host="1MiB", disk={tmp_path: "1MiB"})
     monkeypatch.setattr(_fill, "exact", lambda size_bytes: (_ for _ in ()).throw(MemoryError("none")))

@@ -116,8 +116,9 @@ def test_memory_that_is_wrapped_twice_is_registered_once(cuda):
 def test_a_refused_registration_is_said_and_rows_are_gathered_by_the_cpu(cuda, monkeypatch):
     cuda.status = 2
     monkeypatch.setattr(_tensor, "_device", lambda: torch.device("meta"))
-    with pytest.warns(TierDegradedWarning, match="ulimit -l"):
+    with pytest.warns(TierDegradedWarning, match="ulimit -l") as caught:
         wrapped = unified.wrap(table())
+    assert caught[0].filename == __file__
     assert torch.equal(wrapped[torch.tensor([3])], table()[3:4])
     with pytest.raises(ValueError, match="only rows can be read"):
         wrapped.in_place.on(torch.device("cuda", 0))

@@ -72,7 +72,7 @@ def open_files(
         return None
     assert source.tensor is not None
     limits = Budget(disk=disk).disk_bytes
-    warn_of_memory(limits, stacklevel=3)
+    warn_of_memory(limits, stacklevel=4)  # who made the features, behind `checked`
     with _spilled(source.tensor, limits, account, progress) as tables:
         files = RowFiles(tables)  # this opens them again
     files.tables = [

@@ -97,7 +97,7 @@ class Memory:
                 f"the system refused to register {format_bytes(whole.nbytes)} of host memory with CUDA: rows are "
                 "gathered by the CPU and copied. Raise `ulimit -l`, or give a smaller table.",
                 TierDegradedWarning,
-                stacklevel=5,
+                stacklevel=6,  # who called `wrap`, `empty` or `from_file`, behind `checked`
             )
             return False
         _pinned[whole.data_ptr()] = whole.nbytes
