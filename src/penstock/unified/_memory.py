@@ -108,17 +108,17 @@ class Memory:
 class InPlace:
     """A tensor in host memory, for operators and kernels that use it where it lies."""
 
-    __slots__ = ("host", "memory")
+    __slots__ = ("memory", "plain")
 
-    def __init__(self, host: torch.Tensor, memory: Memory):
-        self.host = host
+    def __init__(self, plain: torch.Tensor, memory: Memory):
+        self.plain = plain
         """The tensor as a plain one."""
         self.memory = memory
         """The memory in which it lies."""
 
     def on(self, device: torch.device | None) -> torch.Tensor:
         """Return it as a plain tensor of the device (``None``: the CPU), without a copy. Raises as ``Memory.on``."""
-        return self.host if device is None else self.memory.on(self.host, device)
+        return self.plain if device is None else self.memory.on(self.plain, device)
 
     def before(self, device: torch.device | None, *, writes: bool) -> None:
         """Wait for the accesses that must be over before the device (``None``: the CPU) reads or writes."""

@@ -72,9 +72,11 @@ class RowStore:
     def __init__(self, num_rows: int, kind: RowType, device: torch.device, closed: str):
         self.num_rows, self.kind, self.device = num_rows, kind, device
         self.held = HeldRows.none()
+        """The rows in memory."""
         self.files: RowFiles | None = None
         """The files with all rows; ``None`` if memory holds them all."""
         self.counts = Counts(FeatureStatistics())
+        """The cost of reading rows so far."""
         self._readers = Readers(closed)
 
     def read(self, index: torch.Tensor) -> torch.Tensor:
@@ -102,13 +104,13 @@ class RowStore:
         flat = as_index(index)
         out = self.kind.empty(*index.shape)
         if held.places is None:
-            gather(held.host.host, flat, self.kind, out)
+            gather(held.host.plain, flat, self.kind, out)
             self.counts.add(host_rows=len(flat))
             return out
         (slots, positions), counts = split(held.places, 0, flat)
         num_host = counts[1]
         self._read_cold(slots[num_host:], out, positions[num_host:])
-        gather(held.host.host, slots[:num_host], self.kind, out, positions[:num_host])
+        gather(held.host.plain, slots[:num_host], self.kind, out, positions[:num_host])
         self.counts.add(host_rows=num_host)
         return out
 
@@ -117,7 +119,7 @@ class RowStore:
         held, host = self.held, self.held.host
         if held.places is None:
             self.counts.add(host_rows=index.numel())
-            return gather_rows(host.host, index, self.device, host.memory, self.kind)
+            return gather_rows(host.plain, index, self.device, host.memory, self.kind)
         flat = as_index(index)
         num_device = 0 if held.device is None else len(held.device)
         places, counts = split(held.places, num_device, flat, is_pinned=True)
@@ -129,7 +131,7 @@ class RowStore:
         rows = out.view(-1, *self.kind.shape)
         self._read_by_device(held.device, slots[: ends[0]], positions[: ends[0]], rows)
         host.before(self.device, writes=False)
-        self._read_by_device(host.host, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
+        self._read_by_device(host.plain, slots[ends[0] : ends[1]], positions[ends[0] : ends[1]], rows)
         host.after(self.device, writes=False)
         if counts[2]:
             rows[positions[ends[1] :]] = cold.to(self.device, non_blocking=True)

@@ -58,7 +58,7 @@ class UnifiedTensor(torch.Tensor):
             type(index) is torch.Tensor
             and is_row_numbers(index)
             and index.dim()
-            and self.in_place.host.dim()
+            and self.in_place.plain.dim()
             and not torch.compiler.is_compiling()
         ):
             return _read(self, index)
@@ -95,7 +95,7 @@ class UnifiedTensor(torch.Tensor):
         self.in_place.before(None, writes=True)  # the caller may write to it
         if self.requires_grad:
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
-        return self.in_place.host.detach()
+        return self.in_place.plain.detach()
 
     @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
@@ -103,7 +103,7 @@ class UnifiedTensor(torch.Tensor):
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
         self.in_place.before(None, writes=True)
-        return self.in_place.host.detach().numpy()
+        return self.in_place.plain.detach().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return an array for NumPy's functions."""
@@ -112,7 +112,7 @@ class UnifiedTensor(torch.Tensor):
     def tolist(self) -> Any:
         """Return the numbers as nested lists."""
         self.in_place.before(None, writes=False)
-        return self.in_place.host.tolist()
+        return self.in_place.plain.tolist()
 
     def is_pinned(self, device: Any = None) -> bool:  # noqa: ARG002
         """Return whether CUDA devices can reach the memory."""
@@ -120,7 +120,7 @@ class UnifiedTensor(torch.Tensor):
 
     def share_memory_(self) -> torch.Tensor:
         """Return the tensor if its memory is shared, else raise: other memory would not be registered."""
-        if self.in_place.host.is_shared():
+        if self.in_place.plain.is_shared():
             return self
         raise ValueError(
             "a unified tensor keeps its memory, which is not shared; share the tensor before you wrap it: "
@@ -129,24 +129,24 @@ class UnifiedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         self.in_place.before(None, writes=False)
-        return f"UnifiedTensor({self.in_place.host!r}, prefer={self._prefer!r})"
+        return f"UnifiedTensor({self.in_place.plain!r}, prefer={self._prefer!r})"
 
     def __copy__(self) -> torch.Tensor:
         """Return another tensor over the same memory."""
-        copied = UnifiedTensor(self.in_place.host, self.in_place.memory, self._prefer)
+        copied = UnifiedTensor(self.in_place.plain, self.in_place.memory, self._prefer)
         return restored(copied, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a copy in memory of its own."""
         copied = _fresh(self, self.dtype)
         self.in_place.before(None, writes=False)
-        copied.in_place.host.copy_(self.in_place.host)
+        copied.in_place.plain.copy_(self.in_place.plain)
         memo[id(self)] = restored(copied, self.requires_grad, isinstance(self, torch.nn.Parameter))
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reference = self.in_place.memory.reference
-        host = self.in_place.host
+        host = self.in_place.plain
         is_whole = (host.data_ptr(), host.shape, host.stride(), host.dtype) == self.in_place.memory.whole
         if reference is None or not is_whole:
             raise TypeError(
@@ -188,7 +188,7 @@ def _read(
 
 def _gathered(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
     device = None if index.device.type == "cpu" else _where([index], [table])  # CPU indexes decide
-    return gather_rows(table.in_place.host, index, device, table.in_place.memory, table.kind)
+    return gather_rows(table.in_place.plain, index, device, table.in_place.memory, table.kind)
 
 
 class _Plain(torch.autograd.Function):
@@ -196,7 +196,7 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, unified: UnifiedTensor) -> torch.Tensor:  # noqa: ARG004
-        return unified.in_place.host.detach()
+        return unified.in_place.plain.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
@@ -281,7 +281,7 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     tensors that are not dense.
     """
     if isinstance(tensor, UnifiedTensor):
-        same = UnifiedTensor(tensor.in_place.host, tensor.in_place.memory, prefer)
+        same = UnifiedTensor(tensor.in_place.plain, tensor.in_place.memory, prefer)
         return same.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if tensor.layout is not torch.strided:
         raise TypeError(f"`tensor` must be dense, got {tensor.layout}; wrap its parts, or tensor.to_dense()")
@@ -348,7 +348,7 @@ def gather(
     kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
     host, memory, device = table.detach(), None, None
     if isinstance(table, UnifiedTensor):
-        host, memory, device = table.in_place.host, table.in_place.memory, _where([index], [table])
+        host, memory, device = table.in_place.plain, table.in_place.memory, _where([index], [table])
     elif table.device.type != "cpu":
         raise ValueError(
             f"`table` must be in host memory, got one on {table.device}; table[index] reads it at full speed there"
@@ -387,11 +387,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _LIKE and not kwargs.get("device"):
         # in host memory, as it is as large as the table: gradients, and the state of optimizers
         fresh = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
-        _LIKE[func](fresh.in_place.host, *args[1:])
+        _LIKE[func](fresh.in_place.plain, *args[1:])
         return fresh
     if is_view(func):
         owner = unified[0]
-        args, kwargs = _replaced(spec, flat, lambda table: table.in_place.host)
+        args, kwargs = _replaced(spec, flat, lambda table: table.in_place.plain)
         views = func(*args, **kwargs)
         return _map(views, lambda view: UnifiedTensor(view, owner.in_place.memory, owner.prefer))
     if torch.Tag.inplace_view in func.tags or func is aten.resize_.default:
@@ -415,7 +415,7 @@ def _read_by(func: Any, table: UnifiedTensor, index: torch.Tensor) -> torch.Tens
     """Return rows for an operator; only ``[]`` counts negative rows from the end."""
     device = _where([index], [table])
     _refuse_gradient(func, device, [table])
-    host, memory = table.in_place.host, table.in_place.memory
+    host, memory = table.in_place.plain, table.in_place.memory
     return gather_rows(host, index, device, memory, table.kind, wraps=func is aten.index.Tensor)
 
 

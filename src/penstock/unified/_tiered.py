@@ -168,7 +168,7 @@ class TieredFeatures(torch.Tensor):
         """The most bytes held in host memory: rows, their places, disk buffers, and rows read in advance."""
         held = self._store.held
         numbers = 0 if held.places is None else ROW_NUMBER_BYTES * len(self.plan.host_rows)
-        return held.host.host.nbytes + numbers + self._share.beside_bytes
+        return held.host.plain.nbytes + numbers + self._share.beside_bytes
 
     @property
     def in_flight_bytes(self) -> int | None:
