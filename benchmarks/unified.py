@@ -249,7 +249,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
             resident, cached = _resident_bytes(), _cached_bytes()
             with unified.TieredFeatures(path, host_budget=budget, scores=scores, device=given.device) as features:
                 sampler = unified.NeighborSampler(graph, [10, 5], device=given.device)
-                rows_of = features if name in budgets else _Copied(features._host)
+                rows_of = features if name in budgets else _Copied(features._store.held.host.plain)
                 loader = unified.Loader(
                     sampler, rows_of, train, batch_size=given.batch, labels=classes.to(given.device), seed=number
                 )  # fmt: skip

@@ -117,6 +117,7 @@ PRIVATE = {
     "tiers/_gate.py": "whether autograd runs backward on this thread",
     "devices/_accelerator.py": "the allocator's numbers without their names, which are asked for at every operator",
     "tiers/_layout.py": "a bit of views that no public name has",
+    "unified/_operators.py": "tensors in lists, among an operator's arguments",
     "unified/_tensor.py": "operators of unified tensors run outside of Dynamo",
     "unified/_tiered.py": "rows are read outside of Dynamo, and features are found among arguments",
 }
@@ -158,6 +159,8 @@ NAMES_CUDA = {
     "unified/_functions.py": "names of attributes and methods of tensors",
     "unified/_gather.py": "kernels",
     "unified/_memory.py": "memory that kernels read in place",
+    "unified/_operators.py": "kernels",
+    "unified/_store.py": "kernels",
     "unified/_tensor.py": "kernels",
     "unified/_tiered.py": "kernels",
 }

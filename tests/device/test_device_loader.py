@@ -7,7 +7,7 @@ import torch
 
 from penstock import unified
 from penstock.testing import simulated
-from penstock.unified import _loader, _tiered
+from penstock.unified import _loader, _store
 
 NUM_NODES, WIDTH = 400, 16
 
@@ -67,6 +67,6 @@ def test_without_the_wait_there_is_a_race(kind, monkeypatch):
 
 def test_slots_lie_where_a_device_copies_from_by_itself(prompt_device):
     places = torch.tensor([0, 1, 2, -1], dtype=torch.int32)
-    found, counts = _tiered.split(places, 1, torch.tensor([3, 0, 2, 1]), is_pinned=True)
+    found, counts = _store.split(places, 1, torch.tensor([3, 0, 2, 1]), is_pinned=True)
     assert found.is_pinned() and counts == [1, 2, 1]
     assert found.to(prompt_device, non_blocking=True).cpu().tolist() == [[0, 1, 0, 3], [1, 2, 3, 0]]

@@ -20,7 +20,7 @@ from penstock.devices._accelerator import Accelerator, AcceleratorStreams
 from penstock.offload._clocks import DeviceClock
 from penstock.testing import GPT, simulated
 from penstock.tiers import Budget, HandleState, ViewLayout, waterfall_for
-from penstock.unified._order import Order
+from penstock.unified._order import DeviceOrder
 
 SOURCE = Path(penstock.__file__).parent
 ROOMS = ("tiers", "offload", "fleet", "unified")
@@ -278,7 +278,7 @@ def load_beside_the_step(tmp_path):
 def share_memory_between_streams(tmp_path):
     """Host memory that devices read and write in place, one after another, and then the host."""
     memory = torch.zeros(SIZE, pin_memory=True)
-    order, streams = Order(), [torch.Stream(device="sim") for _ in range(2)]
+    order, streams = DeviceOrder(), [torch.Stream(device="sim") for _ in range(2)]
     values = [torch.full((SIZE,), float(number), device="sim") for number in range(4)]
     torch.accelerator.synchronize()
     device = torch.device("sim", 0)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from unified_cases import EDGES, ROWS
 
 from penstock import unified
 from penstock.unified import _tiered
@@ -23,7 +24,7 @@ def parts(**options):
 
 
 def loaders_threads():
-    return [one for one in threading.enumerate() if one.name == "penstock-loader"]
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-loader"]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -37,10 +38,10 @@ def test_batches_are_whole_and_repeatable(ahead):
         assert torch.equal(batch.y, batch.seeds)
         assert torch.equal(batch.edge_index, batch.sample.edge_index)
         seen.append(batch)
-    assert torch.cat([one.seeds for one in seen]).sort().values.tolist() == list(range(100))
+    assert torch.cat([batch.seeds for batch in seen]).sort().values.tolist() == list(range(100))
     _, again = parts(ahead=2)
-    for one, other in zip(seen, again, strict=True):
-        assert torch.equal(one.nodes, other.nodes) and torch.equal(one.edge_index, other.edge_index)
+    for batch, repeated in zip(seen, again, strict=True):
+        assert torch.equal(batch.nodes, repeated.nodes) and torch.equal(batch.edge_index, repeated.edge_index)
     second = next(iter(again))  # the next epoch has another order
     assert not torch.equal(second.seeds, seen[0].seeds)
     again.epoch = 0
@@ -50,7 +51,7 @@ def test_batches_are_whole_and_repeatable(ahead):
 
 def test_the_last_batch_order_and_several_features():
     features, loader = parts(drop_last=True, shuffle=False)
-    assert len(loader) == 3 and [len(one.seeds) for one in loader] == [32, 32, 32]
+    assert len(loader) == 3 and [len(batch.seeds) for batch in loader] == [32, 32, 32]
     assert next(iter(loader)).seeds.tolist() == list(range(32))
     with unified.TieredFeatures(features) as tiered:
         loader.features, loader.labels = {"x": tiered, "wrapped": unified.wrap(features)}, None
@@ -109,26 +110,26 @@ def test_an_error_is_raised_where_the_batch_would_have_come(ahead):
 
 def test_no_more_than_asked_are_made_in_advance():
     features, loader = parts(batch_size=5, ahead=2)
-    made = []
+    sizes = []
 
     class Counting:
         def __getitem__(self, nodes):
-            made.append(len(nodes))
+            sizes.append(len(nodes))
             return features[nodes]
 
     loader.features = Counting()
     for number, _ in enumerate(loader):
-        assert len(made) <= number + 1 + 2
-    assert len(made) == 20
+        assert len(sizes) <= number + 1 + 2
+    assert len(sizes) == 20
 
 
 def test_statistics():
     _, loader = parts()
     list(loader)
-    found = loader.reset_statistics()
-    assert found.num_batches == 4 and found.num_nodes > 100
-    assert found.sample_s > 0 and found.gather_s > 0 and found.wall_s > 0
-    assert 0 <= found.stall_s <= found.wall_s and 0 <= found.hidden_share <= 1
+    statistics = loader.reset_statistics()
+    assert statistics.num_batches == 4 and statistics.num_nodes > 100
+    assert statistics.sample_s > 0 and statistics.gather_s > 0 and statistics.wall_s > 0
+    assert 0 <= statistics.stall_s <= statistics.wall_s and 0 <= statistics.hidden_share <= 1
     assert loader.statistics() == unified.LoaderStatistics()
 
 
@@ -203,17 +204,17 @@ def test_an_interrupt_while_rows_wait_for_room(tmp_path, monkeypatch):
 
 
 def test_loaders_of_others_run_in_advance():
-    made = []
+    names = []
 
     def batches():
         for number in range(6):
-            made.append(threading.current_thread().name)
+            names.append(threading.current_thread().name)
             yield number
         raise OSError(5, "Input/output error")
 
     iterator = unified.in_advance(batches(), 2)
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
-    assert set(made) == {"penstock-loader"} and len(made) <= 5
+    assert set(names) == {"penstock-loader"} and len(names) <= 5
     assert [next(iterator) for _ in range(3)] == [3, 4, 5]
     with pytest.raises(OSError, match="Input/output"):
         next(iterator)
@@ -222,3 +223,9 @@ def test_loaders_of_others_run_in_advance():
         break
     assert not loaders_threads()
     assert list(unified.in_advance(range(3), 0)) == [0, 1, 2]
+
+
+def test_labels_have_a_row_for_each_seed():
+    sampler = unified.NeighborSampler(unified.Graph(EDGES), [2])
+    with pytest.raises(ValueError, match="`labels` must have one entry for each of 4 nodes, got 2"):
+        unified.Loader(sampler, ROWS[:4], torch.arange(4), batch_size=2, labels=torch.ones(2))

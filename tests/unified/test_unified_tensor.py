@@ -1,14 +1,6 @@
 """Unified tensors index as plain ones do, run where the rules say, and share their memory."""
 
 import copy
-import gc
-import itertools
-import multiprocessing
-import os
-import pickle
-import subprocess
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
+from unified_cases import table
 
-from penstock import tiers, unified
-from penstock.devices._cuda import Cuda
-from penstock.errors import BudgetError, TierDegradedWarning
-from penstock.probe import ledger
-from penstock.unified import Operand, _advice, _memory, _order, _tensor
-from penstock.unified._gather import in_order
-from penstock.unified._rows import RowType
+from penstock import unified
+from penstock.unified import _tensor
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.bool,
@@ -31,10 +19,6 @@ DTYPES = [
 ]  # fmt: skip
 PLACES = [torch.device("cpu"), torch.device("meta")]
 """``meta`` stands for a device: operators run there without one."""
-
-
-def table(rows=20, width=5, dtype=torch.float32):
-    return torch.randint(-50, 50, (rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
 @st.composite
@@ -75,94 +59,24 @@ def test_every_index_gives_what_it_gives_on_a_plain_tensor(case, prefer):
     rows, shape, dtype, index = case
     plain = torch.randint(-50, 50, (rows, *shape)).to(dtype)
     expected = outcome(lambda: plain[index])
-    found = outcome(lambda: unified.wrap(plain.clone(), prefer=prefer)[index])
+    result = outcome(lambda: unified.wrap(plain.clone(), prefer=prefer)[index])
     if isinstance(expected, torch.Tensor):
-        assert found.dtype is dtype
-        assert torch.equal(found.cpu(), expected)
+        assert result.dtype is dtype
+        assert torch.equal(result.cpu(), expected)
     else:
-        assert found is expected
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_tables_that_are_not_contiguous(either, dtype):
-    plain = table(20, 12, dtype)
-    index = torch.tensor([[3, -1], [0, 19]])
-    for view in (plain[:, 2:7], plain[::3], plain.t(), plain[:, ::2], plain[5:].view(-1, 4, 3).transpose(1, 2)):
-        assert torch.equal(unified.wrap(view)[index % len(view)], view[index % len(view)])
-
-
-@pytest.mark.parametrize("index", [[20], [-21], [0, 1, 10**12]])
-def test_rows_that_are_not_there(either, index):
-    found = unified.wrap(table())
-    with pytest.raises(IndexError, match=f"index {index[-1]} at position {len(index) - 1} is out of range.*20 rows"):
-        found[torch.tensor(index)]
-    with pytest.raises(IndexError):
-        found.index_select(0, torch.tensor([-1]))  # as of a plain tensor: only [] counts from the end
-    with pytest.raises(IndexError):
-        functional.embedding(torch.tensor([-1]), found)
+        assert result is expected
 
 
 def test_functions_of_rows():
     plain, index = table(), torch.tensor([[1, 1], [3, 19]])
-    found = unified.wrap(plain)
-    assert torch.equal(functional.embedding(index, found), plain[index])
-    assert torch.equal(found.index_select(0, index[0]), plain[index[0]])
-    assert torch.equal(found.index_select(1, index[0]), plain.index_select(1, index[0]))
-    assert torch.equal(torch.index_select(found, -2, index[1]), plain[index[1]])
-    bags = functional.embedding_bag(index, found, mode="sum")
+    wrapped = unified.wrap(plain)
+    assert torch.equal(functional.embedding(index, wrapped), plain[index])
+    assert torch.equal(wrapped.index_select(0, index[0]), plain[index[0]])
+    assert torch.equal(wrapped.index_select(1, index[0]), plain.index_select(1, index[0]))
+    assert torch.equal(torch.index_select(wrapped, -2, index[1]), plain[index[1]])
+    bags = functional.embedding_bag(index, wrapped, mode="sum")
     assert torch.equal(bags, functional.embedding_bag(index, plain, mode="sum"))
-    assert torch.equal(torch.take_along_dim(found, index[:, :1], 0), torch.take_along_dim(plain, index[:, :1], 0))
-
-
-@pytest.mark.parametrize("sort", [False, True])
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_rows_widened_while_they_are_read(either, stored, sort):
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(stored).view(-1, 64)
-    index = torch.randint(-len(every), len(every), (3, 700))
-    found = unified.gather(unified.wrap(every), index, dtype=torch.float32, sort=sort)
-    assert torch.equal(found.view(torch.int32), every[index].float().view(torch.int32)) or torch.equal(
-        found.nan_to_num(7.0), every[index].float().nan_to_num(7.0)
-    )
-    assert torch.equal(unified.gather(every, index, sort=sort).view(torch.int16), every[index].view(torch.int16))
-
-
-def test_int8_with_a_scale(either):
-    plain, index = torch.randint(-128, 128, (50, 7)).to(torch.int8), torch.tensor([4, -1])
-    for scale in (0.5, torch.rand(7)):
-        expected = plain[index].float() * scale
-        assert torch.equal(unified.gather(plain, index, scale=scale), expected)
-    with pytest.raises(ValueError, match="int8 needs a scale"):
-        unified.gather(plain, index, dtype=torch.float32)
-    with pytest.raises(ValueError, match="cannot be read as torch.float64"):
-        unified.gather(plain.half(), index, dtype=torch.float64)
-    with pytest.raises(ValueError, match="one number or 7"):
-        unified.gather(plain, index, scale=torch.rand(3))
-
-
-CELLS = list(
-    itertools.product([None, "device", "host", "scalar"], [None, "device", "host", "scalar"], ["device", "host"])
-)
-
-
-@pytest.mark.parametrize("first, second, prefer", CELLS)
-def test_every_cell_of_the_table_of_placement(monkeypatch, first, second, prefer):
-    """The rule as a function, and as operators are placed: the ``meta`` device stands for a CUDA one."""
-    monkeypatch.setattr(_tensor, "_device", lambda: torch.device("meta"))
-    others = [one for one in (first, second) if one]
-    kinds = {"device": Operand.DEVICE, "host": Operand.HOST, "scalar": Operand.SCALAR}
-    expected = "device" if "device" in others else "host" if "host" in others else prefer
-    assert unified.place([kinds[one] for one in others], [prefer]) == expected
-    made = {
-        "device": torch.ones(5, device="meta"), "host": torch.ones(5), "scalar": torch.tensor(2.0), None: 2.0,
-    }  # fmt: skip
-    found = unified.wrap(table(), prefer=prefer)
-    if {"device", "host"} <= set(others):  # PyTorch's own rule for operands on two devices
-        with pytest.raises(RuntimeError, match="device"):
-            torch.addcmul(found, made[first], made[second])
-        return
-    result = torch.addcmul(found, torch.as_tensor(made[first]), torch.as_tensor(made[second]))
-    assert result.device.type == {"device": "meta", "host": "cpu"}[expected]
-    assert not unified.is_unified(result)
+    assert torch.equal(torch.take_along_dim(wrapped, index[:, :1], 0), torch.take_along_dim(plain, index[:, :1], 0))
 
 
 def test_several_unified_operands_follow_the_one_that_prefers_the_device(monkeypatch):
@@ -177,37 +91,45 @@ def test_several_unified_operands_follow_the_one_that_prefers_the_device(monkeyp
 
 
 def test_without_a_device_all_runs_on_the_cpu():
-    found = unified.wrap(table())
-    assert (found * 2).device.type == "cpu"
-    assert not found.is_registered or torch.cuda.is_available()
+    wrapped = unified.wrap(table())
+    assert (wrapped * 2).device.type == "cpu"
+    assert not wrapped.is_registered or torch.cuda.is_available()
 
 
 def test_views_are_unified_and_share_memory():
     plain = table()
-    found = unified.wrap(plain)
-    for view in (found[2:4], found[3], found.view(5, 20), found.t(), found.detach(), found[:, 1:], found.unsqueeze(0)):
+    wrapped = unified.wrap(plain)
+    for view in (
+        wrapped[2:4],
+        wrapped[3],
+        wrapped.view(5, 20),
+        wrapped.t(),
+        wrapped.detach(),
+        wrapped[:, 1:],
+        wrapped.unsqueeze(0),
+    ):
         assert unified.is_unified(view)
-    found[2:4] = 7
+    wrapped[2:4] = 7
     assert (plain[2:4] == 7).all()
     plain[0] = 3
-    assert (found[0] == 3).all()
-    assert not unified.is_unified(found + 1)
+    assert (wrapped[0] == 3).all()
+    assert not unified.is_unified(wrapped + 1)
 
 
 def test_writes_go_to_the_memory_that_was_wrapped():
     plain = table()
-    expected, found = plain.clone(), unified.wrap(plain)
+    expected, wrapped = plain.clone(), unified.wrap(plain)
     index, rows = torch.tensor([3, 5]), torch.full((2, 5), 9.0)
-    for one in (expected, found):
-        one.index_copy_(0, index, rows)
-        one.index_add_(0, index, rows, alpha=2)
-        one[torch.tensor([7])] = 1
-        one[one[:, 0] > 10] = 0
-        one.mul_(2)
-        one[4].fill_(5)
+    for tensor in (expected, wrapped):
+        tensor.index_copy_(0, index, rows)
+        tensor.index_add_(0, index, rows, alpha=2)
+        tensor[torch.tensor([7])] = 1
+        tensor[tensor[:, 0] > 10] = 0
+        tensor.mul_(2)
+        tensor[4].fill_(5)
     assert torch.equal(plain, expected)
-    assert unified.is_unified(found.add_(1))
-    torch.add(found, 1, out=found)
+    assert unified.is_unified(wrapped.add_(1))
+    torch.add(wrapped, 1, out=wrapped)
     assert torch.equal(plain, expected + 2)
 
 
@@ -227,29 +149,14 @@ def test_training_a_table_in_host_memory(sparse):
 
     plain = table()
     expected, _ = train(torch.nn.Parameter(plain.clone()))
-    found, state = train(torch.nn.Parameter(unified.wrap(plain)))
-    assert isinstance(found, torch.nn.Parameter) and unified.is_unified(found)
-    assert torch.equal(found.detach().cpu(), expected.detach())
+    trained, state = train(torch.nn.Parameter(unified.wrap(plain)))
+    assert isinstance(trained, torch.nn.Parameter) and unified.is_unified(trained)
+    assert torch.equal(trained.detach().cpu(), expected.detach())
     assert torch.equal(plain, expected.detach())
     assert unified.is_unified(state["exp_avg"])  # as large as the table, so beside it
-    found.grad = None
-    found[torch.tensor([1, 1])].sum().backward()
-    assert found.grad[1].tolist() == [2.0] * 5
-
-
-@pytest.mark.parametrize(
-    ("width", "num_rows", "is_sorted"), [(4, 20_000, True), (4, 2000, False), (600, 20_000, False)]
-)
-def test_many_short_rows_are_read_as_they_lie(width, num_rows, is_sorted):
-    plain, index = torch.zeros(100, width), torch.randint(100, (num_rows,))
-    kind = RowType((width,), torch.float32, torch.float32)
-    for places in (None, torch.randperm(num_rows)):
-        rows, positions = in_order(plain, index, places, kind)
-        back = torch.empty_like(index)
-        back[torch.arange(num_rows) if positions is None else positions] = rows
-        expected = index if places is None else torch.empty_like(index).index_copy_(0, places, index)
-        assert torch.equal(back, expected)
-        assert torch.equal(rows, index.sort().values) is is_sorted
+    trained.grad = None
+    trained[torch.tensor([1, 1])].sum().backward()
+    assert trained.grad[1].tolist() == [2.0] * 5
 
 
 @pytest.mark.parametrize(
@@ -268,17 +175,17 @@ def test_rows_that_a_device_reads_leave_their_gradient_in_host_memory(monkeypatc
     monkeypatch.setattr(unified._tensor, "_where", lambda *_: torch.device("cpu"))
     weight = torch.nn.Parameter(unified.wrap(table()))
     rows, gradient = trained(weight)
-    assert all(torch.equal(one, two) for one, two in zip(rows, expected[0], strict=True))
+    assert all(torch.equal(result, reference) for result, reference in zip(rows, expected[0], strict=True))
     torch.testing.assert_close(gradient, expected[1], rtol=1e-6, atol=1e-6)
     with pytest.raises(RuntimeError, match=r"trains only by rows.*table\.cuda\(\)"):
         weight * 2
 
 
 def test_under_torch_compile():
-    found, index = unified.wrap(table()), torch.tensor([1, 3])
+    wrapped, index = unified.wrap(table()), torch.tensor([1, 3])
     compiled = torch.compile(lambda features, rows, weight: (features[rows] @ weight).relu(), backend="aot_eager")
     weight = torch.randn(5, 2, requires_grad=True)
-    result = compiled(found, index, weight)
+    result = compiled(wrapped, index, weight)
     torch.testing.assert_close(result, (table()[index] @ weight).relu())
     result.sum().backward()
     assert weight.grad is not None
@@ -287,27 +194,27 @@ def test_under_torch_compile():
 def test_operands_that_occur_twice():
     """Results are never mistaken for an operand."""
     plain = table()
-    found = unified.wrap(plain.clone())
+    wrapped = unified.wrap(plain.clone())
     for function in (torch.add, torch.maximum, torch.mul):
-        result = function(found, found)
+        result = function(wrapped, wrapped)
         assert not unified.is_unified(result) and torch.equal(result, function(plain, plain))
-    result = torch.addcmul(found, found, found)
+    result = torch.addcmul(wrapped, wrapped, wrapped)
     assert torch.equal(result, torch.addcmul(plain, plain, plain)) and not unified.is_unified(result)
-    assert torch.equal(found.cpu(), plain)
-    assert torch.add(found, found, out=found) is found and torch.equal(found.cpu(), plain * 2)
+    assert torch.equal(wrapped.cpu(), plain)
+    assert torch.add(wrapped, wrapped, out=wrapped) is wrapped and torch.equal(wrapped.cpu(), plain * 2)
 
 
 def test_shapes_stay():
-    found = unified.wrap(table())
-    for change in (found.t_, lambda: found.unsqueeze_(0), lambda: found.resize_(3)):
+    wrapped = unified.wrap(table())
+    for change in (wrapped.t_, lambda: wrapped.unsqueeze_(0), lambda: wrapped.resize_(3)):
         with pytest.raises(RuntimeError, match="is fixed"):
             change()
     for shape in ((20_000, 5), (2, 5)):
         with pytest.raises(RuntimeError, match="give one of the result's shape"):
-            torch.add(torch.ones(shape), 1, out=found)
+            torch.add(torch.ones(shape), 1, out=wrapped)
     with pytest.raises(RuntimeError, match="module.to"):
-        found.data = torch.ones(2)
-    assert torch.equal(found[torch.tensor([3])], table()[3:4])
+        wrapped.data = torch.ones(2)
+    assert torch.equal(wrapped[torch.tensor([3])], table()[3:4])
     with pytest.raises(ValueError, match="not negative"):
         unified.empty(-1, 3)
 
@@ -316,8 +223,8 @@ def test_gradients_through_rows_and_plain_views():
     weight = torch.nn.Parameter(unified.wrap(table()))
     plain = torch.nn.Parameter(table())
     index = torch.tensor([[1, -1], [1, 3]])
-    for one in (weight, plain):
-        (one[index] * torch.arange(20.0).view(2, 2, 5)).sum().backward()
+    for parameter in (weight, plain):
+        (parameter[index] * torch.arange(20.0).view(2, 2, 5)).sum().backward()
     assert torch.equal(weight.grad, plain.grad)
     weight.grad = None
     (weight.cpu() ** 2).sum().backward()
@@ -348,20 +255,20 @@ def test_copies_keep_what_they_are():
 
 def test_to_other_forms():
     plain = table()
-    found = unified.wrap(plain)
-    assert type(found.cpu()) is torch.Tensor and found.cpu().data_ptr() == plain.data_ptr()
-    assert found.numpy().ctypes.data == plain.data_ptr()
-    assert np.asarray(found).shape == (20, 5)
-    assert np.asarray(found, dtype=np.float64).dtype == np.float64
-    assert found.tolist() == plain.tolist()
-    assert found.to(torch.float64).dtype is torch.float64
-    assert "UnifiedTensor(tensor(" in repr(found)
+    wrapped = unified.wrap(plain)
+    assert type(wrapped.cpu()) is torch.Tensor and wrapped.cpu().data_ptr() == plain.data_ptr()
+    assert wrapped.numpy().ctypes.data == plain.data_ptr()
+    assert np.asarray(wrapped).shape == (20, 5)
+    assert np.asarray(wrapped, dtype=np.float64).dtype == np.float64
+    assert wrapped.tolist() == plain.tolist()
+    assert wrapped.to(torch.float64).dtype is torch.float64
+    assert "UnifiedTensor(tensor(" in repr(wrapped)
     with pytest.raises(RuntimeError, match="detach"):
         unified.wrap(plain).requires_grad_().numpy()
-    copied = copy.deepcopy(found)
+    copied = copy.deepcopy(wrapped)
     copied[0] = 99
     assert unified.is_unified(copied) and (plain[0] != 99).all()
-    assert unified.wrap(found, prefer="host").prefer == "host"
+    assert unified.wrap(wrapped, prefer="host").prefer == "host"
 
 
 def test_what_cannot_be_wrapped():
@@ -379,245 +286,7 @@ def test_what_cannot_be_wrapped():
         unified.gather(table(), torch.ones(3))
 
 
-def test_memory_of_exactly_its_size_on_one_account():
-    budget = tiers.Budget(host="1MiB")
-    before = ledger.held_bytes
-    found = unified.empty(1000, 7, dtype=torch.float64, budget=budget)
-    assert found.shape == (1000, 7) and (found.cpu() == 0).all()
-    assert budget.held_bytes("host") == 56_000 == ledger.held_bytes - before
-    with pytest.raises(BudgetError, match="budget of 1.0 MiB"):
-        unified.empty((3000, 100), budget=budget)
-    view = found[10:20]
-    del found
-    gc.collect()
-    assert budget.held_bytes("host") == 56_000  # a view keeps it
-    del view
-    gc.collect()
-    assert budget.held_bytes("host") == 0
-    assert unified.empty(0, 3).shape == (0, 3)
-
-
-class FakeRuntime:
-    """What CUDA is asked to register."""
-
-    def __init__(self, status=0):
-        self.status, self.held, self.calls = status, {}, []
-
-    def cudaHostRegister(self, address, size, flags):
-        self.calls.append((address, size, flags))
-        if self.status == 0:
-            self.held[address] = size
-        return self.status
-
-    def cudaHostUnregister(self, address):
-        del self.held[address]
-        return 0
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    """A machine with CUDA, as far as registering goes."""
-    runtime = FakeRuntime()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr("penstock.devices._pin.accelerator_type", lambda: "cuda")
-    monkeypatch.setattr("penstock.devices._pin.backend_of", lambda _: Cuda(torch.device("cuda", 0)))
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, device=None: False)
-    return runtime
-
-
-def test_memory_is_registered_once_at_its_exact_size_and_let_go(cuda):
-    plain = table()
-    found = unified.wrap(plain)
-    assert found.is_registered
-    assert cuda.held == {plain.data_ptr(): plain.nbytes}
-    views = found[2:], found.detach()
-    again = unified.wrap(found, prefer="host")
-    assert len(cuda.calls) == 1
-    del found, views
-    gc.collect()
-    assert cuda.held
-    del again
-    gc.collect()
-    assert not cuda.held
-    unified.empty(0)  # nothing to register
-    assert len(cuda.calls) == 1
-
-
-def test_memory_that_somebody_else_registered_is_theirs(cuda, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self, device=None: True)
-    found = unified.wrap(table())
-    assert found.is_registered
-    assert not cuda.calls
-    del found
-    gc.collect()  # not unregistered
-
-
-def test_a_part_of_registered_memory_keeps_all_of_it(cuda, monkeypatch):
-    plain = torch.zeros(1000)
-    array = plain.numpy()
-    whole = unified.wrap(plain)
-    part = unified.wrap(torch.from_numpy(array[100:200]))
-    assert len(cuda.calls) == 1 and part.is_registered
-    del whole
-    gc.collect()
-    assert cuda.held  # the part needs it
-    del part
-    gc.collect()
-    assert not cuda.held
-
-
-def test_memory_that_is_wrapped_twice_is_registered_once(cuda):
-    plain = table()
-    first, second = unified.wrap(plain), unified.wrap(plain[3:])
-    assert len(cuda.calls) == 1
-    del first
-    gc.collect()
-    assert second.is_registered and cuda.held
-    del second
-    gc.collect()
-    assert not cuda.held
-
-
-def test_a_refused_registration_is_said_and_rows_are_gathered_by_the_cpu(cuda, monkeypatch):
-    cuda.status = 2
-    monkeypatch.setattr(_tensor, "_device", lambda: torch.device("meta"))
-    with pytest.warns(TierDegradedWarning, match="ulimit -l"):
-        found = unified.wrap(table())
-    assert torch.equal(found[torch.tensor([3])], table()[3:4])
-    with pytest.raises(ValueError, match="only rows can be read"):
-        _memory.Memory.on(found._memory, found._host, torch.device("cuda", 0))
-    with pytest.raises(ValueError, match="cannot read host memory in place"):
-        _memory.Memory.on(found._memory, found._host, torch.device("xpu", 0))
-
-
-class FakeBindings:
-    """``cuda.bindings.runtime`` of two versions."""
-
-    cudaDeviceAttr = SimpleNamespace(cudaDevAttrPageableMemoryAccess="pageable")
-    cudaMemoryAdvise = SimpleNamespace(cudaMemAdviseSetReadMostly=1, cudaMemAdviseSetPreferredLocation=3)
-    cudaMemLocationType = SimpleNamespace(cudaMemLocationTypeHost="host", cudaMemLocationTypeDevice="device")
-    cudaMemLocation = SimpleNamespace
-
-    def __init__(self, version, pageable=1, error=0):
-        self.CUDART_VERSION, self.pageable, self.error, self.calls = version, pageable, error, []
-
-    def cudaDeviceGetAttribute(self, attribute, device):
-        return 0, self.pageable
-
-    def cudaMemAdvise(self, address, size, advice, where):
-        self.calls.append((address, size, advice, where))
-        return (self.error,)
-
-
-def test_advice_is_given_where_it_is_heard(monkeypatch):
-    found = unified.wrap(table())
-    assert not unified.advise(found, "read mostly") or torch.cuda.is_available()
-    with pytest.raises(ValueError, match="'read mostly', 'prefer host' or 'prefer device'"):
-        unified.advise(found, "fast")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    for fake, taken in ((FakeBindings(12090), True), (FakeBindings(13000), True), (FakeBindings(12090, 0), False),
-                        (FakeBindings(12090, error=1), False)):  # fmt: skip
-        monkeypatch.setattr(_advice, "_runtime", lambda fake=fake: fake)
-        assert [unified.advise(found, one) for one in ("read mostly", "prefer host", "prefer device")] == [taken] * 3
-        if taken:
-            address, size, advice, where = zip(*fake.calls, strict=True)
-            assert set(address) == {found.cpu().data_ptr()} and set(size) == {400} and advice == (1, 3, 3)
-            if fake.CUDART_VERSION < 13000:
-                assert where == (-1, -1, 2)
-            else:
-                assert [(one.type, one.id) for one in where] == [("host", 0), ("host", 0), ("device", 2)]
-
-
-class FakeStreams:
-    """Streams by name; a log of what waits for what."""
-
-    def __init__(self):
-        self.stream, self.log, self.count = "a", [], 0
-
-    def current(self):
-        return self.stream
-
-    def record(self, stream, *, is_timed=True):
-        self.count += 1
-        return f"{stream}{self.count}"
-
-    def wait(self, stream, mark):
-        self.log.append((stream, mark))
-
-    def synchronize(self, mark):
-        self.log.append(("host", mark))
-
-
-def test_accesses_stay_in_order():
-    marks = FakeStreams()
-    order, device = _order.Order(lambda device: marks), torch.device("meta")
-
-    def on(stream, *, writes):
-        marks.stream = stream
-        order.before_device(device, writes=writes)
-        order.after_device(device, writes=writes)
-        found, marks.log = marks.log, []
-        return found
-
-    def host(*, writes):
-        order.before_host(writes=writes)
-        found, marks.log = marks.log, []
-        return found
-
-    assert on("a", writes=False) == []  # a1
-    assert host(writes=False) == []  # reads do not disturb reads
-    assert on("b", writes=False) == []  # b2
-    assert on("b", writes=True) == [("b", "a1")]  # b3 writes after what a reads
-    assert on("b", writes=False) == []  # b4, behind its own write
-    assert on("a", writes=False) == [("a", "b3")]  # a5
-    assert host(writes=False) == [("host", "b3")]
-    assert host(writes=False) == []  # passed
-    assert sorted(host(writes=True)) == [("host", "a5"), ("host", "b4")]
-    assert host(writes=True) == []
-
-
-def test_pickling_is_refused_or_by_reference(tmp_path):
-    with pytest.raises(TypeError, match="shared=True"):
-        pickle.dumps(unified.wrap(table()))
-    np.save(tmp_path / "x.npy", table().numpy())
-    shared = unified.from_file(tmp_path / "x.npy", shared=True, prefer="host")
-    again = pickle.loads(pickle.dumps(shared))
-    assert torch.equal(again.cpu(), table()) and again.prefer == "host"
-    assert len(pickle.dumps(shared)) < 1000
-    again[0] = 77
-    assert (shared[0] == 77).all()  # one memory
-    for view in (shared[1:], shared.view(-1), shared.view(torch.int32), shared.t()):
-        with pytest.raises(TypeError, match="cannot be pickled"):
-            pickle.dumps(view)
-    parameter = pickle.loads(pickle.dumps(torch.nn.Parameter(shared)))
-    assert isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
-
-
-def _write(features, row, value):
-    features[row] = value
-
-
-def test_several_processes_share_one_table(tmp_path):
-    np.save(tmp_path / "x.npy", table().numpy())
-    shared = unified.from_file(tmp_path / "x.npy", shared=True)
-    context = multiprocessing.get_context("forkserver")
-    workers = [context.Process(target=_write, args=(shared, row, 100.0 + row)) for row in (3, 7)]
-    for one in workers:
-        one.start()
-    for one in workers:
-        one.join()
-    assert (shared[3] == 103).all() and (shared[7] == 107).all()
-
-
-def test_numbers_that_change_from_call_to_call_are_no_part_of_a_kernel():
-    """Triton compiles a kernel anew for an argument that is 1, or divisible by 16, unless it is told not to."""
-    pytest.importorskip("triton")
-    source = (
-        "from penstock.unified import _kernels\n"
-        "for kernel in (_kernels.gather_rows, _kernels.sample_neighbours):\n"
-        "    print(*[one.name for one in kernel.params if one.do_not_specialize])\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    told = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split("\n")[:2] == ["num_wanted", "size seed_low seed_high"]
+def test_shapes_are_whole_numbers():
+    for shape in (("",), ("12",), (True,), (-1,), ([1.5],)):
+        with pytest.raises((TypeError, ValueError), match="whole numbers that are not negative"):
+            unified.empty(*shape)

@@ -1,11 +1,6 @@
 """Tiered features: values as of a plain table, budgets kept, faults told."""
 
-import errno
 import gc
-import os
-import pickle
-import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -13,31 +8,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from unified_cases import ROWS, large_table, room, tiered
 
 from penstock import tiers, unified
-from penstock.errors import BudgetError, FeatureFileError, TierDegradedWarning, TierReadError
-from penstock.unified import _disk, _tiered
-from penstock.unified._files import find_table
+from penstock.errors import BudgetError
 
-
-def made(rows=3000, width=9, dtype=torch.float32):
-    return torch.randint(-50, 50, (rows, width), generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def room(rows, table, hot):
-    """A host budget for so many hot rows."""
-    return 4 * rows + hot * (table[0].nbytes + 4)
-
-
-def tiered(tmp_path, table, hot, **options):
-    options = {"disk": tmp_path, "in_flight": 0, **options}
-    return unified.TieredFeatures(table, host_budget=room(len(table), table, hot), **options)
-
-
-@pytest.fixture(autouse=True)
-def no_buffers(monkeypatch):
-    """Else every table of a test would fit beside the buffers' bytes."""
-    monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
+pytestmark = pytest.mark.usefixtures("no_buffers")
 
 
 @st.composite
@@ -70,8 +46,8 @@ def indexed(draw):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shape, hot, source, scored):
     plain = torch.randint(-50, 50, (300, *shape)).to(dtype)
-    for one in tmp_path.glob("*.*"):
-        one.unlink()
+    for path in tmp_path.glob("*.*"):
+        path.unlink()
     given_source, options = plain, {"disk": tmp_path}
     if source == "npy" and dtype is not torch.bfloat16:
         np.save(tmp_path / "x.npy", plain.numpy())
@@ -97,78 +73,25 @@ def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shap
             with pytest.raises(IndexError):
                 features[index]
             return
-        found = features[index]
-        assert torch.equal(found, plain[index]) and found.dtype is dtype
+        rows = features[index]
+        assert torch.equal(rows, plain[index]) and rows.dtype is dtype
         assert features.shape == plain.shape and len(features) == 300 and features.dim() == plain.dim()
         assert len(features.plan.host_rows) + features.plan.num_disk_rows == 300
 
 
-@pytest.mark.parametrize("index", [[3000], [-3001], [0, 5, 2**40]])
-def test_rows_that_are_not_there(either, tmp_path, index):
-    with tiered(tmp_path, made(), 100) as features, pytest.raises(IndexError, match=f"index {index[-1]} at position"):
-        features[torch.tensor(index)]
-    with unified.TieredFeatures(made()) as features, pytest.raises(IndexError, match=f"index {index[-1]} at position"):
-        features[torch.tensor(index)]
-
-
 def test_indexes_that_say_nothing(tmp_path):
-    with tiered(tmp_path, made(), 100) as features:
+    with tiered(tmp_path, large_table(), 100) as features:
         for index in (torch.ones(3), (None, 0), (Ellipsis, 0), torch.ones(5, dtype=torch.bool)):
             with pytest.raises(IndexError):
                 features[index]
         with pytest.raises(ValueError, match="index_select"):
             features.index_select(1, torch.tensor([0]))
-        assert torch.equal(features.index_select(0, torch.tensor([2])), made()[2:3])
+        assert torch.equal(features.index_select(0, torch.tensor([2])), large_table()[2:3])
         assert features.size(0) == 3000 and features.size() == (3000, 9)
 
 
-@pytest.mark.parametrize("stored, scale", [(torch.float16, None), (torch.bfloat16, None), (torch.int8, torch.rand(9))])
-def test_rows_widened_while_they_are_read(either, tmp_path, stored, scale):
-    plain = made(dtype=stored)
-    index = torch.randint(3000, (500,))
-    with tiered(tmp_path, plain, 1000, dtype=torch.float32, scale=scale) as features:
-        expected = plain[index].float() * (1 if scale is None else scale)
-        assert torch.equal(features[index], expected)
-        assert features.dtype is torch.float32
-        assert features.plan.row_bytes == 9 * stored.itemsize
-
-
-def test_hot_rows_are_the_most_wanted(tmp_path):
-    scores = torch.rand(3000)
-    wanted = scores.argsort(descending=True)
-    with tiered(tmp_path, made(), 500, scores=scores) as features:
-        assert features.plan.host_rows.tolist() == wanted[:500].sort().values.tolist()
-        features[wanted[:500]]
-        assert features.statistics().hit_rate == 1
-        features[wanted[500:]]
-        found = features.reset_statistics()
-        assert (found.host_rows, found.disk_rows) == (500, 2500)
-        assert found.disk_requests < 2500  # rows that lie together share a request
-        assert features.statistics().host_rows == 0
-        assert "16.7%" not in features.plan.explain() and "disk" in features.plan.explain()
-
-
-def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
-    plain = torch.randn(20_000, 256)
-    np.save(tmp_path / "x.npy", plain.numpy())
-    path = unified.write_features(tmp_path / "x.rows", plain)
-    apart = torch.arange(0, 20_000, 40)
-    for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
-        with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
-            sector = features._files.align_bytes
-            assert torch.equal(features[apart], plain[apart])
-            found = features.statistics()
-            assert found.disk_requests == len(apart)
-            if sector == 512:
-                assert least <= found.read_amplification <= most
-            features.reset_statistics()
-            assert torch.equal(features[torch.arange(1000).repeat(3)], plain[:1000].repeat(3, 1))
-            assert features.statistics().disk_requests <= 36
-            assert features.statistics().disk_read_bytes <= 1000 * 1024 + 36 * 4096
-
-
 def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
-    plain, budget = made(), tiers.Budget(host="1MiB")
+    plain, budget = large_table(), tiers.Budget(host="1MiB")
     with tiered(tmp_path, plain, 500, budget=budget) as features:
         assert features.host_bytes == 500 * 40 + 4 * 3000 == budget.held_bytes("host")
         assert features.host_bytes <= room(3000, plain, 500)
@@ -192,23 +115,11 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
-    budget = tiers.Budget(host="1MiB", disk={tmp_path: "1MiB"})
-    monkeypatch.setattr(_tiered, "exact", lambda size_bytes: (_ for _ in ()).throw(MemoryError("none")))
-    with pytest.raises(MemoryError):
-        tiered(tmp_path, made(), 500, budget=budget)
-    assert budget.held_bytes("host") == budget.held_bytes(str(tmp_path)) == 0
-    assert budget.peak_bytes(str(tmp_path)) == 3000 * 64  # 36 bytes a row, 64 apart
-    monkeypatch.undo()
-    with pytest.raises(BudgetError, match=r"of rows do not fit into .* which may hold 100 B: disk=\{"):
-        unified.TieredFeatures(torch.zeros(100_000, 40), host_budget="4MiB", disk={tmp_path: 100})
-
-
 def test_closed_features_say_so(tmp_path):
     from penstock.probe import ledger
 
     before = ledger.held_bytes
-    features = tiered(tmp_path, made(), 500)
+    features = tiered(tmp_path, large_table(), 500)
     assert ledger.held_bytes - before == 500 * 36
     features.close()
     assert ledger.held_bytes == before
@@ -216,31 +127,8 @@ def test_closed_features_say_so(tmp_path):
         features[torch.tensor([2999])]
 
 
-def test_closing_waits_for_who_reads(tmp_path):
-    """Never another file's bytes, and no crash."""
-    plain, found = made(), []
-    features = tiered(tmp_path, plain, 5)
-
-    def read():
-        for _ in range(200):
-            try:
-                found.append(torch.equal(features[torch.arange(3000)], plain))
-            except ValueError:
-                return
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for one in threads:
-        one.start()
-    while len(found) < 5:
-        pass
-    features.close()
-    for one in threads:
-        one.join()
-    assert all(found)
-
-
 def test_under_another_default_device(tmp_path):
-    plain, graph_edges = made(), torch.randint(50, (2, 300))
+    plain, graph_edges = large_table(), torch.randint(50, (2, 300))
     torch.set_default_device("meta")
     try:
         with tiered(tmp_path, plain, 500) as features:
@@ -280,175 +168,46 @@ def test_lazy_conjugates(tmp_path):
         unified.wrap(plain.conj())
 
 
-def test_damage_is_found_where_it_is_asked(tmp_path):
-    path = unified.write_features(tmp_path / "x.rows", made())
-    raw = bytearray(path.read_bytes())
-    raw[4096 + 64 * 1000] ^= 1
-    path.write_bytes(raw)
-    with pytest.raises(FeatureFileError, match="rows 0 to 2999 differ from what was written"):
-        unified.TieredFeatures(path, verify=True)
-    with pytest.raises(FeatureFileError, match="differ from what was written"):
-        unified.write_features(tmp_path / "copy.rows", path)
-    assert not (tmp_path / "copy.rows").exists()
-
-
-def test_all_rows_in_memory_are_where_they_were():
-    plain = made()
-    with unified.TieredFeatures(plain) as features:
-        plain[7] = 5
-        assert torch.equal(features[7], plain[7])
-        assert features.plan.hit_rate == 1
-
-
 def test_what_is_left_of_the_budget_is_in_flight():
     budget = tiers.Budget(host="1MiB")
-    with unified.TieredFeatures(made(), host_budget="200KiB", budget=budget) as features:
+    with unified.TieredFeatures(large_table(), host_budget="200KiB", budget=budget) as features:
         assert features.in_flight_bytes == 200 * 1024 - 3000 * 36 == budget.held_bytes("host")
         assert features.host_bytes == 200 * 1024
     budget = tiers.Budget()
-    with unified.TieredFeatures(made().t().contiguous().t(), budget=budget) as features:
-        assert torch.equal(features[5], made()[5]) and budget.held_bytes("host") == 3000 * 36
+    with unified.TieredFeatures(large_table().t().contiguous().t(), budget=budget) as features:
+        assert torch.equal(features[5], large_table()[5]) and budget.held_bytes("host") == 3000 * 36
 
 
 def test_arguments_that_do_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="`host_budget` alone"):
-        unified.TieredFeatures(made(), device_budget="1MiB")
+        unified.TieredFeatures(large_table(), device_budget="1MiB")
     with pytest.raises(ValueError, match="in host memory"):
         unified.TieredFeatures(torch.ones(3, 3, device="meta"))
     with pytest.raises(ValueError, match="each of the table's 3000 rows, got 7"):
-        tiered(tmp_path, made(), 5, scores=torch.ones(7))
+        tiered(tmp_path, large_table(), 5, scores=torch.ones(7))
     with pytest.raises(ValueError, match="finite"):
-        tiered(tmp_path, made(), 5, scores=torch.full((3000,), torch.nan))
+        tiered(tmp_path, large_table(), 5, scores=torch.full((3000,), torch.nan))
 
 
-def test_nothing_is_left_on_the_disk(tmp_path):
-    features = tiered(tmp_path, made(), 5)
-    assert list(tmp_path.iterdir()) == []
-    before = len(os.listdir("/proc/self/fd"))
-    features.close()
-    features.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(unified.TieredFeatures(made()))
+@pytest.fixture
+def features(tmp_path):
+    with unified.TieredFeatures(ROWS, host_budget=20 * 1024, in_flight=4096, disk=tmp_path) as table:
+        yield table
 
 
-def test_reading_from_many_threads(tmp_path):
-    plain = made()
-    with tiered(tmp_path, plain, 500) as features:
-        wrong = []
-
-        def work(seed):
-            generator = torch.Generator().manual_seed(seed)
-            for _ in range(20):
-                index = torch.randint(3000, (100,), generator=generator)
-                if not torch.equal(features[index], plain[index]):
-                    wrong.append(seed)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        assert not wrong
-        assert features.statistics().host_rows + features.statistics().disk_rows == 6 * 20 * 100
+@pytest.mark.parametrize("index", ["12 potatoes", b"raw", {}, ["1"], object(), len])
+def test_features_are_not_indexed_by_what_is_no_row_number(features, index):
+    with pytest.raises(IndexError, match="`index` must be a row number, a slice, a list, a mask or a tensor"):
+        features[index]
 
 
-def test_in_a_forked_child(tmp_path):
-    plain = made()
-    with tiered(tmp_path, plain, 500) as features:
-        index = torch.arange(3000)
-        child = os.fork()
-        if not child:
-            os._exit(0 if torch.equal(features[index], plain) else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert torch.equal(features[index], plain)
+@pytest.mark.parametrize("row", [40, -41, 2**70])
+def test_single_rows_that_are_not_there(features, row):
+    with pytest.raises(IndexError, match="the table has 40 rows, -40 to 39"):
+        features[row]
 
 
-@pytest.mark.parametrize("kind", ["aligned", "in place"])
-def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
-    path = tmp_path / "x"
-    if kind == "aligned":
-        unified.write_features(path, made())
-    else:
-        np.save(tmp_path / "x.npy", made().numpy())
-        path = tmp_path / "x.npy"
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
-        os.truncate(path, 20_000)
-        with pytest.raises(TierReadError, match="the file ends before that") as caught:
-            features[torch.arange(3000)]
-        assert caught.value.file == str(path) and caught.value.errno is None
-
-
-def test_a_failed_read_is_told(either, tmp_path):
-    path = unified.write_features(tmp_path / "x", made())
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
-        descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
-        os.dup2(descriptor, features._files._descriptors[0])
-        with pytest.raises(TierReadError, match="directory") as caught:
-            features[torch.arange(3000)]
-        assert caught.value.errno == errno.EISDIR
-        os.close(descriptor)
-
-
-def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
-    real = os.open
-
-    def refusing(path, flags, *rest, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **options)
-
-    path = unified.write_features(tmp_path / "x", made())
-    monkeypatch.setattr(os, "open", refusing)
-    with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT"):
-        features = unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0)
-    assert torch.equal(features[torch.arange(3000)], made())
-    features.close()
-
-
-def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
-    monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
-    np.save(tmp_path / "x.npy", made().numpy())
-    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
-        assert features._files.align_bytes in (1, 4096)
-        index = torch.randint(3000, (500,))
-        assert torch.equal(features[index], made()[index])
-
-
-def test_rows_wider_than_a_request(either, tmp_path):
-    plain = torch.randn(12, 50_000)  # 200 KB each
-    with tiered(tmp_path, plain, 2) as features:
-        index = torch.tensor([11, 3, 3, 0])
-        assert torch.equal(features[index], plain[index])
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
-    from penstock.unified import _write
-
-    def full(file, view, offset):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(_write, "_write_at", full)
-    with pytest.raises(OSError, match="No space left"):
-        tiered(tmp_path, made(), 5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_split_sorts_by_tier(either):
-    places = torch.tensor([-1, 0, 2, -1, 1], dtype=torch.int32)
-    (slots, positions), counts = _tiered.split(places, 1, torch.tensor([0, 1, 2, -1, -2, 1]))
-    assert counts == [2, 2, 2]
-    assert slots.tolist() == [0, 0, 1, 0, 0, 3]
-    assert positions.tolist() == [1, 5, 2, 3, 0, 4]
-
-
-def test_tables_that_are_found_stay_as_they_were(tmp_path):
-    """Reading in place writes nothing."""
-    np.save(tmp_path / "x.npy", made().numpy())
-    before = (tmp_path / "x.npy").read_bytes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TierDegradedWarning)
-        with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
-            features[torch.arange(100)]
-    assert (tmp_path / "x.npy").read_bytes() == before
-    assert find_table(tmp_path / "x.npy").shape == (3000, 9)
+def test_sizes_are_asked_for_by_number(features):
+    assert features.size(1) == 16
+    with pytest.raises(TypeError, match="`dim` must be an int or None"):
+        features.size("0")

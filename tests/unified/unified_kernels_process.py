@@ -40,8 +40,8 @@ def values():
     ):
         for offset, padding in ((0, 0), (1, 0), (0, 5), (3, 1)):
             table = case(dtype, width, 19, offset=offset, padding=padding)
-            found, bad = gathered(table, index, readers=1 + width % 3)
-            assert torch.equal(found, table[index]), (dtype, width, offset, padding)
+            rows, bad = gathered(table, index, readers=1 + width % 3)
+            assert torch.equal(rows, table[index]), (dtype, width, offset, padding)
             assert not bad
     table = torch.randn(5, 7, dtype=torch.complex64)
     assert torch.equal(gathered(table, torch.tensor([4, 1]))[0], table[[4, 1]])
@@ -59,12 +59,12 @@ def conversions():
     index = torch.tensor([3, 0, -1])
     for stored in (torch.float16, torch.bfloat16):
         table = torch.randn(9, 33).to(stored)
-        found, _ = gathered(table, index, RowType.of((33,), stored, torch.float32, None))
-        assert torch.equal(found, table[index].float())
+        rows, _ = gathered(table, index, RowType.of((33,), stored, torch.float32, None))
+        assert torch.equal(rows, table[index].float())
     table = torch.randint(-128, 128, (9, 33)).to(torch.int8)
     scale = torch.rand(33)
-    found, _ = gathered(table, index, RowType.of((33,), torch.int8, None, scale))
-    assert torch.equal(found, table[index].float() * scale)
+    rows, _ = gathered(table, index, RowType.of((33,), torch.int8, None, scale))
+    assert torch.equal(rows, table[index].float() * scale)
     print("equal")
 
 
@@ -72,9 +72,9 @@ def out_of_range():
     """The position is noted, and nothing is read there."""
     table = torch.randn(5, 40)
     for index, position in (([0, 5, 1], 2), ([0, 1, -6], 3), ([2**40, 1], 1)):
-        found, bad = gathered(table, torch.tensor(index))
+        rows, bad = gathered(table, torch.tensor(index))
         assert bad == position
-        assert torch.equal(found[position - 1], torch.zeros(40))
+        assert torch.equal(rows[position - 1], torch.zeros(40))
     assert gathered(table, torch.tensor([0, -1]), wraps=False)[1] == 2
     print("equal")
 
@@ -101,11 +101,11 @@ def lines():
             gathered(table, index)
             begins = table.data_ptr() + index * table.stride(0) * item
             needed = sum(((begins + width * item - 1) // 128 - begins // 128 + 1).tolist())
-            found = 0
+            num_lines = 0
             for pointers, mask in asked:
                 for row, wanted in zip(pointers, mask, strict=True):
-                    found += len(np.unique(row[wanted].astype(np.int64) // 128))
-            assert found == needed, (dtype, width, offset, padding, found, needed)
+                    num_lines += len(np.unique(row[wanted].astype(np.int64) // 128))
+            assert num_lines == needed, (dtype, width, offset, padding, num_lines, needed)
     print("equal")
 
 
@@ -118,7 +118,10 @@ def draws():
         for seed in (5, 2**62 - 3):
             mine = _draw.draw_by_kernel(graph, nodes, fanout, seed, replace=replace)
             theirs = _draw.draw(graph, nodes, fanout, seed, replace=replace)
-            assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True)), (fanout, replace)
+            assert all(torch.equal(drawn, expected) for drawn, expected in zip(mine, theirs, strict=True)), (
+                fanout,
+                replace,
+            )
     print("equal")
 
 
@@ -127,7 +130,7 @@ def compile_all():
     import triton
     from triton.backends.compiler import GPUTarget
 
-    made = []
+    texts = []
 
     def compiled(function, grid, arguments, flags, warps):
         names = {
@@ -136,33 +139,33 @@ def compile_all():
         }  # fmt: skip
         plain = [name for name in function.arg_names if name not in flags]
         signature = {
-            name: names[one.dtype] if isinstance(one, torch.Tensor) else "i64"
-            for name, one in zip(plain, arguments, strict=True)
+            name: names[argument.dtype] if isinstance(argument, torch.Tensor) else "i64"
+            for name, argument in zip(plain, arguments, strict=True)
         }
         signature |= dict.fromkeys(flags, "constexpr")
         divisible = {
             (function.arg_names.index(name),): [["tt.divisibility", 16]]
-            for name, one in zip(plain, arguments, strict=True)
-            if (one.data_ptr() if isinstance(one, torch.Tensor) else one) % 16 == 0
+            for name, argument in zip(plain, arguments, strict=True)
+            if (argument.data_ptr() if isinstance(argument, torch.Tensor) else argument) % 16 == 0
         }
         source = triton.compiler.ASTSource(function, signature, constexprs=dict(flags), attrs=divisible)
-        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        assert ".target sm_90" in found.asm["ptx"]
-        made.append(found.asm["ptx"])
+        kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        assert ".target sm_90" in kernel.asm["ptx"]
+        texts.append(kernel.asm["ptx"])
         print("compiled", function.__name__, flags, flush=True)
 
     _gather.launch = _draw.launch = compiled
     index = torch.tensor([3, 0, 1])
     for dtype, width in itertools.product((torch.float32, torch.int8), (3, 16, 256, 1030)):
         gathered(case(dtype, width, 19), index)
-    assert re.search(r"ld\.global[.\w:]*\.v4", made[2])  # 256 floats are read as vectors
+    assert re.search(r"ld\.global[.\w:]*\.v4", texts[2])  # 256 floats are read as vectors
     gathered(torch.randn(9, 32).half(), index, RowType.of((32,), torch.float16, torch.float32, None))
     gathered(torch.randn(9, 32).bfloat16(), index, RowType.of((32,), torch.bfloat16, torch.float32, None))
     gathered(torch.zeros(9, 32).to(torch.int8), index, RowType.of((32,), torch.int8, None, 0.5), positions=index)
     graph = Graph(torch.randint(50, (2, 600)), num_nodes=60)
     for fanout, replace in ((5, False), (10, True), (64, False)):
         _draw.draw_by_kernel(graph, torch.arange(60), fanout, 7, replace=replace)
-    assert len(made) == 14
+    assert len(texts) == 14
 
 
 if __name__ == "__main__":

@@ -43,12 +43,12 @@ from penstock.unified._sampler import HeteroNeighborSampler as HeteroNeighborSam
 from penstock.unified._sampler import HeteroSample as HeteroSample
 from penstock.unified._sampler import NeighborSampler as NeighborSampler
 from penstock.unified._sampler import Sample as Sample
+from penstock.unified._store import FeatureStatistics as FeatureStatistics
 from penstock.unified._tensor import UnifiedTensor as UnifiedTensor
 from penstock.unified._tensor import empty as empty
 from penstock.unified._tensor import gather as gather
 from penstock.unified._tensor import is_unified as is_unified
 from penstock.unified._tensor import wrap as wrap
-from penstock.unified._tiered import FeatureStatistics as FeatureStatistics
 from penstock.unified._tiered import TieredFeatures as TieredFeatures
 from penstock.unified._verify import verify as verify
 from penstock.unified._write import write_features as write_features

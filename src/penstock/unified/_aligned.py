@@ -29,8 +29,8 @@ PAGE_BYTES = 4096
 VERSION = 1
 CHUNK_BYTES = 4 * 2**20
 DTYPES = {
-    str(one).removeprefix("torch."): one
-    for one in (
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32,
         torch.int64, torch.bool, torch.complex64, torch.complex128,
     )
@@ -51,7 +51,7 @@ class Header:
 
 def stride_for(row_bytes: int) -> int:
     """Return the bytes from row to row with which rows touch as few sectors as possible."""
-    if row_bytes <= SECTOR_BYTES:
+    if row_bytes <= SECTOR_BYTES:  # powers of two divide a sector, so no short row straddles two
         return 1 << max(0, row_bytes - 1).bit_length()
     return -(-row_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
@@ -66,32 +66,33 @@ def read_header(path: Path, file: Any) -> Header:
     if page[:8] != MAGIC or len(page) < PAGE_BYTES or length > PAGE_BYTES - 16 or zlib.crc32(text) != crc:
         refuse(path, "its header differs from what was written")
     try:
-        found = parse_json(text, "the header")
-        if found["version"] != VERSION:
+        header = parse_json(text, "the header")
+        if header["version"] != VERSION:
             raise FeatureFileError(
-                f"{path} has format version {found['version']}, but this Penstock reads version {VERSION}. Write it "
+                f"{path} has format version {header['version']}, but this Penstock reads version {VERSION}. Write it "
                 "again with this version of Penstock"
             )
         table = Table(
-            path=path, shape=tuple(found["shape"]), dtype=DTYPES[found["dtype"]], first_byte=PAGE_BYTES,
-            stride_bytes=found["stride_bytes"], is_aligned=True,
+            path=path, shape=tuple(header["shape"]), dtype=DTYPES[header["dtype"]], first_byte=PAGE_BYTES,
+            stride_bytes=header["stride_bytes"], is_aligned=True,
         )  # fmt: skip
         check_shape(path, table.shape)
-        chunk_rows, at = found["chunk_rows"], found["checksums_byte"]
-        if any(type(one) is not int or one < 0 for one in (chunk_rows, at, found["stride_bytes"])):
+        chunk_rows, sums_byte = header["chunk_rows"], header["checksums_byte"]
+        if any(type(number) is not int or number < 0 for number in (chunk_rows, sums_byte, header["stride_bytes"])):
             refuse(path, "a number in its header is not a whole number of at least 0")
         num_chunks = -(-table.shape[0] // chunk_rows)
-        if size != at + 4 * num_chunks or table.stride_bytes != stride_for(table.row_bytes) or at < table.end_byte:
+        is_whole = size == sums_byte + 4 * num_chunks and sums_byte >= table.end_byte
+        if not is_whole or table.stride_bytes != stride_for(table.row_bytes):
             refuse(path, f"it has {format_bytes(size)}, but its header says otherwise")
-        file.seek(at)
+        file.seek(sums_byte)
         raw = file.read(4 * num_chunks)
-        if len(raw) != 4 * num_chunks or zlib.crc32(raw) != found["checksums_crc"]:
+        if len(raw) != 4 * num_chunks or zlib.crc32(raw) != header["checksums_crc"]:
             refuse(path, "its checksums differ from what was written")
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         if isinstance(error, FeatureFileError):
             raise
         refuse(path, f"its header cannot be read ({error})")
-    sums = tuple(int.from_bytes(raw[4 * one : 4 * one + 4], "little") for one in range(num_chunks))
+    sums = tuple(int.from_bytes(raw[4 * chunk : 4 * chunk + 4], "little") for chunk in range(num_chunks))
     return Header(table=table, chunk_rows=chunk_rows, checksums=sums)
 
 
@@ -134,11 +135,11 @@ def chunks(table: Table, file: Any, chunk_rows: int) -> Iterator[tuple[int, byte
     """Yield the first row and the bytes of every chunk, including padding."""
     for begin in range(0, table.shape[0], chunk_rows):
         raw = bytearray(min(chunk_rows, table.shape[0] - begin) * table.stride_bytes)
-        offset, at = table.first_byte + begin * table.stride_bytes, 0
-        while at < len(raw):
-            count = os.preadv(file.fileno(), [memoryview(raw)[at:]], offset + at)
+        offset, num_read = table.first_byte + begin * table.stride_bytes, 0
+        while num_read < len(raw):
+            count = os.preadv(file.fileno(), [memoryview(raw)[num_read:]], offset + num_read)
             if not count:
-                refuse(table.path, f"it ends within row {begin + at // table.stride_bytes}")
-            at += count
+                refuse(table.path, f"it ends within row {begin + num_read // table.stride_bytes}")
+            num_read += count
         os.posix_fadvise(file.fileno(), offset, len(raw), os.POSIX_FADV_DONTNEED)
         yield begin, raw

@@ -41,8 +41,8 @@ class Counts(Generic[Statistics]):
     def reset(self) -> Statistics:
         """Return the counts so far, and start again."""
         with self._lock:
-            found, self._now = self._now, self._empty
-            return found
+            last, self._now = self._now, self._empty
+            return last
 
 
 _all: "weakref.WeakSet[Counts[Any]]" = weakref.WeakSet()

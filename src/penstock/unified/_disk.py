@@ -63,13 +63,13 @@ class RowFiles:
 
     def __init__(self, tables: Sequence[Table], *, direct: bool = True, depth: int = DEPTH):
         self.tables = list(tables)
-        self.num_rows = sum(one.shape[0] for one in tables)
+        self.num_rows = sum(table.shape[0] for table in tables)
         self.depth = depth
         self._descriptors: list[int] = []
         self._closer = weakref.finalize(self, _close, self._descriptors)
         self.align_bytes = 1
-        for one in self.tables:
-            descriptor, align = _open(one, direct)
+        for table in self.tables:
+            descriptor, align = _open(table, direct)
             self._descriptors.append(descriptor)
             self.align_bytes = max(self.align_bytes, align)
         if direct and self.align_bytes == 1:
@@ -77,7 +77,7 @@ class RowFiles:
                 f"{self.tables[0].path}: this file system refuses O_DIRECT, so rows go through the page cache. A file "
                 "on ext4, xfs or btrfs on a local SSD avoids it.",
                 TierDegradedWarning,
-                stacklevel=3,
+                stacklevel=5,  # who made the features, behind `checked`
             )
 
     def read(self, rows: torch.Tensor, kind: RowType, out: torch.Tensor, positions: torch.Tensor | None) -> ReadReport:
@@ -97,6 +97,7 @@ class RowFiles:
             stride_bytes=table.stride_bytes, align_bytes=self.align_bytes, gap_bytes=_GAP_BYTES,
             most_bytes=MOST_BYTES, depth=self.depth,
         )  # fmt: skip
+        # its threads live for one call, so that none is missing after a fork; io_uring is blocked in many containers
         compiled.penstock_read_rows(
             ctypes.byref(files), self.num_rows, address(rows), address(positions), len(rows),
             ctypes.byref(kind.into(out)), ctypes.byref(report),
@@ -118,19 +119,19 @@ class RowFiles:
         view = memoryview(raw.numpy()).cast("B")  # type: ignore[arg-type]
         size = kind.row_bytes
 
-        def fetch(at: int) -> None:
-            file, row = int(distinct[at]) % len(self.tables), int(distinct[at]) // len(self.tables)
-            table = self.tables[file]
+        def fetch(number: int) -> None:
+            row, file = divmod(int(distinct[number]), len(self.tables))
+            table, into = self.tables[file], view[number * size : (number + 1) * size]
             offset = table.first_byte + row * table.stride_bytes
-            _read_exactly(table, self._descriptors[file], view[at * size : (at + 1) * size], offset, self.align_bytes)
+            _read_exactly(table, self._descriptors[file], into, offset, self.align_bytes)
 
         with ThreadPoolExecutor(_PYTHON_THREADS) as pool:
             list(pool.map(fetch, range(len(distinct))))
-        found = kind.convert(raw.view(kind.stored).view(-1, *kind.shape))[inverse]
+        converted = kind.convert(raw.view(kind.stored).view(-1, *kind.shape))[inverse]
         if positions is None:
-            out.view(-1, *kind.shape).copy_(found)
+            out.view(-1, *kind.shape).copy_(converted)
         else:
-            out.view(-1, *kind.shape)[positions] = found
+            out.view(-1, *kind.shape)[positions] = converted
         return ReadReport(num_requests=len(distinct), read_bytes=len(distinct) * size)
 
 

@@ -22,7 +22,7 @@ _MOST_SLOTS = 128
 """The most draws per node that the kernel can hold."""
 
 
-class Drawn(NamedTuple):
+class EdgeDraws(NamedTuple):
     """The draws of several nodes."""
 
     offsets: torch.Tensor
@@ -44,29 +44,29 @@ class Drawer:
             self._on_link = wrap(graph.starts), wrap(graph.sources)
             self._positions = None if graph.positions is None else wrap(graph.positions)
 
-    def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+    def draw(self, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
         """Draw up to ``fanout`` (-1: all) of the edges that enter each node."""
         replace = replace and fanout > 0
         link = self._on_link
         if link is None:
             return draw(self.graph, nodes, fanout, seed, replace=replace)
-        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(one.is_registered for one in link):
-            found = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
-            return Drawn(*(one.to(self.device) for one in found))
+        if not 0 < fanout <= _MOST_SLOTS or not has_triton() or not all(array.is_registered for array in link):
+            draws = draw(self.graph, nodes.cpu(), fanout, seed, replace=replace)
+            return EdgeDraws(*(tensor.to(self.device) for tensor in draws))
         with torch.cuda.device(self.device):
-            for one in link:
-                one._memory.order.before_device(self.device, writes=False)
-            found = draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
-            for one in link:
-                one._memory.order.after_device(self.device, writes=False)
-            return found
+            for array in link:
+                array.in_place.before(self.device, writes=False)
+            draws = draw_by_kernel(self.graph, nodes, fanout, seed, replace=replace)
+            for array in link:
+                array.in_place.after(self.device, writes=False)
+            return draws
 
     def edge_numbers(self, edges: torch.Tensor) -> torch.Tensor:
         """Return the numbers of these edges in the graph as the user gave it."""
         return edges if self._positions is None else self._positions[edges]
 
 
-def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw on the CPU's cores."""
     compiled = library()
     if compiled is None:
@@ -85,10 +85,10 @@ def draw(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: 
         len(nodes), int(replace), seed, address(offsets), address(neighbours), address(edges),
         threads_for(count * 64),
     )  # fmt: skip
-    return Drawn(offsets, neighbours, edges)
+    return EdgeDraws(offsets, neighbours, edges)
 
 
-def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw on the device, which reads the graph over the link."""
     starts, sources = graph.starts, graph.sources
     degrees = _degrees(starts, nodes)
@@ -108,10 +108,10 @@ def draw_by_kernel(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *,
             {"FANOUT": fanout, "SLOTS": max(2, 1 << (fanout - 1).bit_length()), "REPLACE": replace, "BLOCK": _BLOCK},
             warps=4,
         )  # fmt: skip
-    return Drawn(offsets, neighbours, edges)
+    return EdgeDraws(offsets, neighbours, edges)
 
 
-def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> Drawn:
+def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, replace: bool) -> EdgeDraws:
     """Draw with PyTorch's operators, for machines without a compiler."""
     starts, sources = graph.starts, graph.sources
     first = starts[nodes]
@@ -122,20 +122,20 @@ def draw_by_torch(graph: Graph, nodes: torch.Tensor, fanout: int, seed: int, *, 
     within = torch.arange(int(offsets[-1]), device="cpu") - offsets[:-1].repeat_interleave(counts)
     chosen = within.clone()
     keys = _keys(nodes, seed)
-    for one in range(max(fanout, 0)):
-        drawing = (one < counts) & ((counts < degrees) | replace)
-        most = (degrees - counts + one)[drawing]
+    for number in range(max(fanout, 0)):
+        drawing = (number < counts) & ((counts < degrees) | replace)
+        most = (degrees - counts + number)[drawing]
         bound = degrees[drawing] if replace else most + 1
-        drawn = _hashed(keys[drawing] + one * _GOLDEN & _MASK) * bound >> 32
-        at = offsets[:-1][drawing]
+        drawn = _hashed(keys[drawing] + number * _GOLDEN & _MASK) * bound >> 32
+        begins = offsets[:-1][drawing]
         if not replace:
-            earlier = torch.zeros(len(drawn), dtype=torch.bool, device="cpu")
-            for other in range(one):
-                earlier |= chosen[at + other] == drawn
-            drawn = torch.where(earlier, most, drawn)
-        chosen[at + one] = drawn
+            is_taken = torch.zeros(len(drawn), dtype=torch.bool, device="cpu")
+            for earlier in range(number):
+                is_taken |= chosen[begins + earlier] == drawn
+            drawn = torch.where(is_taken, most, drawn)  # no earlier draw could reach ``most``
+        chosen[begins + number] = drawn
     edges = first.repeat_interleave(counts) + chosen
-    return Drawn(offsets, sources[edges].long(), edges)
+    return EdgeDraws(offsets, sources[edges].long(), edges)
 
 
 def mixed(number: int, hop: int) -> int:
@@ -174,7 +174,7 @@ class Numbering:
         return places
 
     def _grow(self, most: int) -> None:
-        size = 1 << max(8, (most * 2).bit_length())
+        size = 1 << max(8, (most * 2).bit_length())  # a power of two, at most half full: probing ends soon
         old = self.nodes()
         self._keys, self._values = (
             torch.full((size,), -1, dtype=torch.int64, device="cpu"),
@@ -249,6 +249,6 @@ def _signed(word: int) -> int:
 
 @functools.cache
 def _kernels() -> Any:
-    from penstock.unified import _kernels as found
+    from penstock.unified import _kernels as kernels  # it imports Triton, which machines without CUDA may lack
 
-    return found
+    return kernels

@@ -50,30 +50,30 @@ def find_table(
                 raise ValueError(
                     "raw numbers need dtype= and shape=, and no key: from_file(path, dtype=..., shape=...)"
                 )
-            if not shape or any(not isinstance(one, int) or one < 0 for one in shape) or offset < 0:
+            if not shape or any(not isinstance(length, int) or length < 0 for length in shape) or offset < 0:
                 raise ValueError(
                     "`shape` must begin with the number of rows and hold no negative numbers, and `offset` must be at "
                     f"least 0, got {shape} and {offset}"
                 )
             row = math.prod(shape[1:]) * dtype.itemsize
-            found = Table(path=path, shape=tuple(shape), dtype=dtype, first_byte=offset, stride_bytes=row)
+            table = Table(path=path, shape=tuple(shape), dtype=dtype, first_byte=offset, stride_bytes=row)
         elif begin[:6] == _NPY:
-            found = _npy(path, file, begin)
+            table = _npy(path, file, begin)
         elif begin == MAGIC:
-            found = read_header(path, file).table
+            table = read_header(path, file).table
         elif path.suffix == ".safetensors":
-            found = _safetensors(path, file, key, size)
+            table = _safetensors(path, file, key, size)
         else:
             raise FeatureFileError(
                 f"{path} is not a .npy, .safetensors or penstock file. If it holds raw numbers, give their type and "
                 "shape: dtype=torch.float32, shape=(num_rows, width)"
             )
-    if found.end_byte > size:
+    if table.end_byte > size:
         raise FeatureFileError(
-            f"{path} is cut short: {found.shape} of {found.dtype} should end at byte {found.end_byte}, but the file "
+            f"{path} is cut short: {table.shape} of {table.dtype} should end at byte {table.end_byte}, but the file "
             f"ends at byte {size}"
         )
-    return found
+    return table
 
 
 def _npy(path: Path, file: Any, begin: bytes) -> Table:

@@ -25,7 +25,7 @@ _ABOUT = frozenset((
 def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], features: Any) -> Any:
     """Return the result of a PyTorch function with ``features`` among its arguments. Raises ``ValueError`` for most."""
     if func is torch.nn.functional.embedding:
-        return _embedding(*args, **kwargs)
+        return _embedding(type(features), *args, **kwargs)
     if not args and kwargs.get("input") is features:
         args, kwargs = (features,), {name: value for name, value in kwargs.items() if name != "input"}
     name = _short_name(func)
@@ -60,6 +60,8 @@ def _index_select(features: Any, dim: int, index: torch.Tensor, *, out: torch.Te
 
 
 def _embedding(
+    table_type: type[Any],
+    /,
     index: torch.Tensor,
     weight: Any,
     padding_idx: int | None = None,  # noqa: ARG001  # it is about gradients, of which there are none
@@ -70,7 +72,7 @@ def _embedding(
 ) -> torch.Tensor:
     if max_norm is not None:
         raise refusal("embedding(..., max_norm=...)", weight)
-    if not hasattr(weight, "_rows"):
+    if not isinstance(weight, table_type):
         raise TypeError("embedding expects row numbers first, then tiered features: embedding(index, features)")
     rows: torch.Tensor = weight.index_select(0, index.reshape(-1))
     return rows.view(*index.shape, *weight.shape[1:])

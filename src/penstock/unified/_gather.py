@@ -49,11 +49,11 @@ def gather_rows(
     if device is not None and memory is not None and memory.is_registered and is_plain_table(table):
         raise_bad(device)  # raised for an earlier gather
         memory.order.before_device(device, writes=False)
-        found = _on_device(table, index, device, memory, kind, wraps=wraps, sort=sort)
+        rows = _on_device(table, index, device, memory, kind, wraps=wraps, sort=sort)
         memory.order.after_device(device, writes=False)
         if verify:
             raise_bad(device, now=True)
-        return found
+        return rows
     if memory is not None:
         memory.order.before_host(writes=False)
     out = kind.empty(*index.shape)
@@ -163,7 +163,7 @@ def _on_device(
     table: torch.Tensor, index: torch.Tensor, device: torch.device, memory: Memory, kind: RowType, *, wraps: bool,
     sort: bool | None,
 ) -> torch.Tensor:  # fmt: skip
-    with torch.cuda.device(device):
+    with torch.cuda.device(device):  # Triton launches on the current device
         flat = index.detach().to(device).reshape(-1).contiguous()
         if not has_triton():
             flat = torch.where(flat < 0, flat + len(table), flat) if wraps else flat
@@ -213,6 +213,6 @@ def _power_of_two(number: int) -> int:
 
 @functools.cache
 def _kernels() -> Any:
-    from penstock.unified import _kernels as found
+    from penstock.unified import _kernels as kernels  # it imports Triton, which machines without CUDA may lack
 
-    return found
+    return kernels

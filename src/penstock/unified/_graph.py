@@ -1,4 +1,4 @@
-"""A graph stored by the edges that enter each node, and estimates of how often a sampler reads each node."""
+"""A graph stored by the edges that enter each node, its nodes as users name them, and how often each is read."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,7 +7,6 @@ import torch
 
 from penstock.arguments import checked, must_be
 from penstock.unified._library import address, library
-from penstock.unified._seeds import as_seeds
 
 _MOST_EDGES = 4 * 2**20
 """Number of edges that PyTorch's operators process at once."""
@@ -35,7 +34,7 @@ class Graph:
             )
         sources, targets = edge_index.cpu().contiguous()
         least = int(edge_index.min()) if edge_index.numel() else 0
-        most = [int(one.max()) + 1 if len(one) else 0 for one in (sources, targets)]
+        most = [int(ends.max()) + 1 if len(ends) else 0 for ends in (sources, targets)]
         self.num_nodes = num_nodes if num_nodes is not None else most[1] if num_sources is not None else max(most)
         self.num_sources = self.num_nodes if num_sources is None else num_sources
         if least < 0 or most[0] > self.num_sources or most[1] > self.num_nodes:
@@ -69,13 +68,13 @@ class Graph:
             )
         if bool((starts[1:] < starts[:-1]).any()):
             raise ValueError("`starts` must not decrease: it holds the position at which each node's edges begin")
-        made = Graph.__new__(Graph)
-        made.num_nodes = made.num_sources = len(starts) - 1
-        made.starts, made.positions = starts, positions
-        made.sources = sources.contiguous() if sources.dtype is torch.int32 else sources.to(torch.int64).contiguous()
-        if len(sources) and (int(sources.min()) < 0 or int(sources.max()) >= made.num_nodes):
-            raise ValueError(f"`sources` must hold nodes below {made.num_nodes}, got a node outside of that range")
-        return made
+        graph = Graph.__new__(Graph)
+        graph.num_nodes = graph.num_sources = len(starts) - 1
+        graph.starts, graph.positions = starts, positions
+        graph.sources = sources.contiguous() if sources.dtype is torch.int32 else sources.to(torch.int64).contiguous()
+        if len(sources) and (int(sources.min()) < 0 or int(sources.max()) >= graph.num_nodes):
+            raise ValueError(f"`sources` must hold nodes below {graph.num_nodes}, got a node outside of that range")
+        return graph
 
     def __repr__(self) -> str:
         return f"Graph({self.num_nodes:,} nodes, {self.num_edges:,} edges)"
@@ -88,7 +87,7 @@ class Graph:
     @property
     def nbytes(self) -> int:
         """Size of the arrays in bytes."""
-        return sum(one.nbytes for one in (self.starts, self.sources, self.positions) if one is not None)
+        return sum(array.nbytes for array in (self.starts, self.sources, self.positions) if array is not None)
 
     def degrees(self) -> torch.Tensor:
         """Return the number of edges that enter each node, ``int64 [nodes]``."""
@@ -119,6 +118,7 @@ def expected_accesses(
         reached += frontier
         share = _chance(degrees, fanout, replace=replace)
         missed = _along_edges(graph, torch.log1p(-(frontier * share).clamp(max=_MOST_CHANCE)))
+        # only nodes that are new in this hop: a row is read once; plain PageRank would overestimate hubs
         frontier = -torch.expm1(missed) * (1 - reached)
     return (reached + frontier).clamp_(0, 1)
 
@@ -130,11 +130,11 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
     ``indexes`` yields the rows of every mini-batch, or mini-batches with ``n_id`` (PyG's loaders) or ``nodes`` (ours).
     """
     counts = torch.zeros(num_rows, dtype=torch.float64, device="cpu")
-    for one in indexes:
-        rows = one if isinstance(one, torch.Tensor) else getattr(one, "n_id", getattr(one, "nodes", None))
+    for batch in indexes:
+        rows = batch if isinstance(batch, torch.Tensor) else getattr(batch, "n_id", getattr(batch, "nodes", None))
         if not isinstance(rows, torch.Tensor) or rows.is_floating_point():
             example = "count_accesses((batch.nodes for batch in loader), num_rows=len(features))"
-            raise must_be("indexes", "tensors of row numbers, or batches with `n_id` or `nodes`", one, example)
+            raise must_be("indexes", "tensors of row numbers, or batches with `n_id` or `nodes`", batch, example)
         rows = rows.reshape(-1).cpu()
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
             raise ValueError(
@@ -143,6 +143,33 @@ def count_accesses(indexes: Iterable[torch.Tensor | Any], num_rows: int) -> torc
             )
         counts.index_add_(0, rows, torch.ones(len(rows), dtype=torch.float64, device="cpu"))
     return counts
+
+
+def as_seeds(seeds: Any, num_nodes: int) -> torch.Tensor:
+    """Return node numbers ``int64 [seeds]`` from numbers of any shape, or from a mask ``bool [num_nodes]``.
+
+    Raises ``IndexError`` for seeds that are not nodes and masks of another length, ``TypeError`` for anything but a
+    tensor of whole numbers.
+    """
+    if not isinstance(seeds, torch.Tensor):
+        raise TypeError(f"`seeds` must be a tensor of node numbers, got {type(seeds).__name__}: torch.as_tensor(seeds)")
+    if seeds.dtype is torch.bool:
+        if tuple(seeds.shape) != (num_nodes,):
+            raise IndexError(
+                f"a mask of seeds must have one entry for each of {num_nodes} nodes, got {tuple(seeds.shape)}: "
+                "mask = torch.zeros(num_nodes, dtype=torch.bool); mask[nodes] = True"
+            )
+        seeds = seeds.nonzero()
+    if seeds.dtype is torch.uint8:
+        raise TypeError("`seeds` must not be uint8, which could mean numbers or a mask: seeds.long(), or seeds.bool()")
+    if seeds.numel() and (seeds.dtype.is_floating_point or seeds.dtype.is_complex):
+        raise TypeError(f"`seeds` must be whole numbers, got {seeds.dtype}: seeds.long()")
+    nodes: torch.Tensor = seeds.reshape(-1).to(torch.int64).contiguous()
+    if len(nodes) and (int(nodes.min()) < 0 or int(nodes.max()) >= num_nodes):
+        raise IndexError(
+            f"`seeds` must be from 0 to {num_nodes - 1}, got numbers from {int(nodes.min())} to {int(nodes.max())}"
+        )
+    return nodes
 
 
 def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tensor:
@@ -156,16 +183,16 @@ def _chance(degrees: torch.Tensor, fanout: int, *, replace: bool) -> torch.Tenso
 
 def _along_edges(graph: Graph, values: torch.Tensor) -> torch.Tensor:
     """Add the value of every edge's target to its source."""
-    found = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
-    degrees, at = graph.degrees(), 0
-    while at < graph.num_nodes:  # nodes with about that many edges at once
-        wanted = graph.starts[at] + _MOST_EDGES
-        end = max(at + 1, int(torch.searchsorted(graph.starts, wanted, right=True)) - 1)
+    sums = torch.zeros(graph.num_nodes, dtype=torch.float64, device="cpu")
+    degrees, begin = graph.degrees(), 0
+    while begin < graph.num_nodes:  # nodes with about that many edges at once
+        wanted = graph.starts[begin] + _MOST_EDGES
+        end = max(begin + 1, int(torch.searchsorted(graph.starts, wanted, right=True)) - 1)
         end = min(end, graph.num_nodes)
-        given = values[at:end].repeat_interleave(degrees[at:end])
-        found.index_add_(0, graph.sources[int(graph.starts[at]) : int(graph.starts[end])].long(), given)
-        at = end
-    return found
+        added = values[begin:end].repeat_interleave(degrees[begin:end])
+        sums.index_add_(0, graph.sources[int(graph.starts[begin]) : int(graph.starts[end])].long(), added)
+        begin = end
+    return sums
 
 
 def _by_target(

@@ -22,27 +22,27 @@ def gather_rows(
     """
     columns = tl.arange(0, COLUMNS)
     for tile in range(tl.program_id(0), tl.cdiv(num_wanted, ROWS), tl.num_programs(0)):
-        at = tile * ROWS + tl.arange(0, ROWS)
-        wanted = at < num_wanted
-        row = tl.load(index + at, mask=wanted, other=0).to(tl.int64)
+        place = tile * ROWS + tl.arange(0, ROWS)
+        wanted = place < num_wanted
+        row = tl.load(index + place, mask=wanted, other=0).to(tl.int64)
         if WRAPS:
             row = tl.where(row < 0, row + num_rows, row)
         exists = (row >= 0) & (row < num_rows)
-        tl.store(bad + tl.zeros_like(at), at.to(tl.int64) + 1, mask=wanted & ~exists)
+        tl.store(bad + tl.zeros_like(place), place.to(tl.int64) + 1, mask=wanted & ~exists)
         begin = tl.where(exists, row, 0) * stride
         shift = ((begin + first) % LINE).to(tl.int32)
-        to = at.to(tl.int64)
+        to = place.to(tl.int64)
         if HAS_POSITIONS:
-            to = tl.load(positions + at, mask=wanted, other=0)
+            to = tl.load(positions + place, mask=wanted, other=0)
         for block in range(0, WIDTH + LINE - 1, COLUMNS):
             # in vectors, so that the compiler sees that a vector's numbers are all inside or all outside
             unit = ((block + columns) // VECTOR)[None, :] - (shift // VECTOR)[:, None]
             inside = (unit >= 0) & (unit < WIDTH // VECTOR) & wanted[:, None]
             column = unit * VECTOR + (columns % VECTOR)[None, :]
-            found = tl.load(table + (begin[:, None] + column), mask=inside & exists[:, None], other=0)
+            value = tl.load(table + (begin[:, None] + column), mask=inside & exists[:, None], other=0)
             if HAS_SCALE:
-                found = found.to(tl.float32) * tl.load(scale + column, mask=inside, other=0)
-            tl.store(out + (to[:, None] * WIDTH + column), found.to(out.dtype.element_ty), mask=inside)
+                value = value.to(tl.float32) * tl.load(scale + column, mask=inside, other=0)
+            tl.store(out + (to[:, None] * WIDTH + column), value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -58,29 +58,29 @@ def sample_neighbours(
     FANOUT: tl.constexpr, SLOTS: tl.constexpr, REPLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draw like native/unified.c, bit for bit; ``SLOTS`` is ``FANOUT`` rounded up to a power of two, at least 2."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    asked = at < size
-    node = tl.load(nodes + at, mask=asked, other=0)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    asked = place < size
+    node = tl.load(nodes + place, mask=asked, other=0)
     first = tl.load(starts + node, mask=asked, other=0)
     degree = tl.load(starts + node + 1, mask=asked, other=0) - first
-    begin = tl.load(offsets + at, mask=asked, other=0)
-    count = tl.load(offsets + at + 1, mask=asked, other=0) - begin
+    begin = tl.load(offsets + place, mask=asked, other=0)
+    count = tl.load(offsets + place + 1, mask=asked, other=0) - begin
     key = tl.full((BLOCK,), 0x9E3779B9, tl.uint32) ^ seed_low.to(tl.uint32)
     key = _hashed(_hashed(key) ^ seed_high.to(tl.uint32))
     key = _hashed(_hashed(key ^ (node & 0xFFFFFFFF).to(tl.uint32)) ^ (node >> 32).to(tl.uint32))
     slot = tl.arange(0, SLOTS)
     taken = tl.full((BLOCK, SLOTS), -1, tl.int64)
-    for one in range(FANOUT):
-        most = degree - count + one
+    for number in range(FANOUT):
+        most = degree - count + number
         bound = degree if REPLACE else most + 1
         chosen = ((_hashed(key).to(tl.uint64) * bound.to(tl.uint64)) >> 32).to(tl.int64)
         if not REPLACE:
             is_taken = tl.max((taken == chosen[:, None]).to(tl.int32), axis=1) > 0
             chosen = tl.where(is_taken, most, chosen)
-            chosen = tl.where(count == degree, one, chosen)
-            taken = tl.where(slot[None, :] == one, chosen[:, None], taken)
+            chosen = tl.where(count == degree, number, chosen)
+            taken = tl.where(slot[None, :] == number, chosen[:, None], taken)
         key += tl.full((BLOCK,), 0x9E3779B9, tl.uint32)
-        mine = asked & (one < count)
-        tl.store(edges + begin + one, first + chosen, mask=mine)
-        found = tl.load(index + first + chosen, mask=mine, other=0).to(tl.int64)
-        tl.store(neighbours + begin + one, found, mask=mine)
+        mine = asked & (number < count)
+        tl.store(edges + begin + number, first + chosen, mask=mine)
+        source = tl.load(index + first + chosen, mask=mine, other=0).to(tl.int64)
+        tl.store(neighbours + begin + number, source, mask=mine)

@@ -39,12 +39,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the library of ``native/unified.c``; ``None`` on a machine without a compiler."""
-    found = native.load("unified", openmp=True)
-    if found is not None:
+    compiled = native.load("unified", openmp=True)
+    if compiled is not None:
         for name, (result, *arguments) in _SIGNATURES.items():
-            function = getattr(found, name)
+            function = getattr(compiled, name)
             function.restype, function.argtypes = result, arguments
-    return found
+    return compiled
 
 
 def threads_for(size_bytes: int) -> int:

@@ -15,7 +15,7 @@ from penstock.unified._files import find_table
 from penstock.unified._memory import Memory, exact
 from penstock.unified._placement import Preference
 from penstock.unified._table import Table
-from penstock.unified._tensor import UnifiedTensor
+from penstock.unified._tensor import UnifiedTensor, restored
 
 _READ_BYTES = 16 * 2**20
 
@@ -49,9 +49,17 @@ def from_file(
     if shared:
         host = _mapped(table)
         options = {"key": key, "dtype": dtype, "shape": shape, "offset": offset, "shared": True}
-        return UnifiedTensor(host, Memory.of(host, (str(Path(path).resolve()), options)), prefer)
+        reference = _reopened, str(Path(path).resolve()), options
+        return UnifiedTensor(host, Memory.of(host, reference), prefer)
     host = _read(table, budget)
     return UnifiedTensor(host, Memory.of(host), prefer)
+
+
+def _reopened(
+    path: str, options: dict[str, Any], prefer: Preference, requires_grad: bool, is_parameter: bool
+) -> torch.Tensor:
+    """Return a shared table that another process has pickled."""
+    return restored(from_file(path, **options, prefer=prefer), requires_grad, is_parameter)
 
 
 def _mapped(table: Table) -> torch.Tensor:
@@ -85,9 +93,9 @@ def _read(table: Table, budget: Budget | None) -> torch.Tensor:
 
 
 def _fill(table: Table, file: Any, raw: torch.Tensor) -> None:
-    view, at = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
-    while at < len(view):
-        count = file.readinto(view[at : at + _READ_BYTES])
+    view, num_read = memoryview(raw.numpy()), 0  # type: ignore[arg-type]
+    while num_read < len(view):
+        count = file.readinto(view[num_read : num_read + _READ_BYTES])
         if not count:
-            raise FeatureFileError(f"{table.path} ended at byte {table.first_byte + at} while it was read")
-        at += count
+            raise FeatureFileError(f"{table.path} ended at byte {table.first_byte + num_read} while it was read")
+        num_read += count

@@ -13,8 +13,8 @@ import torch
 from penstock.arguments import checked
 from penstock.devices import StreamEvent, backend_of, is_accelerator
 from penstock.unified._counts import Counts
+from penstock.unified._graph import as_seeds
 from penstock.unified._sampler import NeighborSampler, Sample
-from penstock.unified._seeds import as_seeds
 from penstock.unified._tensor import UnifiedTensor
 from penstock.unified._tiered import TieredFeatures
 
@@ -127,7 +127,7 @@ class Loader:
         start_s = time.perf_counter()
         gate, beside = _Gate(self._in_flight()), _Beside(self.sampler.device, self._tables())
 
-        row_bytes = sum(one.row_bytes for one in self._tables() if isinstance(one, TieredFeatures))
+        row_bytes = sum(table.row_bytes for table in self._tables() if isinstance(table, TieredFeatures))
 
         def sample(numbered: tuple[int, torch.Tensor]) -> tuple[torch.Tensor, Sample]:
             with beside():
@@ -139,10 +139,10 @@ class Loader:
             with beside():
                 return self._read(sampled), beside.mark(), held
 
-        made = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts, gate.open)
-        with contextlib.closing(made):
+        batches = _pipeline(enumerate(self._seeds_of(epoch)), [sample, read], self.ahead, self._counts, gate.open)
+        with contextlib.closing(batches):
             try:
-                for batch, mark, held in made:
+                for batch, mark, held in batches:
                     gate.give(held)  # from here on the user holds it
                     beside.hand_over(batch, mark)
                     self._counts.add(num_batches=1, num_nodes=len(batch.nodes))
@@ -169,6 +169,7 @@ class Loader:
 
     def _sample(self, epoch: int, number: int, seeds: torch.Tensor) -> tuple[torch.Tensor, Sample]:
         start_s = time.perf_counter()
+        # a number of its own for each mini-batch, so that draws depend neither on threads nor on what ran before
         sample = self.sampler.sample(seeds, number=(self.seed << 40) + (epoch << 20) + number)
         self._counts.add(sample_s=time.perf_counter() - start_s)
         return seeds, sample
@@ -178,7 +179,7 @@ class Loader:
         start_s = time.perf_counter()
         rows: Any
         if isinstance(self.features, Mapping):
-            rows = {name: _rows(one, sample.nodes) for name, one in self.features.items()}
+            rows = {name: _rows(table, sample.nodes) for name, table in self.features.items()}
         else:
             rows = _rows(self.features, sample.nodes)
         labels = None if self.labels is None else _rows(self.labels, seeds)
@@ -189,8 +190,8 @@ class Loader:
         return list(self.features.values()) if isinstance(self.features, Mapping) else [self.features]
 
     def _in_flight(self) -> int | None:
-        limits = [one.in_flight_bytes for one in self._tables() if isinstance(one, TieredFeatures)]
-        return min((one for one in limits if one is not None), default=None)
+        limits = [table.in_flight_bytes for table in self._tables() if isinstance(table, TieredFeatures)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _rows(features: Features, nodes: torch.Tensor) -> torch.Tensor:
@@ -203,8 +204,8 @@ class _Beside:
     """A stream for what an accelerator samples or reads in advance; does nothing without an accelerator."""
 
     def __init__(self, sampler: torch.device, tables: list[Features]):
-        devices = [sampler, *(one.device for one in tables if isinstance(one, TieredFeatures))]
-        device = next((one for one in devices if is_accelerator(one)), None)
+        devices = [sampler, *(table.device for table in tables if isinstance(table, TieredFeatures))]
+        device = next((device for device in devices if is_accelerator(device)), None)
         self._streams = None if device is None else backend_of(device).streams
         if self._streams is not None:
             self._stream = self._streams.create()
@@ -226,10 +227,10 @@ class _Beside:
         rows = batch.x.values() if isinstance(batch.x, Mapping) else [batch.x]
         sample, stream = batch.sample, self._streams.current()
         self._streams.wait(stream, mark)
-        for one in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
-            if one is not None and is_accelerator(one.device):
+        for tensor in (*rows, batch.y, sample.nodes, sample.rows, sample.cols, sample.edges, sample.seeds):
+            if tensor is not None and is_accelerator(tensor.device):
                 # the user holds it from here on, and nobody tells us when it is freed
-                self._streams.share(one.untyped_storage(), stream)
+                self._streams.share(tensor.untyped_storage(), stream)
 
 
 @checked("penstock.unified.in_advance(batches, ahead=2)", ahead=0)
@@ -240,7 +241,7 @@ def in_advance(batches: Iterable[Item], ahead: int = 2) -> Generator[Item, None,
     while the step runs. Items in advance are not charged to any account, and on CUDA they are made on the default
     stream. If you leave the loop early, the thread ends; an error in it is raised here.
     """
-    yield from _pipeline(iter(batches), [lambda one: one], ahead, Counts(LoaderStatistics()))
+    yield from _pipeline(iter(batches), [lambda item: item], ahead, Counts(LoaderStatistics()))
 
 
 class _Gate:
@@ -291,12 +292,12 @@ def _pipeline(
 ) -> Generator[Any, None, None]:
     """Yield the source's items after all steps; each step has its own thread, and at most ``ahead`` results wait."""
     if not ahead:
-        for one in source:
+        for item in source:
             start_s = time.perf_counter()
             for step in steps:
-                one = step(one)
+                item = step(item)
             counts.add(stall_s=time.perf_counter() - start_s)
-            yield one
+            yield item
         return
     ends = threading.Event()
     room = threading.Semaphore(ahead)  # acquired when a mini-batch is begun, released when it is taken
@@ -310,14 +311,14 @@ def _pipeline(
     try:
         while True:
             start_s = time.perf_counter()
-            one = pipes[-1].get()
-            if one is _END:
+            item = pipes[-1].get()
+            if item is _END:
                 return
             counts.add(stall_s=time.perf_counter() - start_s)
-            if isinstance(one, _Failure):
-                raise one.error
+            if isinstance(item, _Failure):
+                raise item.error
             room.release()
-            yield one
+            yield item
     finally:
         ends.set()
         let_go()  # wakes threads that wait for something else
@@ -330,8 +331,8 @@ def _pipeline(
 
 def _work(take: Iterator[Any], step: Callable[[Any], Any], put: "queue.SimpleQueue[Any]") -> None:
     try:
-        for one in take:
-            put.put(one if isinstance(one, _Failure) else step(one))
+        for item in take:
+            put.put(item if isinstance(item, _Failure) else step(item))
     except BaseException as error:
         put.put(_Failure(error))
     put.put(_END)
@@ -340,15 +341,15 @@ def _work(take: Iterator[Any], step: Callable[[Any], Any], put: "queue.SimpleQue
 def _taken(source: Iterator[Any], room: threading.Semaphore, ends: threading.Event) -> Iterator[Any]:
     while True:
         room.acquire()
-        one = _END if ends.is_set() else next(source, _END)
-        if one is _END:
+        item = _END if ends.is_set() else next(source, _END)
+        if item is _END:
             return
-        yield one
+        yield item
 
 
 def _received(pipe: "queue.SimpleQueue[Any]", ends: threading.Event) -> Iterator[Any]:
     while not ends.is_set():
-        one = pipe.get()
-        if one is _END:
+        item = pipe.get()
+        if item is _END:
             return
-        yield one
+        yield item

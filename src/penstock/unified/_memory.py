@@ -12,11 +12,14 @@ from penstock.devices import pin, unpin
 from penstock.errors import TierDegradedWarning
 from penstock.probe import ledger
 from penstock.tiers import Budget
-from penstock.unified._order import Order
+from penstock.unified._order import DeviceOrder
 from penstock.units import format_bytes
 
 _known: "weakref.WeakValueDictionary[tuple[int, int], Memory]" = weakref.WeakValueDictionary()
-"""Memory by address and size, so that it is registered once however often it is wrapped."""
+"""Memory by address and size, so that it is registered once however often it is wrapped.
+
+CUDA rejects a second registration, and reports that again at the next launch of whichever kernel.
+"""
 _lock = threading.RLock()  # finalizers may run wherever memory is allocated
 _pinned: dict[int, int] = {}
 """Bytes from each address that we have registered and not yet unregistered."""
@@ -35,9 +38,9 @@ class Memory:
         self.whole = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         """Address, shape, strides and dtype of the whole table."""
         self.reference = reference
-        """Arguments of ``from_file`` that give the same memory in another process; ``None`` if there are none."""
+        """A function that opens the same memory in another process, and its first arguments; ``None`` if none can."""
         self._owner = _owner_of(self.storage)
-        self.order: Order = self._owner.order if self._owner else Order()
+        self.order: DeviceOrder = self._owner.order if self._owner else DeviceOrder()
         self.is_registered = self._owner is not None or _is_pinned(self.storage) or self._register()
         self._views: dict[torch.device, torch.UntypedStorage] = {}
 
@@ -46,12 +49,13 @@ class Memory:
         """Return the memory of a tensor's storage, the same object for every wrap."""
         storage = tensor.untyped_storage()
         with _lock:
+            # memory that dies leaves `_known` before its finalizer unregisters it; its address may be wrapped meanwhile
             _let_go_some.wait_for(lambda: not _is_being_let_go(storage), timeout=_PATIENCE_S)
             key = storage.data_ptr(), storage.nbytes()
-            found = _known.get(key)
-            if found is None or not key[1]:
-                found = _known[key] = Memory(tensor, reference=reference)
-            return found
+            memory = _known.get(key)
+            if memory is None or not key[1]:
+                memory = _known[key] = Memory(tensor, reference=reference)
+            return memory
 
     def on(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return the tensor ``host`` over this memory as a tensor of the device, without a copy.
@@ -93,7 +97,7 @@ class Memory:
                 f"the system refused to register {format_bytes(whole.nbytes)} of host memory with CUDA: rows are "
                 "gathered by the CPU and copied. Raise `ulimit -l`, or give a smaller table.",
                 TierDegradedWarning,
-                stacklevel=5,
+                stacklevel=6,  # who called `wrap`, `empty` or `from_file`, behind `checked`
             )
             return False
         _pinned[whole.data_ptr()] = whole.nbytes
@@ -101,12 +105,40 @@ class Memory:
         return True
 
 
+class InPlace:
+    """A tensor in host memory, for operators and kernels that use it where it lies."""
+
+    __slots__ = ("memory", "plain")
+
+    def __init__(self, plain: torch.Tensor, memory: Memory):
+        self.plain = plain
+        """The tensor as a plain one."""
+        self.memory = memory
+        """The memory in which it lies."""
+
+    def on(self, device: torch.device | None) -> torch.Tensor:
+        """Return it as a plain tensor of the device (``None``: the CPU), without a copy. Raises as ``Memory.on``."""
+        return self.plain if device is None else self.memory.on(self.plain, device)
+
+    def before(self, device: torch.device | None, *, writes: bool) -> None:
+        """Wait for the accesses that must be over before the device (``None``: the CPU) reads or writes."""
+        if device is None:
+            self.memory.order.before_host(writes=writes)
+        elif device.type == "cuda":  # operators on ``meta`` access nothing
+            self.memory.order.before_device(device, writes=writes)
+
+    def after(self, device: torch.device | None, *, writes: bool) -> None:
+        """Note the access that the device has just queued."""
+        if device is not None and device.type == "cuda":
+            self.memory.order.after_device(device, writes=writes)
+
+
 def _owner_of(storage: torch.UntypedStorage) -> Memory | None:
     """Return the registered memory of ours that contains all of this storage; the caller keeps it alive."""
     begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    for (address, size_bytes), one in list(_known.items()):
-        if one.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
-            return one
+    for (address, size_bytes), memory in list(_known.items()):
+        if memory.is_registered and address <= begin and end <= address + size_bytes and size_bytes:
+            return memory
     return None
 
 
@@ -147,7 +179,7 @@ def exact(size_bytes: int, budget: Budget | None = None) -> torch.Tensor:
     if budget is not None:
         budget = budget.named("unified")
         budget.charge("host", size_bytes)
-    try:
+    try:  # PyTorch's allocator of pinned memory would round up to a power of two
         mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if budget is not None:
@@ -164,7 +196,7 @@ def _uncharge(size_bytes: int, budget: Budget | None) -> None:
         budget.credit("host", size_bytes)
 
 
-def _let_go(storage: torch.UntypedStorage, order: Order) -> None:
+def _let_go(storage: torch.UntypedStorage, order: DeviceOrder) -> None:
     order.before_host(writes=True)  # no kernel may still be reading
     with _lock:
         unpin(storage.data_ptr())

@@ -20,7 +20,7 @@ def _streams_of(device: torch.device) -> Streams:
     return streams
 
 
-class Order:
+class DeviceOrder:
     """The pending accesses of devices to one piece of memory."""
 
     def __init__(self, streams_of: Callable[[torch.device], Streams] = _streams_of):
@@ -33,8 +33,8 @@ class Order:
         """Make the current stream wait for earlier accesses by other streams."""
         streams = self._streams_of(device)
         stream = streams.current()
-        for other, _, mark in self._pending(writes=writes):
-            if other != stream:
+        for earlier, _, mark in self._pending(writes=writes):
+            if earlier != stream:
                 streams.wait(stream, mark)
 
     def after_device(self, device: torch.device, *, writes: bool) -> None:
@@ -47,7 +47,7 @@ class Order:
                 self._write = access
                 self._reads.clear()  # the write came after them
             else:
-                self._reads[stream] = access
+                self._reads[stream] = access  # its mark also comes after this stream's earlier reads
 
     def before_host(self, *, writes: bool) -> None:
         """Block until the device has written, and, if the host will write, until it has read."""
@@ -60,13 +60,13 @@ class Order:
             if self._write in passed:
                 self._write = None
             if writes:
-                self._reads = {stream: one for stream, one in self._reads.items() if one not in passed}
+                self._reads = {stream: access for stream, access in self._reads.items() if access not in passed}
 
     def _pending(self, *, writes: bool) -> list["_Access"]:
         """Return the accesses that a new access must wait for."""
         with self._lock:
-            found = [] if self._write is None else [self._write]
-            return found + (list(self._reads.values()) if writes else [])
+            writing = [] if self._write is None else [self._write]
+            return writing + (list(self._reads.values()) if writes else [])
 
 
 _Access = tuple[Any, Streams, Any]

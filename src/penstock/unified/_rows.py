@@ -109,7 +109,7 @@ def is_plain_table(table: torch.Tensor) -> bool:
 def as_index(index: torch.Tensor) -> torch.Tensor:
     """Return row numbers as a contiguous ``int64`` vector in host memory."""
     if index.dim() == 1 and index.dtype is torch.int64 and index.device.type == "cpu" and index.is_contiguous():
-        return index
+        return index  # the usual case, without four calls of PyTorch
     return index.detach().to(device="cpu", dtype=torch.int64).contiguous().view(-1)
 
 

@@ -8,8 +8,7 @@ import torch
 
 from penstock.arguments import checked
 from penstock.unified._draw import Drawer, mixed, numbering_for
-from penstock.unified._graph import Graph
-from penstock.unified._seeds import as_seeds
+from penstock.unified._graph import Graph, as_seeds
 
 EdgeType = tuple[str, str, str]
 """Type of the source, name, type of the target."""
@@ -156,8 +155,8 @@ class HeteroNeighborSampler:
             raise ValueError(
                 f"`fanouts` must name the edge types of the graphs, {sorted(self.graphs)}, got {sorted(by_type)}"
             )
-        self.fanouts = {one: checked_fanouts(by_type[one]) for one in self.graphs}
-        if len({len(one) for one in self.fanouts.values()}) != 1:
+        self.fanouts = {edge_type: checked_fanouts(by_type[edge_type]) for edge_type in self.graphs}
+        if len({len(fanouts) for fanouts in self.fanouts.values()}) != 1:
             raise ValueError(
                 "all edge types must have the same number of fanouts, one for each hop; a fanout of 0 samples no "
                 "edges of a type"
@@ -170,7 +169,7 @@ class HeteroNeighborSampler:
                         f"all graphs must have the same number of nodes of type {name!r}, got {self.num_nodes[name]} "
                         f"and {count}"
                     )
-        self._drawers = {one: Drawer(graph, self.device) for one, graph in self.graphs.items()}
+        self._drawers = {edge_type: Drawer(graph, self.device) for edge_type, graph in self.graphs.items()}
 
     @checked("sampler.sample({'paper': torch.tensor([0, 1])})")
     def sample(self, seeds: Mapping[str, torch.Tensor], *, number: int | None = None) -> HeteroSample:
@@ -179,42 +178,43 @@ class HeteroNeighborSampler:
         ``number`` and the errors are those of ``NeighborSampler.sample``.
         """
         number = _number(number)
-        found = {name: numbering_for(self.device) for name in self.num_nodes}
+        numberings = {name: numbering_for(self.device) for name in self.num_nodes}
         places = {
-            name: found[name].add(as_seeds(some, self.num_nodes[name]).to(self.device)) for name, some in seeds.items()
+            name: numberings[name].add(as_seeds(nodes, self.num_nodes[name]).to(self.device))
+            for name, nodes in seeds.items()
         }
-        begins = dict.fromkeys(found, 0)
-        nodes = {name: [one.count] for name, one in found.items()}
-        rows: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
-        cols: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
-        edges: dict[EdgeType, list[torch.Tensor]] = {one: [] for one in self.graphs}
+        begins = dict.fromkeys(numberings, 0)
+        counts = {name: [numbering.count] for name, numbering in numberings.items()}
+        rows: dict[EdgeType, list[torch.Tensor]] = {edge_type: [] for edge_type in self.graphs}
+        cols: dict[EdgeType, list[torch.Tensor]] = {edge_type: [] for edge_type in self.graphs}
+        edges: dict[EdgeType, list[torch.Tensor]] = {edge_type: [] for edge_type in self.graphs}
         seed_numbers = itertools.count()
         for hop in range(len(next(iter(self.fanouts.values())))):
-            ends = {name: one.count for name, one in found.items()}
-            for one, drawer in self._drawers.items():
-                source, _, target = one
-                frontier = found[target].nodes()[begins[target] : ends[target]]
+            ends = {name: numbering.count for name, numbering in numberings.items()}
+            for edge_type, drawer in self._drawers.items():
+                source, _, target = edge_type
+                frontier = numberings[target].nodes()[begins[target] : ends[target]]
                 seed = mixed(number, next(seed_numbers))
-                drawn = drawer.draw(frontier, self.fanouts[one][hop], seed, replace=self.replace)
-                rows[one].append(found[source].add(drawn.neighbours))
-                cols[one].append(_owners(drawn.offsets, begins[target]))
-                edges[one].append(drawer.edge_numbers(drawn.edges))
+                drawn = drawer.draw(frontier, self.fanouts[edge_type][hop], seed, replace=self.replace)
+                rows[edge_type].append(numberings[source].add(drawn.neighbours))
+                cols[edge_type].append(_owners(drawn.offsets, begins[target]))
+                edges[edge_type].append(drawer.edge_numbers(drawn.edges))
             begins = ends
-            for name, numbering in found.items():
-                nodes[name].append(numbering.count - ends[name])
+            for name, numbering in numberings.items():
+                counts[name].append(numbering.count - ends[name])
         return HeteroSample(
-            nodes={name: one.nodes() for name, one in found.items()},
-            rows={one: torch.cat(some) for one, some in rows.items()},
-            cols={one: torch.cat(some) for one, some in cols.items()},
-            edges={one: torch.cat(some) for one, some in edges.items()},
-            num_sampled_nodes={name: tuple(some) for name, some in nodes.items()},
-            num_sampled_edges={one: tuple(map(len, some)) for one, some in edges.items()}, seeds=places,
+            nodes={name: numbering.nodes() for name, numbering in numberings.items()},
+            rows={edge_type: torch.cat(parts) for edge_type, parts in rows.items()},
+            cols={edge_type: torch.cat(parts) for edge_type, parts in cols.items()},
+            edges={edge_type: torch.cat(parts) for edge_type, parts in edges.items()},
+            num_sampled_nodes={name: tuple(added) for name, added in counts.items()},
+            num_sampled_edges={edge_type: tuple(map(len, parts)) for edge_type, parts in edges.items()}, seeds=places,
         )  # fmt: skip
 
 
 def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
     """Return the fanouts as a tuple. Raises ``ValueError`` for invalid ones."""
-    if not fanouts or any(isinstance(one, bool) or not isinstance(one, int) or one < -1 for one in fanouts):
+    if not fanouts or any(isinstance(fanout, bool) or not isinstance(fanout, int) or fanout < -1 for fanout in fanouts):
         raise ValueError(
             "`fanouts` must be numbers of neighbors to draw, one for each hop, or -1 for all neighbors, got "
             f"{fanouts!r}: fanouts=[10, 5]"

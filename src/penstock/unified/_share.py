@@ -60,6 +60,7 @@ def share_host(
     ahead = host_bytes // 8 if in_flight is None else in_flight
     fixed = places + buffer_bytes + ahead
     if fixed > host_bytes:
+        # by default `ahead` is an eighth of the budget, so it grows with a larger one
         least = fixed if in_flight is not None else -(-8 * (fixed - ahead) // 7)
         raise BudgetError(
             f"`host_budget` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "

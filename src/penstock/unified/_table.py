@@ -46,9 +46,9 @@ class Table:
 
 def check_shape(path: Path, shape: tuple[Any, ...]) -> None:
     """Raise ``FeatureFileError`` for an invalid shape."""
-    if not shape or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in shape):
+    if not shape or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in shape):
         refuse(path, f"its shape is {shape!r}")
-    if math.prod(max(1, one) for one in shape) > 2**60:
+    if math.prod(max(1, size) for size in shape) > 2**60:
         refuse(path, f"its shape {shape} has more numbers than any disk can hold")
 
 

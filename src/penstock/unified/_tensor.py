@@ -20,58 +20,49 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from penstock.arguments import checked
 from penstock.tiers import Budget
 from penstock.unified._gather import gather_rows
-from penstock.unified._memory import Memory, exact
+from penstock.unified._memory import InPlace, Memory, exact
+from penstock.unified._operators import aten, is_row_numbers, is_view, out_ids, rows_read, written_ids
 from penstock.unified._placement import Preference, operand_of, place
 from penstock.unified._rows import RowType
 from penstock.units import format_bytes
 
-_aten: Any = torch.ops.aten
 _LIKE: dict[Any, Callable[..., Any]] = {
-    _aten.empty_like.default: lambda _: None,
-    _aten.zeros_like.default: lambda host: host.zero_(),
-    _aten.ones_like.default: lambda host: host.fill_(1),
-    _aten.full_like.default: lambda host, value: host.fill_(value),
+    aten.empty_like.default: lambda _: None,
+    aten.zeros_like.default: lambda host: host.zero_(),
+    aten.ones_like.default: lambda host: host.fill_(1),
+    aten.full_like.default: lambda host, value: host.fill_(value),
 }
 
 
 class UnifiedTensor(torch.Tensor):
     """A tensor in host memory that devices use in place. Made by ``wrap``, ``empty`` and ``from_file``."""
 
-    _host: torch.Tensor
-    _memory: Memory
+    in_place: InPlace
+    """The same memory as a plain tensor, and the order of accesses to it, for kernels of this room."""
+    kind: RowType
+    """The type of a row."""
     _prefer: Preference
-    _kind: RowType
 
     @staticmethod
     def __new__(cls, host: torch.Tensor, memory: Memory, prefer: Preference) -> "UnifiedTensor":
         """Make a unified tensor over ``host``, which lies in ``memory``."""
-        made: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
-        made._host, made._memory, made._prefer = host.detach(), memory, prefer
-        made._kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
-        return made
+        # a subclass, not a wrapper: it is its host memory, with one storage, on which optimizers and NumPy work
+        self: UnifiedTensor = torch.Tensor._make_subclass(cls, host.detach(), host.requires_grad)
+        self.in_place, self._prefer = InPlace(host.detach(), memory), prefer
+        self.kind = RowType(tuple(host.shape[1:]), host.dtype, host.dtype)
+        return self
 
     def __getitem__(self, index: Any) -> Any:
         """Index like a tensor. Row numbers take a shortcut that bypasses PyTorch's dispatcher."""
         if (
             type(index) is torch.Tensor
-            and index.dtype in (torch.int64, torch.int32)
-            and index.device.type in ("cpu", "cuda")
+            and is_row_numbers(index)
             and index.dim()
-            and self._host.dim()
+            and self.in_place.plain.dim()
             and not torch.compiler.is_compiling()
         ):
-            return self._rows(index)
+            return _read(self, index)
         return super().__getitem__(index)
-
-    def _rows(self, index: torch.Tensor, padding: int | None = None, *, is_sparse: bool = False) -> torch.Tensor:
-        """Return rows by number, with a gradient if one is needed."""
-        if self.requires_grad and torch.is_grad_enabled():
-            return _Gathered.apply(self, index, padding, is_sparse)  # type: ignore[no-untyped-call, no-any-return]
-        return self._gathered(index)
-
-    def _gathered(self, index: torch.Tensor) -> torch.Tensor:
-        device = None if index.device.type == "cpu" else _where([index], [self])  # CPU indexes decide
-        return gather_rows(self._host, index, device, self._memory, self._kind)
 
     @property
     def prefer(self) -> Preference:
@@ -96,23 +87,23 @@ class UnifiedTensor(torch.Tensor):
     @property
     def is_registered(self) -> bool:
         """Whether CUDA devices can reach the memory. Always ``False`` on a machine without one."""
-        return self._memory.is_registered
+        return self.in_place.memory.is_registered
 
     @checked("table.cpu()")
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:  # noqa: ARG002
         """Return the same memory as a plain tensor, after pending writes of devices; gradients flow through."""
-        self._memory.order.before_host(writes=True)  # the caller may write to it
+        self.in_place.before(None, writes=True)  # the caller may write to it
         if self.requires_grad:
             return _Plain.apply(self)  # type: ignore[no-untyped-call, no-any-return]
-        return self._host.detach()
+        return self.in_place.plain.detach()
 
     @checked("table.numpy()")
     def numpy(self, *, force: bool = False) -> Any:  # NumPy's arrays have no type parameters here
         """Return the same memory as an array, after pending writes; ``force`` permits tensors with gradients."""
         if self.requires_grad and not force:
             raise RuntimeError("this tensor requires gradients; call tensor.detach().numpy()")
-        self._memory.order.before_host(writes=True)
-        return self._host.detach().numpy()
+        self.in_place.before(None, writes=True)
+        return self.in_place.plain.detach().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Return an array for NumPy's functions."""
@@ -120,16 +111,16 @@ class UnifiedTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """Return the numbers as nested lists."""
-        self._memory.order.before_host(writes=False)
-        return self._host.tolist()
+        self.in_place.before(None, writes=False)
+        return self.in_place.plain.tolist()
 
     def is_pinned(self, device: Any = None) -> bool:  # noqa: ARG002
         """Return whether CUDA devices can reach the memory."""
-        return self._memory.is_registered
+        return self.in_place.memory.is_registered
 
     def share_memory_(self) -> torch.Tensor:
         """Return the tensor if its memory is shared, else raise: other memory would not be registered."""
-        if self._host.is_shared():
+        if self.in_place.plain.is_shared():
             return self
         raise ValueError(
             "a unified tensor keeps its memory, which is not shared; share the tensor before you wrap it: "
@@ -137,33 +128,34 @@ class UnifiedTensor(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        self._memory.order.before_host(writes=False)
-        return f"UnifiedTensor({self._host!r}, prefer={self._prefer!r})"
+        self.in_place.before(None, writes=False)
+        return f"UnifiedTensor({self.in_place.plain!r}, prefer={self._prefer!r})"
 
     def __copy__(self) -> torch.Tensor:
         """Return another tensor over the same memory."""
-        made = UnifiedTensor(self._host, self._memory, self._prefer)
-        return _like(made, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        copied = UnifiedTensor(self.in_place.plain, self.in_place.memory, self._prefer)
+        return restored(copied, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a copy in memory of its own."""
-        made = _fresh(self, self.dtype)
-        self._memory.order.before_host(writes=False)
-        made._host.copy_(self._host)
-        memo[id(self)] = _like(made, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        copied = _fresh(self, self.dtype)
+        self.in_place.before(None, writes=False)
+        copied.in_place.plain.copy_(self.in_place.plain)
+        memo[id(self)] = restored(copied, self.requires_grad, isinstance(self, torch.nn.Parameter))
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reference = self._memory.reference
-        host = self._host
-        is_whole = (host.data_ptr(), host.shape, host.stride(), host.dtype) == self._memory.whole
+        reference = self.in_place.memory.reference
+        host = self.in_place.plain
+        is_whole = (host.data_ptr(), host.shape, host.stride(), host.dtype) == self.in_place.memory.whole
         if reference is None or not is_whole:
             raise TypeError(
-                f"a unified tensor of {format_bytes(self._host.nbytes)} cannot be pickled, because that would copy it. "
+                f"a unified tensor of {format_bytes(host.nbytes)} cannot be pickled, because that would copy it. "
                 "Give other processes a file: penstock.unified.from_file(path, shared=True) is pickled as the path, "
                 "and the processes share its memory. To save the numbers: torch.save(tensor.cpu(), path)"
             )
-        return _reopen, (*reference, self._prefer, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        reopen, *arguments = reference
+        return reopen, (*arguments, self._prefer, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     @classmethod
     def __torch_function__(
@@ -185,12 +177,26 @@ class UnifiedTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+def _read(
+    table: UnifiedTensor, index: torch.Tensor, padding: int | None = None, *, is_sparse: bool = False
+) -> torch.Tensor:
+    """Return rows by number, with a gradient if one is needed."""
+    if table.requires_grad and torch.is_grad_enabled():
+        return _Gathered.apply(table, index, padding, is_sparse)  # type: ignore[no-untyped-call, no-any-return]
+    return _gathered(table, index)
+
+
+def _gathered(table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
+    device = None if index.device.type == "cpu" else _where([index], [table])  # CPU indexes decide
+    return gather_rows(table.in_place.plain, index, device, table.in_place.memory, table.kind)
+
+
 class _Plain(torch.autograd.Function):
     """A unified tensor's memory as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, unified: UnifiedTensor) -> torch.Tensor:  # noqa: ARG004
-        return unified._host.detach()
+        return unified.in_place.plain.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # noqa: ARG004
@@ -206,10 +212,11 @@ class _Gathered(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(index)  # autograd then notices if it is written to meanwhile
         ctx.shape, ctx.padding, ctx.is_sparse = unified.shape, padding, is_sparse
-        return unified._gathered(index)
+        return _gathered(unified, index)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        # all on the host: the device, where the gradient is, need not have room for zeros as large as the table
         (index,) = ctx.saved_tensors
         rows, numbers = index.reshape(-1).long().cpu(), gradient.reshape(index.numel(), *ctx.shape[1:]).cpu()
         rows = torch.where(rows < 0, rows + ctx.shape[0], rows)
@@ -217,10 +224,10 @@ class _Gathered(torch.autograd.Function):
             counts = rows != ctx.padding
             rows, numbers = rows[counts], numbers[counts]
         if ctx.is_sparse:
-            found = _aten.embedding_sparse_backward.default(numbers, rows, ctx.shape[0], -1, False)
+            whole = aten.embedding_sparse_backward.default(numbers, rows, ctx.shape[0], -1, False)
         else:
-            found = torch.zeros(ctx.shape, dtype=numbers.dtype).index_add_(0, rows, numbers)
-        return found, None, None, None
+            whole = torch.zeros(ctx.shape, dtype=numbers.dtype).index_add_(0, rows, numbers)
+        return whole, None, None, None
 
 
 def _trained(table: Any, index: Any) -> bool:
@@ -229,8 +236,7 @@ def _trained(table: Any, index: Any) -> bool:
         isinstance(table, UnifiedTensor)
         and table.requires_grad
         and type(index) is torch.Tensor
-        and index.device.type in ("cpu", "cuda")
-        and index.dtype in (torch.int64, torch.int32)
+        and is_row_numbers(index)
         and _where([index], [table]) is not None
     )
 
@@ -247,13 +253,13 @@ def _embedded(
     if not _trained(weight, index) or max_norm is not None or scale_grad_by_freq:
         return None
     padding = None if padding_idx is None else range(len(weight))[padding_idx]
-    return weight._rows(index, padding, is_sparse=sparse)  # type: ignore[no-any-return]
+    return _read(weight, index, padding, is_sparse=sparse)
 
 
 def _selected(input: Any, dim: Any, index: Any, *, out: Any = None) -> torch.Tensor | None:  # noqa: A002  # PyTorch's
     if out is not None or not _trained(input, index) or dim not in (0, -input.dim()) or index.dim() != 1:
         return None
-    return input._rows(index)  # type: ignore[no-any-return]
+    return _read(input, index)
 
 
 _TRAINED: dict[Any, Callable[..., torch.Tensor | None]] = {
@@ -275,7 +281,8 @@ def wrap(tensor: torch.Tensor, *, prefer: Preference = "device") -> UnifiedTenso
     tensors that are not dense.
     """
     if isinstance(tensor, UnifiedTensor):
-        return UnifiedTensor(tensor._host, tensor._memory, prefer).requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
+        same = UnifiedTensor(tensor.in_place.plain, tensor.in_place.memory, prefer)
+        return same.requires_grad_(tensor.requires_grad)  # type: ignore[return-value]
     if tensor.layout is not torch.strided:
         raise TypeError(f"`tensor` must be dense, got {tensor.layout}; wrap its parts, or tensor.to_dense()")
     if tensor.device.type != "cpu":
@@ -305,7 +312,7 @@ def empty(
     """
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
     dtype = dtype or torch.get_default_dtype()
-    if any(isinstance(one, str | bytes) for one in shape) or any(type(one) is not int or one < 0 for one in sizes):
+    if any(isinstance(size, str | bytes) for size in shape) or any(type(size) is not int or size < 0 for size in sizes):
         raise ValueError(f"`shape` must hold whole numbers that are not negative, got {sizes}: empty(1000, 64)")
     raw = exact(math.prod(sizes) * dtype.itemsize, budget)  # type: ignore[arg-type]
     host = raw.view(dtype).view(sizes) if raw.numel() else torch.empty(sizes, dtype=dtype, device="cpu")  # type: ignore[arg-type]
@@ -341,7 +348,7 @@ def gather(
     kind = RowType.of(tuple(table.shape[1:]), table.dtype, dtype, scale)
     host, memory, device = table.detach(), None, None
     if isinstance(table, UnifiedTensor):
-        host, memory, device = table._host, table._memory, _where([index], [table])
+        host, memory, device = table.in_place.plain, table.in_place.memory, _where([index], [table])
     elif table.device.type != "cpu":
         raise ValueError(
             f"`table` must be in host memory, got one on {table.device}; table[index] reads it at full speed there"
@@ -354,18 +361,11 @@ def is_unified(tensor: object) -> bool:
     return isinstance(tensor, UnifiedTensor)
 
 
-def _reopen(
-    path: str, options: dict[str, Any], prefer: Preference, requires_grad: bool, is_parameter: bool
-) -> torch.Tensor:
-    from penstock.unified._load import from_file
-
-    return _like(from_file(path, **options, prefer=prefer), requires_grad, is_parameter)
-
-
-def _like(made: UnifiedTensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+def restored(tensor: UnifiedTensor, requires_grad: bool, is_parameter: bool) -> torch.Tensor:
+    """Return a copy of a tensor as what the tensor was: one that requires gradients or not, or a parameter."""
     if is_parameter:
-        return torch.nn.Parameter(made, requires_grad=requires_grad)
-    return made.requires_grad_(requires_grad)
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _fresh(like: UnifiedTensor, dtype: torch.dtype) -> UnifiedTensor:
@@ -379,34 +379,58 @@ def _device() -> torch.device | None:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # a graph breaks here, and goes on behind
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    rows = _rows(func, args, kwargs)
-    if rows is not None:  # the main use of a table, without the cost of the general path
-        table, index = rows
-        device = _where([index], [table])
-        _refuse_gradient(func, device, [table])
-        return gather_rows(table._host, index, device, table._memory, table._kind, wraps=func is _aten.index.Tensor)
+    table, index = rows_read(func, args, kwargs) or (None, None)
+    if isinstance(table, UnifiedTensor) and not isinstance(index, UnifiedTensor) and index is not None:
+        return _read_by(func, table, index)  # the main use of a table, without the cost of the general path
     flat, spec = tree_flatten((args, kwargs))
-    unified = [one for one in flat if isinstance(one, UnifiedTensor)]
-    others = [one for one in flat if isinstance(one, torch.Tensor) and not isinstance(one, UnifiedTensor)]
+    unified = [leaf for leaf in flat if isinstance(leaf, UnifiedTensor)]
     if func in _LIKE and not kwargs.get("device"):
-        made = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
-        _LIKE[func](made._host, *args[1:])
-        return made
-    returns = [one.alias_info for one in func._schema.returns]
-    if any(one is not None and not one.is_write for one in returns):  # a view: nothing is read or written
+        # in host memory, as it is as large as the table: gradients, and the state of optimizers
+        fresh = _fresh(unified[0], kwargs.get("dtype") or unified[0].dtype)
+        _LIKE[func](fresh.in_place.plain, *args[1:])
+        return fresh
+    if is_view(func):
         owner = unified[0]
-        args, kwargs = _replaced(spec, flat, lambda one: one._host)
-        found = func(*args, **kwargs)
-        return _map(found, lambda one: UnifiedTensor(one, owner._memory, owner._prefer))
-    if torch.Tag.inplace_view in func.tags or func is _aten.resize_.default:
+        args, kwargs = _replaced(spec, flat, lambda table: table.in_place.plain)
+        views = func(*args, **kwargs)
+        return _map(views, lambda view: UnifiedTensor(view, owner.in_place.memory, owner.prefer))
+    if torch.Tag.inplace_view in func.tags or func is aten.resize_.default:
         raise RuntimeError(
             f"{func} changes the shape of a tensor in place, but the shape of a unified tensor is fixed. Take a view: "
             "tensor.t(), tensor.unsqueeze(0), tensor.view(shape)"
         )
+    others = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and not isinstance(leaf, UnifiedTensor)]
     device = _where(others, unified)
     _refuse_gradient(func, device, unified)
-    writes = func._schema.is_mutable
-    return _run(func, flat, spec, unified, device, writes=writes)
+    written = written_ids(func, args, kwargs) if func._schema.is_mutable else set()
+    for table in unified:
+        table.in_place.before(device, writes=id(table) in written)
+    results = _run(func, args, kwargs, device, written)
+    for table in unified:
+        table.in_place.after(device, writes=id(table) in written)
+    return results
+
+
+def _read_by(func: Any, table: UnifiedTensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows for an operator; only ``[]`` counts negative rows from the end."""
+    device = _where([index], [table])
+    _refuse_gradient(func, device, [table])
+    host, memory = table.in_place.plain, table.in_place.memory
+    return gather_rows(host, index, device, memory, table.kind, wraps=func is aten.index.Tensor)
+
+
+def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:
+    """Return the device on which an operator runs; ``None`` for the CPU."""
+    others, unified = list(others), list(unified)
+    if place(map(operand_of, others), (table.prefer for table in unified)) == "host":
+        return None
+    device = next((tensor.device for tensor in others if tensor.device.type != "cpu"), None)
+    if device is not None:
+        return device
+    preferred = _device()
+    if preferred is None or preferred.type != "cuda" or all(table.is_registered for table in unified):
+        return preferred
+    return None  # CUDA cannot reach it; a warning said so when it was wrapped
 
 
 def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[UnifiedTensor]) -> None:
@@ -415,10 +439,10 @@ def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[U
         device is None
         or device.type == "meta"
         or not torch.is_grad_enabled()
-        or not any(one.requires_grad for one in unified)
+        or not any(table.requires_grad for table in unified)
     ):
         return
-    if func is _aten._to_copy.default:  # its backward brings the gradient back
+    if func is aten._to_copy.default:  # its backward brings the gradient back
         return
     raise RuntimeError(
         f"{func} on a device would create a gradient of the whole unified tensor, for which the device may not have "
@@ -427,98 +451,42 @@ def _refuse_gradient(func: Any, device: torch.device | None, unified: Sequence[U
     )
 
 
-def _where(others: Iterable[torch.Tensor], unified: Iterable[UnifiedTensor]) -> torch.device | None:
-    """Return the device on which an operator runs; ``None`` for the CPU."""
-    others, unified = list(others), list(unified)
-    if place(map(operand_of, others), (one._prefer for one in unified)) == "host":
-        return None
-    found = next((one.device for one in others if one.device.type != "cpu"), None)
-    if found is not None:
-        return found
-    preferred = _device()
-    if preferred is None or preferred.type != "cuda" or all(one.is_registered for one in unified):
-        return preferred
-    return None  # CUDA cannot reach it; a warning said so when it was wrapped
-
-
 def _run(
-    func: Any, flat: list[Any], spec: Any, unified: list[UnifiedTensor], device: torch.device | None, *, writes: bool
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None, written: set[int]
 ) -> Any:
-    written = _written(func, flat, spec) if writes else set()
-    for one in unified:
-        if device is None:
-            one._memory.order.before_host(writes=id(one) in written)
-        elif device.type == "cuda":
-            one._memory.order.before_device(device, writes=id(one) in written)
+    """Run the operator on plain tensors over the same memory; ``written`` are the ids of tensors that it writes to."""
+    outs = out_ids(func, args, kwargs)
     kept: dict[int, tuple[UnifiedTensor, torch.Tensor]] = {}
-    outs = {id(one) for one in _outs(func, flat, spec)}
 
-    def stand_in(one: UnifiedTensor) -> torch.Tensor:
-        if id(one) not in kept:
-            plain = one._host if device is None else one._memory.on(one._host, device)
-            kept[id(one)] = one, torch.empty(0, dtype=one.dtype, device=plain.device) if id(one) in outs else plain
-        return kept[id(one)][1]
+    def stand_in(table: UnifiedTensor) -> torch.Tensor:
+        if id(table) not in kept:
+            plain = table.in_place.on(device)
+            if id(table) in outs:  # PyTorch would replace the memory of one whose shape is not the result's
+                plain = torch.empty(0, dtype=table.dtype, device=plain.device)
+            kept[id(table)] = table, plain
+        return kept[id(table)][1]
 
+    flat, spec = tree_flatten((args, kwargs))
     args, kwargs = _replaced(spec, flat, stand_in)
-    found = func(*args, **kwargs)
-    for one, plain in kept.values():
-        if id(one) in written and plain.shape != one.shape:
+    results = func(*args, **kwargs)
+    for table, plain in kept.values():
+        if id(table) in written and plain.shape != table.shape:
             raise RuntimeError(
-                f"{func} returns shape {tuple(plain.shape)}, but out= is a unified tensor of shape {tuple(one.shape)}, "
-                "whose size is fixed: give one of the result's shape"
+                f"{func} returns shape {tuple(plain.shape)}, but out= is a unified tensor of shape "
+                f"{tuple(table.shape)}, whose size is fixed: give one of the result's shape"
             )
-        if id(one) in outs:  # otherwise PyTorch would replace its memory if the shapes differ
-            (one._host if device is None else one._memory.on(one._host, device)).copy_(plain)
-    if device is not None and device.type == "cuda":
-        for one in unified:
-            one._memory.order.after_device(device, writes=id(one) in written)
-    results = {id(plain): one for one, plain in kept.values() if id(one) in written}
-    return _map(found, lambda one: results.get(id(one), one))
-
-
-def _outs(func: Any, flat: list[Any], spec: Any) -> list[UnifiedTensor]:
-    """Return the unified tensors given as ``out=`` that are not operands as well."""
-    args, kwargs = tree_unflatten(flat, spec)
-    outs = [kwargs.get(one.name) for one in func._schema.arguments if one.kwarg_only and one.alias_info is not None]
-    operands = [id(one) for one in tree_flatten(args)[0]]
-    return [one for one in outs if isinstance(one, UnifiedTensor) and id(one) not in operands]
-
-
-def _written(func: Any, flat: list[Any], spec: Any) -> set[int]:
-    """Return the ids of the unified operands that the operator writes to."""
-    args, kwargs = tree_unflatten(flat, spec)
-    found: set[int] = set()
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found |= {id(one) for one in tree_flatten(value)[0] if isinstance(one, UnifiedTensor)}
-    return found
-
-
-def _rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[UnifiedTensor, torch.Tensor] | None:
-    """Return the table and the row numbers if the operator gathers rows of a unified table; else ``None``."""
-    if func is _aten.index.Tensor and len(args[1]) == 1 and args[1][0] is not None:
-        table, index = args[0], args[1][0]
-        if index.dtype in (torch.bool, torch.uint8):
-            return None
-    elif func is _aten.index_select.default and args[1] in (0, -args[0].dim()) and args[2].dim() == 1:
-        table, index = args[0], args[2]
-    elif func is _aten.embedding.default:
-        table, index = args[0], args[1]
-    else:
-        return None
-    if not isinstance(table, UnifiedTensor) or isinstance(index, UnifiedTensor) or kwargs.get("out") is not None:
-        return None
-    if index.device.type not in ("cpu", "cuda") or index.dtype not in (torch.int64, torch.int32):
-        return None
-    return (table, index) if table.dim() else None
+        if id(table) in outs:
+            table.in_place.on(device).copy_(plain)
+    # a result is the table itself only if the operator has written to it
+    tables = {id(plain): table for table, plain in kept.values() if id(table) in written}
+    return _map(results, lambda result: tables.get(id(result), result))
 
 
 def _replaced(spec: Any, flat: list[Any], by: Callable[[UnifiedTensor], torch.Tensor]) -> tuple[Any, Any]:
-    args, kwargs = tree_unflatten([by(one) if isinstance(one, UnifiedTensor) else one for one in flat], spec)
+    args, kwargs = tree_unflatten([by(leaf) if isinstance(leaf, UnifiedTensor) else leaf for leaf in flat], spec)
     return args, kwargs
 
 
-def _map(found: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    leaves, spec = tree_flatten(found)
-    return tree_unflatten([by(one) if isinstance(one, torch.Tensor) else one for one in leaves], spec)
+def _map(results: Any, by: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    leaves, spec = tree_flatten(results)
+    return tree_unflatten([by(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)

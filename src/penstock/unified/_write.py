@@ -51,10 +51,10 @@ def write_features(
     descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with os.fdopen(descriptor, "r+b", buffering=0) as file, _bar(progress, num_rows, path.name) as advance:
-            _Writer(file, first).write(_chained(first, blocks), advance)
+            _TableWriter(file, first).write(_chained(first, blocks), advance)
             os.fsync(file.fileno())
         os.replace(name, path)
-        synchronize(path.parent)
+        synchronize(path.parent)  # else a crash may undo the renaming
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
@@ -69,14 +69,14 @@ def spill(directory: Path, source: torch.Tensor, *, progress: bool = True) -> An
         blocks, num_rows = _blocks(source, None)
         first = next(blocks)
         with _bar(progress, num_rows, f"to {directory}") as advance:
-            _Writer(file, first).write(_chained(first, blocks), advance)
+            _TableWriter(file, first).write(_chained(first, blocks), advance)
     except BaseException:
         file.close()
         raise
     return file
 
 
-class _Writer:
+class _TableWriter:
     """A file that is being written. Chunks are padded in one buffer of pages and dropped from the page cache."""
 
     def __init__(self, file: Any, first: torch.Tensor):
@@ -93,7 +93,7 @@ class _Writer:
         self._rows = torch.frombuffer(self._buffer, dtype=torch.uint8)[: self._chunk_rows * self._stride].view(
             self._chunk_rows, self._stride
         )
-        self._filled, self._at, self._num_rows = 0, PAGE_BYTES, 0
+        self._filled, self._end, self._num_rows = 0, PAGE_BYTES, 0
         self._sums: list[int] = []
 
     def write(self, blocks: Iterable[torch.Tensor], advance: Any) -> None:
@@ -111,12 +111,12 @@ class _Writer:
     def _add(self, block: torch.Tensor) -> None:
         host = block.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = host.view(-1).view(torch.uint8).view(len(block), -1) if host.numel() else host
-        at = 0
-        while at < len(block):
-            count = min(len(block) - at, self._chunk_rows - self._filled)
+        begin = 0
+        while begin < len(block):
+            count = min(len(block) - begin, self._chunk_rows - self._filled)
             if self._row_bytes:
-                self._rows[self._filled : self._filled + count, : self._row_bytes] = raw[at : at + count]
-            self._filled, at = self._filled + count, at + count
+                self._rows[self._filled : self._filled + count, : self._row_bytes] = raw[begin : begin + count]
+            self._filled, begin = self._filled + count, begin + count
             if self._filled == self._chunk_rows:
                 self._flush()
 
@@ -125,24 +125,24 @@ class _Writer:
             return
         view = memoryview(self._buffer)[: self._filled * self._stride]
         self._sums.append(zlib.crc32(view))
-        _write_at(self._file, view, self._at)
-        os.fdatasync(self._file.fileno())
-        os.posix_fadvise(self._file.fileno(), self._at, len(view), os.POSIX_FADV_DONTNEED)
-        self._at += len(view)
+        _write_at(self._file, view, self._end)
+        os.fdatasync(self._file.fileno())  # only clean pages are dropped from the page cache
+        os.posix_fadvise(self._file.fileno(), self._end, len(view), os.POSIX_FADV_DONTNEED)
+        self._end += len(view)
         self._num_rows += self._filled
         self._filled = 0
         self._rows.zero_()
 
     def _finish(self) -> None:
-        at = -(-self._at // PAGE_BYTES) * PAGE_BYTES
-        sums = b"".join(one.to_bytes(4, "little") for one in self._sums)
-        _write_at(self._file, memoryview(sums), at)
-        self._file.truncate(at + len(sums))
+        sums_byte = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+        sums = b"".join(crc.to_bytes(4, "little") for crc in self._sums)
+        _write_at(self._file, memoryview(sums), sums_byte)
+        self._file.truncate(sums_byte + len(sums))
         text = json.dumps(
             {
                 "version": VERSION, "shape": [self._num_rows, *self._shape],
                 "dtype": str(self._dtype).removeprefix("torch."), "stride_bytes": self._stride,
-                "chunk_rows": self._chunk_rows, "checksums_byte": at, "checksums_crc": zlib.crc32(sums),
+                "chunk_rows": self._chunk_rows, "checksums_byte": sums_byte, "checksums_crc": zlib.crc32(sums),
             }
         ).encode()  # fmt: skip
         head = MAGIC + len(text).to_bytes(4, "little") + zlib.crc32(text).to_bytes(4, "little") + text
@@ -150,15 +150,15 @@ class _Writer:
 
 
 def _write_at(file: Any, view: memoryview, offset: int) -> None:
-    at = 0
-    while at < len(view):
-        at += os.pwrite(file.fileno(), view[at:], offset + at)
+    num_written = 0
+    while num_written < len(view):
+        num_written += os.pwrite(file.fileno(), view[num_written:], offset + num_written)
 
 
 def _blocks(source: Any, key: str | None) -> tuple[Iterator[torch.Tensor], int | None]:
     if isinstance(source, torch.Tensor):
         rows = max(1, CHUNK_BYTES // max(1, source[:1].nbytes))
-        return (source[at : at + rows] for at in range(0, max(1, len(source)), rows)), len(source)
+        return (source[begin : begin + rows] for begin in range(0, max(1, len(source)), rows)), len(source)
     if isinstance(source, str | os.PathLike):
         table = find_table(source, key)
         return _from_table(table), table.shape[0]

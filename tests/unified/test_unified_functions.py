@@ -44,15 +44,15 @@ def outcome(call, features):
             return error
 
 
-def same(found, expected):
+def same(result, expected):
     if isinstance(expected, torch.Tensor):
-        found = found.cpu() if unified.is_unified(found) else found
-        return found.dtype is expected.dtype and torch.equal(found, expected)
+        result = result.cpu() if unified.is_unified(result) else result
+        return result.dtype is expected.dtype and torch.equal(result, expected)
     if isinstance(expected, np.ndarray):
-        return np.array_equal(found, expected)
+        return np.array_equal(result, expected)
     if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return found == expected
+        return len(result) == len(expected) and all(map(same, result, expected))
+    return result == expected
 
 
 ROWS = torch.tensor([41, 3, 3, 59])
@@ -140,15 +140,15 @@ INDEXES = {
 @pytest.mark.parametrize("name", INDEXES)
 def test_indexes(table, name):
     index = INDEXES[name]
-    expected, found = outcome(lambda one: one[index], plain()), outcome(lambda one: one[index], table)
+    expected, result = outcome(lambda tensor: tensor[index], plain()), outcome(lambda tensor: tensor[index], table)
     if isinstance(expected, Exception):
-        assert name in FURTHER_INDEXES or isinstance(found, IndexError | TypeError | ValueError), found
-    elif isinstance(found, Exception):
+        assert name in FURTHER_INDEXES or isinstance(result, IndexError | TypeError | ValueError), result
+    elif isinstance(result, Exception):
         assert not unified.is_unified(table)
-        assert isinstance(found, IndexError | ValueError | TypeError) and name in REFUSED_INDEXES, found
+        assert isinstance(result, IndexError | ValueError | TypeError) and name in REFUSED_INDEXES, result
     else:
         assert name not in REFUSED_INDEXES or unified.is_unified(table)
-        assert same(found, expected)
+        assert same(result, expected)
 
 
 REFUSED_INDEXES = {
@@ -161,170 +161,174 @@ FURTHER_INDEXES = {"int16", "int8", "empty of floats"}
 """Which tiered features take, and PyTorch does not."""
 
 
-def saved(one):
-    torch.save(one, io.BytesIO())
+def saved(tensor):
+    torch.save(tensor, io.BytesIO())
 
 
-def module_of(one):
+def module_of(tensor):
     module = torch.nn.Module()
-    module.register_buffer("table", one)
+    module.register_buffer("table", tensor)
     return module
 
 
 READS = {
-    "index_select": lambda one: one.index_select(0, ROWS),
-    "torch.index_select": lambda one: torch.index_select(one, 0, ROWS),
-    "index_select from the end": lambda one: torch.index_select(one, -2, ROWS),
-    "index_select by keywords": lambda one: torch.index_select(input=one, dim=0, index=ROWS),
-    "index_select of one": lambda one: torch.index_select(one, 0, torch.tensor(41)),
-    "index_select of int32": lambda one: torch.index_select(one, 0, ROWS.int()),
-    "index_select of negatives": lambda one: one.index_select(0, torch.tensor([-1])),
-    "index_select above": lambda one: one.index_select(0, torch.tensor([60])),
-    "index_select of floats": lambda one: one.index_select(0, torch.tensor([1.0])),
-    "index_select of a mask": lambda one: one.index_select(0, torch.ones(60, dtype=torch.bool)),
-    "index_select of a matrix": lambda one: one.index_select(0, ROWS.view(2, 2)),
-    "index_select into": lambda one: torch.index_select(one, 0, ROWS, out=torch.empty(4, WIDTH)),
-    "embedding": lambda one: functional.embedding(ROWS.view(2, 2), one),
-    "embedding of int32": lambda one: functional.embedding(ROWS.int(), one),
-    "embedding of one": lambda one: functional.embedding(torch.tensor(41), one),
-    "embedding of padding": lambda one: functional.embedding(ROWS, one, padding_idx=3),
-    "embedding of negatives": lambda one: functional.embedding(torch.tensor([-1]), one),
-    "embedding of floats": lambda one: functional.embedding(torch.tensor([1.0]), one),
+    "index_select": lambda table: table.index_select(0, ROWS),
+    "torch.index_select": lambda table: torch.index_select(table, 0, ROWS),
+    "index_select from the end": lambda table: torch.index_select(table, -2, ROWS),
+    "index_select by keywords": lambda table: torch.index_select(input=table, dim=0, index=ROWS),
+    "index_select of one": lambda table: torch.index_select(table, 0, torch.tensor(41)),
+    "index_select of int32": lambda table: torch.index_select(table, 0, ROWS.int()),
+    "index_select of negatives": lambda table: table.index_select(0, torch.tensor([-1])),
+    "index_select above": lambda table: table.index_select(0, torch.tensor([60])),
+    "index_select of floats": lambda table: table.index_select(0, torch.tensor([1.0])),
+    "index_select of a mask": lambda table: table.index_select(0, torch.ones(60, dtype=torch.bool)),
+    "index_select of a matrix": lambda table: table.index_select(0, ROWS.view(2, 2)),
+    "index_select into": lambda table: torch.index_select(table, 0, ROWS, out=torch.empty(4, WIDTH)),
+    "embedding": lambda table: functional.embedding(ROWS.view(2, 2), table),
+    "embedding of int32": lambda table: functional.embedding(ROWS.int(), table),
+    "embedding of one": lambda table: functional.embedding(torch.tensor(41), table),
+    "embedding of padding": lambda table: functional.embedding(ROWS, table, padding_idx=3),
+    "embedding of negatives": lambda table: functional.embedding(torch.tensor([-1]), table),
+    "embedding of floats": lambda table: functional.embedding(torch.tensor([1.0]), table),
     "iteration": list,
-    "reversed": lambda one: [one[at] for at in reversed(range(len(one)))],
+    "reversed": lambda table: [table[number] for number in reversed(range(len(table)))],
     "len": len,
-    "shape": lambda one: (one.shape, one.size(), one.size(0), one.size(-1), one.dim(), one.ndim, one.numel()),
-    "type": lambda one: (one.dtype, one.device, one.layout, one.is_cuda, one.is_sparse, one.element_size()),
-    "size of a dim": lambda one: one.size(dim=1),
-    "shape above": lambda one: one.size(2),
-    "gradients": lambda one: (one.requires_grad, one.grad, one.is_leaf),
-    "to where it is": lambda one: one.to("cpu")[ROWS],
-    "to its type": lambda one: one.to(torch.float32)[ROWS],
-    "cpu": lambda one: one.cpu()[ROWS],
-    "contiguous": lambda one: one.contiguous()[ROWS],
-    "detach": lambda one: one.detach()[ROWS],
-    "copy": lambda one: copy.copy(one)[ROWS],
-    "new": lambda one: one.new_zeros(2),
-    "as_tensor": lambda one: torch.as_tensor(one)[ROWS],
-    "torch.asarray": lambda one: torch.asarray(one)[ROWS],
-    "module": lambda one: module_of(one).to("cpu").table[ROWS],
-    "state of a module": lambda one: module_of(one).state_dict()["table"][ROWS],
-    "TensorDataset": lambda one: list(data.TensorDataset(one, torch.arange(60)))[41],
-    "DataLoader": lambda one: list(data.DataLoader(data.TensorDataset(one), batch_size=7)),
-    "DataLoader of the table": lambda one: list(data.DataLoader(one, batch_size=7)),
-    "Subset": lambda one: list(data.DataLoader(data.Subset(data.TensorDataset(one), [41, 3, 5]), batch_size=2)),
-    "batches of indexes": lambda one: list(
-        data.DataLoader(one, sampler=data.BatchSampler(range(50, 60), 4, drop_last=False), batch_size=None)
+    "shape": lambda table: (
+        table.shape, table.size(), table.size(0), table.size(-1), table.dim(), table.ndim, table.numel(),
     ),
-    "random_split": lambda one: list(data.random_split(one, [50, 10], torch.Generator().manual_seed(0))[1]),
-    "collated rows": lambda one: data.default_collate([one[41], one[3]]),
-    "stacked rows": lambda one: torch.stack([one[41], one[3]]),
-    "gradients behind": lambda one: one[ROWS].clone().requires_grad_().sum().grad_fn is not None,
+    "type": lambda table: (
+        table.dtype, table.device, table.layout, table.is_cuda, table.is_sparse, table.element_size(),
+    ),
+    "size of a dim": lambda table: table.size(dim=1),
+    "shape above": lambda table: table.size(2),
+    "gradients": lambda table: (table.requires_grad, table.grad, table.is_leaf),
+    "to where it is": lambda table: table.to("cpu")[ROWS],
+    "to its type": lambda table: table.to(torch.float32)[ROWS],
+    "cpu": lambda table: table.cpu()[ROWS],
+    "contiguous": lambda table: table.contiguous()[ROWS],
+    "detach": lambda table: table.detach()[ROWS],
+    "copy": lambda table: copy.copy(table)[ROWS],
+    "new": lambda table: table.new_zeros(2),
+    "as_tensor": lambda table: torch.as_tensor(table)[ROWS],
+    "torch.asarray": lambda table: torch.asarray(table)[ROWS],
+    "module": lambda table: module_of(table).to("cpu").table[ROWS],
+    "state of a module": lambda table: module_of(table).state_dict()["table"][ROWS],
+    "TensorDataset": lambda table: list(data.TensorDataset(table, torch.arange(60)))[41],
+    "DataLoader": lambda table: list(data.DataLoader(data.TensorDataset(table), batch_size=7)),
+    "DataLoader of the table": lambda table: list(data.DataLoader(table, batch_size=7)),
+    "Subset": lambda table: list(data.DataLoader(data.Subset(data.TensorDataset(table), [41, 3, 5]), batch_size=2)),
+    "batches of indexes": lambda table: list(
+        data.DataLoader(table, sampler=data.BatchSampler(range(50, 60), 4, drop_last=False), batch_size=None)
+    ),
+    "random_split": lambda table: list(data.random_split(table, [50, 10], torch.Generator().manual_seed(0))[1]),
+    "collated rows": lambda table: data.default_collate([table[41], table[3]]),
+    "stacked rows": lambda table: torch.stack([table[41], table[3]]),
+    "gradients behind": lambda table: table[ROWS].clone().requires_grad_().sum().grad_fn is not None,
 }  # fmt: skip
 """What gives rows, or tells about the table, for all."""
 
 
 @pytest.mark.parametrize("name", READS)
 def test_reads(table, name):
-    expected, found = outcome(READS[name], plain()), outcome(READS[name], table)
+    expected, result = outcome(READS[name], plain()), outcome(READS[name], table)
     if isinstance(expected, Exception):
-        assert isinstance(found, type(expected) | IndexError), found
+        assert isinstance(result, type(expected) | IndexError), result
     else:
-        assert not isinstance(found, Exception), found
-        assert same(found, expected)
+        assert not isinstance(result, Exception), result
+        assert same(result, expected)
 
 
 WHOLE = {
-    "as_tensor of a type": lambda one: torch.as_tensor(one, dtype=torch.float64),
+    "as_tensor of a type": lambda table: torch.as_tensor(table, dtype=torch.float64),
     "asarray": np.asarray,
     "array": np.array,
     "torch.tensor": torch.tensor,
-    "numpy": lambda one: one.numpy(),
-    "numpy's function": lambda one: np.concatenate([one, one]),
+    "numpy": lambda table: table.numpy(),
+    "numpy's function": lambda table: np.concatenate([table, table]),
     "dlpack": torch.from_dlpack,
-    "tolist": lambda one: one.tolist(),
-    "clone": lambda one: one.clone(),
+    "tolist": lambda table: table.tolist(),
+    "clone": lambda table: table.clone(),
     "deepcopy": copy.deepcopy,
-    "sum": lambda one: one.sum(),
+    "sum": lambda table: table.sum(),
     "mean": torch.mean,
-    "equal": lambda one: torch.equal(one, plain()),
-    "==": lambda one: one == 1,
-    "== itself": lambda one: one == one,  # noqa: PLR0124
-    "<": lambda one: one < 1,
-    "+": lambda one: one + 1,
-    "1 -": lambda one: 1 - one,
-    "in": lambda one: 1 in one,
+    "equal": lambda table: torch.equal(table, plain()),
+    "==": lambda table: table == 1,
+    "== itself": lambda table: table == table,  # noqa: PLR0124
+    "<": lambda table: table < 1,
+    "+": lambda table: table + 1,
+    "1 -": lambda table: 1 - table,
+    "in": lambda table: 1 in table,
     "bool": bool,
     "float": float,
-    "@": lambda one: one @ torch.ones(WIDTH),
-    "plain @": lambda one: torch.ones(60) @ one,
-    "stack": lambda one: torch.stack([one, one]),
-    "cat": lambda one: torch.cat([one, torch.ones(1, WIDTH)]),
-    "collate": lambda one: data.default_collate([one, one]),
-    "view": lambda one: one.view(-1),
-    "reshape": lambda one: one.reshape(-1),
-    "t": lambda one: one.t(),
-    "T": lambda one: one.T,
-    "select": lambda one: one.select(1, 0),
-    "narrow": lambda one: one.narrow(0, 3, 2),
-    "unbind": lambda one: one.unbind(),
-    "split": lambda one: one.split(20),
-    "gather": lambda one: one.gather(0, ROWS.view(-1, 1)),
-    "take": lambda one: one.take(ROWS),
-    "take_along_dim": lambda one: torch.take_along_dim(one, ROWS.view(-1, 1), 0),
-    "masked_select": lambda one: torch.masked_select(one, one > 3),
-    "where": lambda one: torch.where(torch.tensor(True), one, 0.0),
-    "linear": lambda one: functional.linear(one, torch.ones(2, WIDTH)),
+    "@": lambda table: table @ torch.ones(WIDTH),
+    "plain @": lambda table: torch.ones(60) @ table,
+    "stack": lambda table: torch.stack([table, table]),
+    "cat": lambda table: torch.cat([table, torch.ones(1, WIDTH)]),
+    "collate": lambda table: data.default_collate([table, table]),
+    "view": lambda table: table.view(-1),
+    "reshape": lambda table: table.reshape(-1),
+    "t": lambda table: table.t(),
+    "T": lambda table: table.T,
+    "select": lambda table: table.select(1, 0),
+    "narrow": lambda table: table.narrow(0, 3, 2),
+    "unbind": lambda table: table.unbind(),
+    "split": lambda table: table.split(20),
+    "gather": lambda table: table.gather(0, ROWS.view(-1, 1)),
+    "take": lambda table: table.take(ROWS),
+    "take_along_dim": lambda table: torch.take_along_dim(table, ROWS.view(-1, 1), 0),
+    "masked_select": lambda table: torch.masked_select(table, table > 3),
+    "where": lambda table: torch.where(torch.tensor(True), table, 0.0),
+    "linear": lambda table: functional.linear(table, torch.ones(2, WIDTH)),
     "dropout": functional.dropout,
-    "embedding_bag": lambda one: functional.embedding_bag(ROWS.view(2, 2), one),
-    "embedding of norms": lambda one: functional.embedding(ROWS, one, max_norm=1.0),
-    "index of another": lambda one: plain()[one],
-    "columns": lambda one: one.index_select(1, torch.tensor([0])),
-    "to another type": lambda one: one.to(torch.float64),
-    "to another device": lambda one: one.to("meta"),
-    "to as another": lambda one: one.to(torch.ones(1, dtype=torch.float64)),
-    "to a copy": lambda one: one.to("cpu", copy=True),
-    "half": lambda one: one.half(),
-    "module of another type": lambda one: module_of(one).double(),
+    "embedding_bag": lambda table: functional.embedding_bag(ROWS.view(2, 2), table),
+    "embedding of norms": lambda table: functional.embedding(ROWS, table, max_norm=1.0),
+    "index of another": lambda table: plain()[table],
+    "columns": lambda table: table.index_select(1, torch.tensor([0])),
+    "to another type": lambda table: table.to(torch.float64),
+    "to another device": lambda table: table.to("meta"),
+    "to as another": lambda table: table.to(torch.ones(1, dtype=torch.float64)),
+    "to a copy": lambda table: table.to("cpu", copy=True),
+    "half": lambda table: table.half(),
+    "module of another type": lambda table: module_of(table).double(),
     "zeros_like": torch.zeros_like,
-    "parameter": lambda one: torch.nn.Parameter(one, requires_grad=False),
+    "parameter": lambda table: torch.nn.Parameter(table, requires_grad=False),
     "trained parameter": torch.nn.Parameter,
     "from_pretrained": torch.nn.Embedding.from_pretrained,
-    "requires_grad_": lambda one: one.requires_grad_(),
-    "share_memory_": lambda one: one.share_memory_(),
+    "requires_grad_": lambda table: table.requires_grad_(),
+    "share_memory_": lambda table: table.share_memory_(),
     "pickle": pickle.dumps,
     "save": saved,
-    "save of a state": lambda one: saved(module_of(one).state_dict()),
-    "write": lambda one: one.__setitem__(3, 1.0),
-    "write of rows": lambda one: one.__setitem__(ROWS, torch.ones(4, WIDTH)),
-    "index_copy_": lambda one: one.index_copy_(0, ROWS[:2], torch.ones(2, WIDTH)),
-    "zero_": lambda one: one.zero_(),
-    "add out": lambda one: torch.add(torch.ones(60, WIDTH), 1, out=one),
-    "copy_": lambda one: one.copy_(torch.ones(WIDTH)),
-    "copy from": lambda one: torch.empty(60, WIDTH).copy_(one),
-    "data": lambda one: setattr(one, "data", torch.ones(2)),
-    "load_state_dict": lambda one: module_of(one).load_state_dict({"table": torch.zeros(60, WIDTH)}),
-    "data_ptr": lambda one: one.data_ptr(),
+    "save of a state": lambda table: saved(module_of(table).state_dict()),
+    "write": lambda table: table.__setitem__(3, 1.0),
+    "write of rows": lambda table: table.__setitem__(ROWS, torch.ones(4, WIDTH)),
+    "index_copy_": lambda table: table.index_copy_(0, ROWS[:2], torch.ones(2, WIDTH)),
+    "zero_": lambda table: table.zero_(),
+    "add out": lambda table: torch.add(torch.ones(60, WIDTH), 1, out=table),
+    "copy_": lambda table: table.copy_(torch.ones(WIDTH)),
+    "copy from": lambda table: torch.empty(60, WIDTH).copy_(table),
+    "data": lambda table: setattr(table, "data", torch.ones(2)),
+    "load_state_dict": lambda table: module_of(table).load_state_dict({"table": torch.zeros(60, WIDTH)}),
+    "data_ptr": lambda table: table.data_ptr(),
     "vmap": torch.vmap(lambda row: row * 2),
     "wrap": unified.wrap,
-    "gathered": lambda one: unified.gather(one, ROWS),
+    "gathered": lambda table: unified.gather(table, ROWS),
 }  # fmt: skip
 """What needs the whole table, or writes: refused by tiered features."""
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_needs_the_whole_table(table, name):
-    found = outcome(WHOLE[name], table)
+    result = outcome(WHOLE[name], table)
     if unified.is_unified(table):
         expected = outcome(WHOLE[name], plain())
         if isinstance(expected, Exception) or name in REFUSED_BY_UNIFIED:
-            assert isinstance(found, Exception), found
+            assert isinstance(result, Exception), result
         else:
-            assert not isinstance(found, Exception), found
-            assert name in NOT_COMPARED or same(found, expected)
+            assert not isinstance(result, Exception), result
+            assert name in NOT_COMPARED or same(result, expected)
         return
-    assert isinstance(found, RuntimeError | TypeError | ValueError), found
-    assert "features" in str(found), found
+    assert isinstance(result, RuntimeError | TypeError | ValueError), result
+    assert "features" in str(result), result
     assert torch.equal(table[:], plain())  # nothing was written
     assert table.statistics().host_rows + table.statistics().disk_rows == NUM_ROWS  # nothing else was read
 
@@ -342,7 +346,7 @@ def test_shared_memory_is_shared_before_it_is_wrapped():
 def test_closed_features_say_so(tmp_path):
     features = unified.TieredFeatures(plain())
     features.close()
-    for read in (READS["index_select"], READS["embedding"], READS["DataLoader"], lambda one: one[ROWS]):
+    for read in (READS["index_select"], READS["embedding"], READS["DataLoader"], lambda table: table[ROWS]):
         with pytest.raises(ValueError, match="were closed"):
             read(features)
     assert features.shape == (NUM_ROWS, WIDTH) and "TieredFeatures" in f"{features}"
@@ -353,7 +357,7 @@ def test_forked_processes_read_whatever_threads_were_doing(table):
     if unified.is_unified(table):
         return
     process = multiprocessing.get_context("fork").Process(target=read_and_close, args=(table,))
-    with table._readers, table._counts._lock:
+    with table._store._readers, table._store.counts._lock:
         process.start()
     process.join(600)
     code = process.exitcode
@@ -384,8 +388,8 @@ def test_workers_of_data_loaders(table, context):
 def test_compiled_functions_read_rows(table, backend):
     torch._dynamo.reset()
     weight = torch.randn(WIDTH, 2)
-    for read in (lambda one, rows: one[rows], lambda one, rows: one.index_select(0, rows)):
-        compiled = torch.compile(lambda one, rows, read=read: (read(one, rows) @ weight).relu(), backend=backend)
+    for read in (lambda tensor, rows: tensor[rows], lambda tensor, rows: tensor.index_select(0, rows)):
+        compiled = torch.compile(lambda tensor, rows, read=read: (read(tensor, rows) @ weight).relu(), backend=backend)
         assert torch.equal(compiled(table, ROWS), (plain()[ROWS] @ weight).relu())
 
 

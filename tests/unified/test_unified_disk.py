@@ -1,0 +1,93 @@
+"""Rows are read from disks in few requests, whatever the file system allows; failed reads say so."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+import torch
+from unified_cases import large_table, room, tiered
+
+from penstock import unified
+from penstock.errors import TierDegradedWarning, TierReadError
+from penstock.unified import _disk
+
+pytestmark = pytest.mark.usefixtures("no_buffers")
+
+
+def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
+    plain = torch.randn(20_000, 256)
+    np.save(tmp_path / "x.npy", plain.numpy())
+    path = unified.write_features(tmp_path / "x.rows", plain)
+    apart = torch.arange(0, 20_000, 40)
+    for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
+        with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
+            sector = features._store.files.align_bytes
+            assert torch.equal(features[apart], plain[apart])
+            statistics = features.statistics()
+            assert statistics.disk_requests == len(apart)
+            if sector == 512:
+                assert least <= statistics.read_amplification <= most
+            features.reset_statistics()
+            assert torch.equal(features[torch.arange(1000).repeat(3)], plain[:1000].repeat(3, 1))
+            assert features.statistics().disk_requests <= 36
+            assert features.statistics().disk_read_bytes <= 1000 * 1024 + 36 * 4096
+
+
+@pytest.mark.parametrize("kind", ["aligned", "in place"])
+def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
+    path = tmp_path / "x"
+    if kind == "aligned":
+        unified.write_features(path, large_table())
+    else:
+        np.save(tmp_path / "x.npy", large_table().numpy())
+        path = tmp_path / "x.npy"
+    with unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+        os.truncate(path, 20_000)
+        with pytest.raises(TierReadError, match="the file ends before that") as caught:
+            features[torch.arange(3000)]
+        assert caught.value.file == str(path) and caught.value.errno is None
+
+
+def test_a_failed_read_is_told(either, tmp_path):
+    path = unified.write_features(tmp_path / "x", large_table())
+    with unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+        descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
+        os.dup2(descriptor, features._store.files._descriptors[0])
+        with pytest.raises(TierReadError, match="directory") as caught:
+            features[torch.arange(3000)]
+        assert caught.value.errno == errno.EISDIR
+        os.close(descriptor)
+
+
+def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
+    real = os.open
+
+    def refusing(path, flags, *rest, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **options)
+
+    path = unified.write_features(tmp_path / "x", large_table())
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT") as caught:
+        features = unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0)
+    assert caught[0].filename == __file__
+    assert torch.equal(features[torch.arange(3000)], large_table())
+    features.close()
+
+
+def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
+    monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
+    np.save(tmp_path / "x.npy", large_table().numpy())
+    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+        assert features._store.files.align_bytes in (1, 4096)
+        index = torch.randint(3000, (500,))
+        assert torch.equal(features[index], large_table()[index])
+
+
+def test_rows_wider_than_a_request(either, tmp_path):
+    plain = torch.randn(12, 50_000)  # 200 KB each
+    with tiered(tmp_path, plain, 2) as features:
+        index = torch.tensor([11, 3, 3, 0])
+        assert torch.equal(features[index], plain[index])
