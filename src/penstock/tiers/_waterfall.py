@@ -10,11 +10,9 @@ the device is main memory, `_stream_mover.py` for accelerators). This module kee
 - A failed copy in raises at ``get``; other bytes are never returned.
 """
 
-import os
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +21,7 @@ import torch
 
 from penstock.arguments import checked
 from penstock.errors import ForkedProcessError, InternalError, TierDegradedWarning, TierFullError
+from penstock.forks import renewed_in_child
 from penstock.links import Link
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle, HandleState
@@ -144,7 +143,7 @@ class Waterfall:
         self._has_warned = False
         self._is_forked_copy = self._is_closed = self._is_gone = False
         self._stall_s = 0.0
-        _waterfalls.add(self)
+        self._all.add(self)
 
     @checked("waterfall.park(tensor.untyped_storage())")
     def park(self, storage: torch.UntypedStorage, label: str = "") -> Handle:
@@ -413,14 +412,9 @@ class Waterfall:
                 "this waterfall is closed, and the bytes parked in it are gone; close it after the last get()"
             )
 
+    def _orphan(self) -> None:
+        """Refuse further work, in a forked child."""
+        self._is_forked_copy = True
+        self._handles.lock = threading.RLock()
 
-_waterfalls: "weakref.WeakSet[Waterfall]" = weakref.WeakSet()
-
-
-def _orphan_in_child() -> None:
-    for waterfall in list(_waterfalls):
-        waterfall._is_forked_copy = True
-        waterfall._handles.lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_orphan_in_child)
+    _all = renewed_in_child(_orphan)
