@@ -214,7 +214,7 @@ def test_a_stall_is_an_event_and_a_sum(make, gate):
     gate.begun.wait()
 
     def open_when_it_is_waited_for():
-        while not handle._transit._finished._cond._waiters:
+        while not handle.record.transit._finished._cond._waiters:
             threading.Event().wait(0.001)
         gate.opened.set()
 

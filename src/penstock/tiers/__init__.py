@@ -53,11 +53,11 @@ from penstock.tiers._generators import generator_state as generator_state
 from penstock.tiers._generators import generators_held as generators_held
 from penstock.tiers._generators import set_generator_state as set_generator_state
 from penstock.tiers._handle import Handle as Handle
-from penstock.tiers._handle import HandleState as HandleState
 from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._layout import ViewLayout as ViewLayout
 from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory
+from penstock.tiers._record import HandleState as HandleState
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s
 from penstock.tiers._tier import Extent as Extent

@@ -96,7 +96,7 @@ class MemoryMover:
         self._submit(self._out, handle, storage, room.tier, pieces, self._on_left)
 
     def cancel_out(self, handle: Handle) -> bool:
-        job = handle._transit
+        job = handle.record.transit
         if not isinstance(job, LaneJob) or not self._out.cancel(job):
             return False
         job.context = None
@@ -108,7 +108,7 @@ class MemoryMover:
         """Do nothing: main memory has no streams."""
 
     def finish_out(self, handle: Handle) -> float:
-        job = handle._transit
+        job = handle.record.transit
         return job.wait() if isinstance(job, LaneJob) else 0.0
 
     def before_write(self, handle: Handle) -> None:
@@ -132,7 +132,7 @@ class MemoryMover:
         self._submit(self._in, handle, storage, room.tier, pieces, self._on_arrived)
 
     def finish_in(self, handle: Handle) -> float:
-        job = handle._transit
+        job = handle.record.transit
         assert isinstance(job, LaneJob)
         return job.wait()
 
@@ -172,7 +172,7 @@ class MemoryMover:
             job = lane.submit(pieces or [_nothing], size_bytes=handle.size_bytes, label=handle.label, on_done=on_done)
             job.context = handle
             self._travelling[job] = [storage], tier
-            handle._transit = job
+            handle.record.transit = job
 
     def _on_left(self, job: LaneJob) -> None:
         handle, box, tier = self._landed(job)

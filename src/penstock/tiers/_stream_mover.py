@@ -27,10 +27,11 @@ from penstock.errors import TierFullError
 from penstock.links import DEVICE, HOST, Link
 from penstock.tiers._direct_hop import DirectHop
 from penstock.tiers._events import EventLog
-from penstock.tiers._handle import Handle, HandleState
+from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane
+from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._staged_hop import StagedHop
 from penstock.tiers._stream_hop import StreamHop
@@ -152,29 +153,29 @@ class StreamMover:
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         home = self._streams.current()
-        transit = handle._transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
+        transit = handle.record.transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
         self._route(room.tier).send(handle, storage, room, transit)
 
     def cancel_out(self, handle: Handle) -> bool:
-        transit = handle._transit  # a copy on a stream cannot be canceled
+        transit = handle.record.transit  # a copy on a stream cannot be canceled
         return isinstance(transit, Transit) and transit.direct is not None and self._direct.out.cancel(transit.direct)
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
-        transit, current = handle._transit, self._streams.current()
+        transit, current = handle.record.transit, self._streams.current()
         if isinstance(transit, Transit) and transit.produced is not None and current != transit.home:
             self._streams.wait(current, transit.produced)
             self._streams.share(storage, current)
 
     def finish_out(self, handle: Handle) -> float:
-        transit = handle._transit
+        transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:
             return transit.direct.wait()
-        while handle._state is HandleState.LEAVING and self._copies.has_leaving:
+        while handle.record.state is HandleState.LEAVING and self._copies.has_leaving:
             self._copies.let_oldest_leave()
         return 0.0
 
     def before_write(self, handle: Handle) -> None:
-        transit = handle._transit
+        transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:
             transit.direct.wait()
         elif isinstance(transit, Transit) and transit.left is not None:
@@ -187,13 +188,13 @@ class StreamMover:
         return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        home, transit = self._streams.current(), handle._transit
+        home, transit = self._streams.current(), handle.record.transit
         assert isinstance(transit, Transit)
         transit.begin_in(home, self._streams.record(home, is_timed=False))
         self._route(room.tier).bring(handle, [storage], room, transit)
 
     def finish_in(self, handle: Handle) -> float:
-        transit = handle._transit
+        transit = handle.record.transit
         assert isinstance(transit, Transit)
         waited_s = 0.0
         if not transit.is_queued.is_set():
@@ -212,12 +213,12 @@ class StreamMover:
         self._copies.poll()
 
     def adopt(self, handle: Handle) -> None:
-        handle._transit = Transit()
+        handle.record.transit = Transit()
 
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
-        known = original._transit
+        known = original.record.transit
         assert isinstance(known, Transit)
-        handle._transit = Transit(left=known.left)
+        handle.record.transit = Transit(left=known.left)
         return self._route(room.tier).borrow(room, original)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
