@@ -52,7 +52,7 @@ class MemoryMover:
     @property
     def in_flight_peak_bytes(self) -> int:
         """The most bytes that were on their way out at once."""
-        return self._out.peak_in_flight_bytes
+        return self._out.in_flight.peak_bytes
 
     def bound_in_flight(self, size_bytes: int) -> None:
         self.max_in_flight_bytes = self._out.max_in_flight_bytes = size_bytes

@@ -107,7 +107,7 @@ class StreamMover:
 
     @property
     def in_flight_peak_bytes(self) -> int:
-        return max(self._copies.peak_in_flight_bytes, self._direct.out.peak_in_flight_bytes)
+        return max(self._copies.peak_in_flight_bytes, self._direct.out.in_flight.peak_bytes)
 
     @property
     def has_staging(self) -> bool:
