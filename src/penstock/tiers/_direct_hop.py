@@ -17,8 +17,8 @@ from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._room import Room
+from penstock.tiers._stream_hop import Transit
 from penstock.tiers._tier import Piece, Tier
-from penstock.tiers._transit import Transit
 
 _THREADS = 4
 

@@ -22,9 +22,8 @@ from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._memory_mover import allocate
 from penstock.tiers._room import Room
-from penstock.tiers._stream_hop import StreamHop, as_bytes
+from penstock.tiers._stream_hop import StreamHop, Transit, as_bytes
 from penstock.tiers._tier import Extent, Piece, Tier
-from penstock.tiers._transit import Transit
 
 _THREADS = 4
 

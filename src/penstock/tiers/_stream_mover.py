@@ -34,9 +34,8 @@ from penstock.tiers._lane import Lane
 from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._staged_hop import StagedHop
-from penstock.tiers._stream_hop import StreamHop
+from penstock.tiers._stream_hop import StreamHop, Transit
 from penstock.tiers._tier import Tier
-from penstock.tiers._transit import Transit
 
 
 class Route(Protocol):
@@ -179,7 +178,7 @@ class StreamMover:
         if isinstance(transit, Transit) and transit.direct is not None:
             transit.direct.wait()
         elif isinstance(transit, Transit) and transit.left is not None:
-            self._copies.let_wait(self._streams.current(), transit.left)
+            self._copies.stalls.let_wait(self._streams.current(), transit.left)
 
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         if into is None or not into.resizable():
@@ -203,7 +202,7 @@ class StreamMover:
             waited_s = time.perf_counter() - start_s
         current, storage = self._streams.current(), handle.device_storage
         if transit.arrived is not None:
-            self._copies.let_wait(current, transit.arrived)
+            self._copies.stalls.let_wait(current, transit.arrived)
             self._copies.let_go(transit)
         if current != transit.home and storage is not None:
             self._streams.share(storage, current)
@@ -224,12 +223,12 @@ class StreamMover:
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         copies, staged, direct = self._copies, self._staged, self._direct
         return (
-            _slowest(copies.out_rate.bytes_per_s(), staged.out.rate_bytes_per_s(), direct.out.rate_bytes_per_s()),
-            _slowest(copies.in_rate.bytes_per_s(), staged.back.rate_bytes_per_s(), direct.back.rate_bytes_per_s()),
+            _slowest(copies.out.bytes_per_s(), staged.out.rate_bytes_per_s(), direct.out.rate_bytes_per_s()),
+            _slowest(copies.back.bytes_per_s(), staged.back.rate_bytes_per_s(), direct.back.rate_bytes_per_s()),
         )
 
     def device_stall_s(self) -> float:
-        return self._copies.stall_s()
+        return self._copies.stalls.sum_up()
 
     def drain(self) -> None:
         self._copies.drain()
