@@ -74,7 +74,10 @@ class _NearRoute:
 
 
 class StreamMover:
-    """Copies between a device with streams and the tiers below it."""
+    """Copies between a device with streams and the tiers below it.
+
+    It is wide because it has every operation of `Mover`.
+    """
 
     def __init__(
         self,
