@@ -285,7 +285,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_every_order_of_a_few_threads(scenario):
     assert every_order(scenario, most_switches=2 if scenario is two_releases else 3) > 100
 

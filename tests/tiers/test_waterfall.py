@@ -27,14 +27,14 @@ DTYPES = [
 @pytest.fixture
 def make(tmp_path):
     """Makes faulty waterfalls on the temporary directory; ends them at the end."""
-    made = []
+    waterfalls = []
 
     def make(**settings):
-        made.append(faulty_waterfall(tmp_path, **settings))
-        return made[-1]
+        waterfalls.append(faulty_waterfall(tmp_path, **settings))
+        return waterfalls[-1]
 
     yield make
-    for waterfall, _ in made:
+    for waterfall, _ in waterfalls:
         waterfall.close()
 
 
@@ -468,7 +468,7 @@ def test_a_full_disk_keeps_the_storage_and_warns_once(make):
     with pytest.warns(TierDegradedWarning, match="no room for") as caught:
         kept = [waterfall.park(tensor.untyped_storage()) for _ in range(3)]
     assert len(caught) == 1
-    assert [one.state for one in kept] == [HandleState.KEPT] * 3
+    assert [handle.state for handle in kept] == [HandleState.KEPT] * 3
     assert kept[0].prefetch()
     assert kept[0].get().data_ptr() == tensor.data_ptr()
     statistics = waterfall.statistics()
@@ -513,10 +513,10 @@ def test_a_write_that_fails_midway_keeps_the_storage(make, monkeypatch):
     waterfall, tier = make()
     real = tier._write_some
 
-    def second_fails(piece, at, view):
-        if piece.offset or at:
+    def second_fails(piece, start, view):
+        if piece.offset or start:
             raise OSError(5, "Input/output error")
-        return real(piece, at, view[:4096])
+        return real(piece, start, view[:4096])
 
     monkeypatch.setattr(tier, "_write_some", second_fails)
     tensor = random_bytes(9 * MIB)

@@ -86,8 +86,8 @@ class DirectHop:
         on_done: Callable[[LaneJob], None],
     ) -> LaneJob:
         pieces = [
-            partial(self._move, transfer, piece, box, at, min(at + piece.size_bytes, handle.size_bytes), ready)
-            for _, at, piece in room.pieces()
+            partial(self._move, transfer, piece, box, start, min(start + piece.size_bytes, handle.size_bytes), ready)
+            for _, start, piece in room.pieces()
         ]
         return lane.submit(pieces, size_bytes=handle.size_bytes, label=handle.label, on_done=on_done)
 
