@@ -135,6 +135,7 @@ class Account:
 
     def standing_bytes(self, without: Footprint | None = None) -> int:
         """Return the bytes of the device held between steps, except by ``without``. Tensors count once."""
+        # `remat` may plan a part of a model that an offloader surrounds; both name that part's parameters.
         held, tensors = 0, dict[int, int]()
         for footprint, _ in self.footprints:
             held += footprint.held_bytes if footprint is not without else 0
@@ -147,6 +148,7 @@ class Account:
 
 def _step_bytes(footprints: Iterable[Footprint]) -> int:
     """Return the largest step of those that take turns, plus all steps that may run at any time."""
+    # The sum of all peaks would refuse two models that run in turn; the sum of what stays would let a step overflow.
     in_turn, beside = 0, 0
     for footprint in footprints:
         if footprint.runs_beside:

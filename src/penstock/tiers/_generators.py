@@ -92,6 +92,8 @@ def generators_held() -> Iterator[None]:
     A thread that waits here lets others trace meanwhile. A thread inside may begin to trace; a thread that already
     traces must not enter.
     """
+    # The order is fixed, generators before the gate: the thread that holds them may be waiting to trace, and would wait
+    # for this one for ever if this one waited here while it computes.
     while not _held.lock.acquire(blocking=False):
         with gate.released(), _held.lock:
             pass

@@ -153,6 +153,7 @@ class Handles:
 
         May run on a lane thread, which must not be the one that drops the contents of ``box``.
         """
+        # FSDP may free and fill a storage again while it is being copied out; then the copy is worth nothing.
         has_moved = box[0].nbytes() != handle.size_bytes or box[0].data_ptr() != handle.data_pointer
         record = handle.record
         with self._changing(handle):
@@ -196,6 +197,8 @@ class Handles:
     @contextlib.contextmanager
     def _changing(self, handle: Handle) -> Iterator[None]:
         """Hold the lock; on exit, give back space that neither the handle nor a copy needs."""
+        # Not earlier: a storage that is wanted again is complete in staging memory while it is still being written to
+        # disk from there. When its space was given back at that moment, another storage got it and came back wrong.
         room, record = None, handle.record
         with self.lock:
             was_leaving_room = record.is_leaving_room

@@ -207,6 +207,8 @@ class Lane:
         if len(self._threads) == self.num_threads:
             return
         for index in range(len(self._threads), self.num_threads):
+            # With stacks of the default size: `threading.stack_size` belongs to the process, and two lanes that set and
+            # reset it at once left a small one for every later thread.
             thread = threading.Thread(target=self._work, name=f"penstock {self.name} {index}", daemon=True)
             try:
                 thread.start()

@@ -187,7 +187,9 @@ class StreamHop:
         self.stalls.let_wait(oldest.transit.home, oldest.passed)
         if current != oldest.transit.home:  # this stream may have allocated the memory, and may get it back
             self.stalls.let_wait(current, oldest.passed)
-        self._handles.begun(oldest.handle)  # its space in the tier is in use until the copy has finished
+        # Its space in the tier is in use until the copy has finished. That the device waits is not enough: the work of
+        # another device that shares the tier does not wait for the copy.
+        self._handles.begun(oldest.handle)
         self._passing.append(oldest)
         self._finish_leaving()
 

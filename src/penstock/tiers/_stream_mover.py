@@ -164,6 +164,7 @@ class StreamMover:
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
         transit, current = handle.record.transit, self._streams.current()
+        # ``share`` delays the reuse of the memory (``record_stream``), so only another stream than its own gets there.
         if isinstance(transit, Transit) and transit.produced is not None and current != transit.home:
             self._streams.wait(current, transit.produced)
             self._streams.share(storage, current)

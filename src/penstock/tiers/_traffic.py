@@ -138,7 +138,7 @@ class Traffic:
         leftovers = self.handles.leftovers
         while leftovers:
             handle, box = leftovers.popleft()
-            box.clear()
+            box.clear()  # here, on the computing thread: its allocator and its profiler must see the memory go
             if handle is not None and handle.record.state is HandleState.PARKED and not handle.record.was_forwarded:
                 self.note_change(-handle.size_bytes)
 
