@@ -39,6 +39,7 @@ def run_cycles(seed, num_cycles, directory):
     """
     choices = random.Random(seed)
     probabilities = {fault: choices.choice([0.0, 0.02, 0.1, 0.5]) for fault in FAULTS}
+    gc.collect()  # what tests before this one left would be given back in the middle of it
     ledger_bytes = ledger.held_bytes
     waterfall, tier = faulty_waterfall(
         directory,

@@ -61,7 +61,7 @@ class Footprint:
 
 
 class Account:
-    """What a budget keeps: who holds how many bytes of which place. All views of a budget share it.
+    """The content of a budget: who holds how many bytes of which place. All views of a budget share it.
 
     It is a context that holds its lock; only ``later`` is called outside of it.
     """

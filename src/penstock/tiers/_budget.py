@@ -62,7 +62,7 @@ class Budget:
         self.tiers = tuple(tiers)
         """Your own tiers, used after the disk."""
         self.account = Account()
-        """What is held, shared by all views of this budget (``named``)."""
+        """The account of what is held, shared by all views of this budget (``named``)."""
         self._holder = "others"
 
     def __repr__(self) -> str:
