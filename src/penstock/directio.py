@@ -15,13 +15,13 @@ import errno
 import os
 import tempfile
 import warnings
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from penstock.errors import TierDegradedWarning
+from penstock.forks import renewed_in_child
 
 BLOCK_BYTES = 4096
 """Alignment of direct requests. 512 is enough for some disks, 4096 for all."""
@@ -105,7 +105,7 @@ class SpillFile:
         """Kind of file system if the directory is main memory, such as ``"tmpfs"``; else empty."""
         self._descriptor = -1
         self._descriptor = self._open(direct)
-        _open_files.add(self)
+        self._all_open.add(self)
 
     def __del__(self) -> None:
         self.close()
@@ -146,6 +146,8 @@ class SpillFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+    _all_open = renewed_in_child(close)  # otherwise the parent's disk space would be freed only when the child ends
 
     def _open(self, direct: bool) -> int:
         if not self.directory.exists():
@@ -199,7 +201,7 @@ class DeviceFile:
 
     def __init__(self, spill: SpillFile):
         self._file: torch.cuda.gds.GdsFile | None = torch.cuda.gds.GdsFile(spill.open_path, os.O_RDWR)
-        _open_device_files.add(self)
+        self._all_open.add(self)
 
     def write(self, storage: torch.UntypedStorage, offset: int) -> None:
         """Write all bytes of a device storage at ``offset``."""
@@ -225,17 +227,4 @@ class DeviceFile:
             with open(os.devnull, "rb") as nothing:
                 os.dup2(nothing.fileno(), self._file.fd, inheritable=False)
 
-
-_open_files: "weakref.WeakSet[SpillFile]" = weakref.WeakSet()
-
-_open_device_files: "weakref.WeakSet[DeviceFile]" = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for file in list(_open_files):
-        file.close()  # otherwise the parent's disk space would be freed only when the child ends
-    for device_file in list(_open_device_files):
-        device_file._let_go_in_child()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    _all_open = renewed_in_child(_let_go_in_child)

@@ -186,7 +186,7 @@ def test_a_read_that_fails_says_where(device, make_waterfall):
     del tensor
     waterfall.drain()
     waterfall.tiers = (FaultyTier(waterfall.tiers[-1], read_error=1.0),)
-    handle._room.tier = waterfall.tiers[-1]
+    handle.record.room.tier = waterfall.tiers[-1]
     with pytest.raises(TierReadError, match="disk"):
         handle.get()
 

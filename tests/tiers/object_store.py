@@ -52,10 +52,10 @@ class ObjectStore(Tier):
     def file_name(self, piece):
         return f"object {piece.file}"
 
-    def _write_some(self, piece, at, view):
-        self._objects[piece.file][at : at + len(view)] = view
+    def _write_some(self, piece, start, view):
+        self._objects[piece.file][start : start + len(view)] = view
         return len(view)
 
-    def _read_some(self, piece, at, view):
-        view[:] = self._objects[piece.file][at : at + len(view)]
+    def _read_some(self, piece, start, view):
+        view[:] = self._objects[piece.file][start : start + len(view)]
         return len(view)

@@ -39,6 +39,7 @@ def run_cycles(seed, num_cycles, directory):
     """
     choices = random.Random(seed)
     probabilities = {fault: choices.choice([0.0, 0.02, 0.1, 0.5]) for fault in FAULTS}
+    gc.collect()  # what tests before this one left would be given back in the middle of it
     ledger_bytes = ledger.held_bytes
     waterfall, tier = faulty_waterfall(
         directory,
@@ -83,10 +84,10 @@ class _Driver:
         """Parks one more storage, does something to some, and takes leave of one if there are many."""
         self._park()
         for _ in range(self._choices.randrange(4)):
-            one = self._choices.choice(self._live)
+            entry = self._choices.choice(self._live)
             self._choices.choice(
                 [self._get, self._get, self._prefetch, self._let_go, self._release, self._pause, self._finish_out]
-            )(one)
+            )(entry)
         if len(self._live) > MAX_LIVE:
             self._end(self._live.pop(self._choices.randrange(len(self._live))))
 
@@ -106,8 +107,8 @@ class _Driver:
         self._live.append([handle, offset, expected, tensor.untyped_storage() if is_shared else None])
         self.counts["num_cycles"] += 1
 
-    def _get(self, one):
-        handle, offset, expected, _ = one
+    def _get(self, entry):
+        handle, offset, expected, _ = entry
         if handle.state is HandleState.RELEASED:
             return
         self.counts["num_gets"] += 1
@@ -118,26 +119,26 @@ class _Driver:
             return
         bytes_ = torch.empty(0, dtype=torch.uint8).set_(storage)[offset : offset + len(expected)]
         self.counts["num_wrong"] += bytes_.numpy().tobytes() != expected
-        one[3] = storage if self._choices.random() < 0.5 else None
+        entry[3] = storage if self._choices.random() < 0.5 else None
 
-    def _prefetch(self, one):
-        self.counts["num_prefetches"] += one[0].prefetch()
+    def _prefetch(self, entry):
+        self.counts["num_prefetches"] += entry[0].prefetch()
 
-    def _finish_out(self, one):
-        one[0].finish_out()
-        assert one[0].state is not HandleState.LEAVING
+    def _finish_out(self, entry):
+        entry[0].finish_out()
+        assert entry[0].state is not HandleState.LEAVING
 
-    def _let_go(self, one):
-        one[3] = None
+    def _let_go(self, entry):
+        entry[3] = None
 
-    def _release(self, one):
+    def _release(self, entry):
         if self._choices.random() < 0.3:
-            one[0].release()
+            entry[0].release()
 
-    def _pause(self, one):
+    def _pause(self, entry):
         self._waterfall.drain() if self._choices.random() < 0.5 else self._waterfall.reap()
 
-    def _end(self, one):
-        self._get(one)
+    def _end(self, entry):
+        self._get(entry)
         if self._choices.random() < 0.5:
-            one[0].release()  # else the garbage collector finds it
+            entry[0].release()  # else the garbage collector finds it

@@ -125,13 +125,13 @@ def test_views_share_the_account_and_say_who_holds_what():
     unified.credit("host", 10)
     with pytest.raises(BudgetError, match="held: offload 30 B, unified 10 B"):
         budget.charge("host", 11)
-    host = next(one for one in budget.uses() if one.place == "host")
+    host = next(use for use in budget.uses() if use.place == "host")
     assert (host.limit_bytes, host.held_bytes, host.peak_bytes) == (50, 40, 50)
-    assert [(one.name, one.held_bytes, one.peak_bytes) for one in host.holders] == [
+    assert [(holder.name, holder.held_bytes, holder.peak_bytes) for holder in host.holders] == [
         ("offload", 30, 30),
         ("unified", 10, 20),
     ]
-    assert [one.place for one in budget.uses()] == ["device", "host", "/nvme"]
+    assert [use.place for use in budget.uses()] == ["device", "host", "/nvme"]
     assert budget.room_bytes("host") == 10
     assert Budget().room_bytes("host") is None
 
@@ -196,13 +196,13 @@ def test_a_finaliser_may_give_back_in_the_middle_of_a_change(monkeypatch):
     charges, footprint = Charges(budget, "offload"), Footprint(held_bytes=20)
     charges.charge("device", 30)
     charges.enter(footprint)
-    held_bytes = budget._books.held_bytes
+    held_bytes = budget.account.held_bytes
 
     def collects(place):
         charges.give_back()
         return held_bytes(place)
 
-    monkeypatch.setattr(budget._books, "held_bytes", collects)
+    monkeypatch.setattr(budget.account, "held_bytes", collects)
     budget.charge("device", 40)
     monkeypatch.undo()
     assert budget.held_bytes("device") == 40
@@ -214,4 +214,4 @@ def test_two_fleets_stand_side_by_side():
         budget.named("fleet").enter(Footprint(step_bytes=size, runs_beside=True))
     (use,) = budget.uses()
     assert use.held_bytes == 30
-    assert [(one.name, one.held_bytes) for one in use.holders] == [("fleet", 30)]
+    assert [(holder.name, holder.held_bytes) for holder in use.holders] == [("fleet", 30)]

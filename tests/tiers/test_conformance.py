@@ -47,14 +47,14 @@ def kind(request):
 @pytest.fixture
 def faulty(kind, tmp_path):
     """Makes a tier of each kind with faults around it."""
-    made = []
+    tiers = []
 
     def make(**faults):
-        made.append(FaultyTier(make_tier(kind, tmp_path, CAPACITY), **faults))
-        return made[-1]
+        tiers.append(FaultyTier(make_tier(kind, tmp_path, CAPACITY), **faults))
+        return tiers[-1]
 
     yield make
-    for tier in made:
+    for tier in tiers:
         tier.close()
 
 
@@ -63,15 +63,15 @@ def faulty(kind, tmp_path):
 )
 def make(request, tmp_path):
     """Makes tiers of every kind, of a given capacity."""
-    made = []
+    tiers = []
 
     def make(capacity=CAPACITY):
         tier = make_tier(request.param, tmp_path, capacity)
-        made.append(FaultyTier(tier) if request.param.startswith("faulty") else tier)
-        return made[-1]
+        tiers.append(FaultyTier(tier) if request.param.startswith("faulty") else tier)
+        return tiers[-1]
 
     yield make
-    for tier in made:
+    for tier in tiers:
         tier.close()
 
 
@@ -89,10 +89,10 @@ def usable(tier, size_bytes):
 
 
 def parts(extent, view):
-    at = 0
+    start = 0
     for piece in extent.pieces:
-        yield piece, view[at : at + piece.size_bytes]
-        at += piece.size_bytes
+        yield piece, view[start : start + piece.size_bytes]
+        start += piece.size_bytes
 
 
 def write(tier, extent, view):
@@ -265,10 +265,10 @@ def test_a_transfer_that_fails_midway_names_the_rest(faulty, monkeypatch, transf
     piece = tier.reserve(4 * BLOCK_BYTES).pieces[0]
     real = getattr(tier, f"_{transfer}_some")
 
-    def some(piece, at, view):
-        if at:
+    def some(piece, start, view):
+        if start:
             raise OSError(errno.EREMOTEIO, "gone")
-        return real(piece, at, view[:BLOCK_BYTES])
+        return real(piece, start, view[:BLOCK_BYTES])
 
     monkeypatch.setattr(tier, f"_{transfer}_some", some)
     with pytest.raises(error, match="gone") as caught:

@@ -40,8 +40,8 @@ def test_a_tracer_waits_for_those_who_compute_and_goes_before_new_ones():
         pass
     later = in_a_thread(computes_later)
     leave.set()
-    for one in (first, tracer, later):
-        one.join()
+    for thread in (first, tracer, later):
+        thread.join()
     assert order == ["first", "traced", "second"]
 
 
@@ -63,8 +63,8 @@ def test_two_that_compute_may_both_trace():
             with gate.tracing():
                 done.append(gate._num_computing)
 
-    for one in [in_a_thread(run), in_a_thread(run)]:
-        one.join()
+    for thread in [in_a_thread(run), in_a_thread(run)]:
+        thread.join()
     assert done == [0, 0]
     assert not gate._num_computing
 
@@ -93,11 +93,11 @@ def test_a_thread_knows_whether_others_compute():
 
     with gate.computing(), gate.computing():
         assert not gate.others_compute
-        other = in_a_thread(computes)
+        computing = in_a_thread(computes)
         inside.wait()
         assert gate.others_compute
         leave.set()
-        other.join()
+        computing.join()
         assert not gate.others_compute
 
 

@@ -22,14 +22,14 @@ def test_who_waits_for_the_generators_lets_others_trace():
             with generators_held():
                 assert is_traced.is_set()
 
-    threads = [threading.Thread(target=one) for one in (holder, computer)]
+    threads = [threading.Thread(target=target) for target in (holder, computer)]
     threads[0].start()
     holds.wait()
     threads[1].start()
-    for one in threads:
-        one.join(600)
+    for thread in threads:
+        thread.join(600)
     assert is_traced.is_set()
-    assert not any(one.is_alive() for one in threads)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_thread_may_hold_them_twice():
@@ -37,11 +37,11 @@ def test_a_thread_may_hold_them_twice():
         pass
     done = threading.Event()
 
-    def other():
+    def computer():
         with generators_held():
             done.set()
 
-    threading.Thread(target=other).start()
+    threading.Thread(target=computer).start()
     assert done.wait(600)
 
 

@@ -164,9 +164,9 @@ def test_bytes_in_flight_stay_bounded(make):
         lane.wait_for_room(size_bytes)
         submit(lane, [look, look], size_bytes=size_bytes)
     lane.drain()
-    assert max(largest) <= lane.peak_in_flight_bytes <= 10
+    assert max(largest) <= lane.in_flight.peak_bytes <= 10
     assert lane.in_flight_bytes == 0
-    assert lane.finished_bytes == 54 * 5
+    assert lane.in_flight.finished_bytes == 54 * 5
 
 
 def test_a_job_above_the_bound_goes_in_alone(make):
@@ -186,7 +186,7 @@ def test_a_job_above_the_bound_goes_in_alone(make):
     assert order == ["opened", "room"]
     job = submit(lane, [lambda: None], size_bytes=11)
     job.wait()
-    assert lane.peak_in_flight_bytes == 11
+    assert lane.in_flight.peak_bytes == 11
 
 
 def test_closing_ends_a_wait_for_room(make):
@@ -217,7 +217,7 @@ def test_cancelling_what_has_not_begun(make):
     assert seen == ["kept"]
     assert done == [running, kept]
     assert not lane.cancel(kept)
-    assert lane.finished_bytes == 5
+    assert lane.in_flight.finished_bytes == 5
 
 
 def test_cancelling_makes_room(make):

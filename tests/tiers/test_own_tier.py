@@ -15,10 +15,10 @@ MIB = 2**20
 
 @pytest.fixture
 def store():
-    made = ObjectStore(256 * MIB)
-    yield made
-    assert made.used_bytes == 0
-    made.close()
+    tier = ObjectStore(256 * MIB)
+    yield tier
+    assert tier.used_bytes == 0
+    tier.close()
 
 
 def model_and_batch():
@@ -70,8 +70,8 @@ def test_activations_go_there(store):
     account = Budget(tiers=[store])
     with offload.activations(model, budget=account, min_size="16KiB", min_saving=0, max_stall=1) as offloader:
         for _ in range(3):
-            found = gradients_of(model, lambda: model(batch, batch))
-            assert all(map(torch.equal, found, expected))
+            gradients = gradients_of(model, lambda: model(batch, batch))
+            assert all(map(torch.equal, gradients, expected))
     assert offloader.statistics().parked_bytes > 0
     offloader.close()
 
@@ -101,9 +101,9 @@ def test_a_fleet_keeps_its_models_there(store, tmp_path):
         )
 
     in_memory = fleet.run([job("a")], ["cpu"], "64MiB", host_budget="64MiB", progress=None)
-    found = fleet.run([job("a")], ["cpu"], Budget(device="2MiB", tiers=[store]), progress=None)
-    assert found["a"].losses == in_memory["a"].losses
-    assert found.devices[0].parked_bytes > 0
+    results = fleet.run([job("a")], ["cpu"], Budget(device="2MiB", tiers=[store]), progress=None)
+    assert results["a"].losses == in_memory["a"].losses
+    assert results.devices[0].parked_bytes > 0
 
 
 def test_what_it_carries_is_measured_once(store):
@@ -123,9 +123,9 @@ def test_devices_share_it(store):
     assert torch.empty(0, dtype=torch.int64).set_(borrowed.get()).sum() == 4950
     borrowed.release()
     handle.release()
-    for one in (first, second):
-        one.drain()
-        one.close()
+    for waterfall in (first, second):
+        waterfall.drain()
+        waterfall.close()
 
 
 def test_links_are_called_after_their_ends():

@@ -413,8 +413,8 @@ def test_a_second_fetch_keeps_its_staging_when_the_first_went_without(tmp_path):
         waterfall.drain()
     tier._probability["write_error"] = 0.0
     device.consume(handle.get(), 1)  # its copy in is queued, from memory of its own
-    for one in stuck:
-        one.release()
+    for without_room in stuck:
+        without_room.release()
     transfer.may_go_on.clear()
     assert handle.prefetch()
     streams.finish()

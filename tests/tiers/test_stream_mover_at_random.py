@@ -102,27 +102,27 @@ def test_two_devices_fetch_what_either_parked(tmp_path, seed):
         FakeStreams(-seed), first.tiers, max_in_flight=staging.capacity_bytes // 2, verify=first._mover._verify
     )
     waterfalls = [first, second]
-    devices = [Device(one._mover._streams) for one in waterfalls]
+    devices = [Device(waterfall._mover._streams) for waterfall in waterfalls]
     live = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TierDegradedWarning)
         for call in range(150):
-            at = choices.randrange(2)
+            index = choices.randrange(2)
             if choices.random() < 0.3 and len(live) < 12:
-                handle = waterfalls[at].park(devices[at].produce(call + 1, choices.choice(SIZES)))
-                live.append((handle, call + 1, at))
+                handle = waterfalls[index].park(devices[index].produce(call + 1, choices.choice(SIZES)))
+                live.append((handle, call + 1, index))
             if not live:
                 continue
-            handle, value, at = live[choices.randrange(len(live))]
+            handle, value, index = live[choices.randrange(len(live))]
             if handle.is_settled and choices.random() < 0.4:
-                live.append((waterfalls[1 - at].borrow(handle), value, 1 - at))
+                live.append((waterfalls[1 - index].borrow(handle), value, 1 - index))
             elif choices.random() < 0.3:
                 handle.prefetch()
             elif choices.random() < 0.5:
                 with contextlib.suppress(TierReadError):
-                    devices[at].consume(handle.get(), value)
+                    devices[index].consume(handle.get(), value)
             else:
-                live.remove((handle, value, at))
+                live.remove((handle, value, index))
             del handle
         live.clear()
         let_go(waterfalls)

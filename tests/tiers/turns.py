@@ -41,14 +41,14 @@ class Turns:
         running = [_Thread(self, program) for program in programs]
         last = None
         while running:
-            may_run = [one for one in running if one.until is None or one.until()]
+            may_run = [thread for thread in running if thread.until is None or thread.until()]
             if not may_run or self._errors:
                 self._stop(running)
                 raise self._errors[0] if self._errors else AssertionError("the threads wait for each other")
             self._current = last = self._choose(may_run, last)
             last.go.release()
             self._back.acquire()
-            running = [one for one in running if not one.has_ended]
+            running = [thread for thread in running if not thread.has_ended]
         self._current = None
         if self._errors:
             raise self._errors[0]
@@ -57,7 +57,7 @@ class Turns:
         if last in may_run:
             if not self._switches_left:
                 return last
-            may_run = [last, *(one for one in may_run if one is not last)]
+            may_run = [last, *(thread for thread in may_run if thread is not last)]
         if len(may_run) == 1:
             return may_run[0]
         number = self.choices[len(self.taken)] if len(self.taken) < len(self.choices) else 0
@@ -67,10 +67,10 @@ class Turns:
 
     def _stop(self, running):
         self._is_stopped = True
-        for one in running:
-            self._current = one
-            one.go.release()
-            one.thread.join()
+        for thread in running:
+            self._current = thread
+            thread.go.release()
+            thread.thread.join()
 
 
 class _Thread:
@@ -125,4 +125,4 @@ def every_order(scenario, *, most_switches):
         if not choices:
             return num_orders
         number, _ = choices.pop()
-        choices = [one for one, _ in choices] + [number + 1]
+        choices = [choice for choice, _ in choices] + [number + 1]

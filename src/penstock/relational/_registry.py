@@ -1,10 +1,11 @@
 """Objects by number, since a custom operator takes tensors and numbers, which `torch.compile` understands."""
 
 import itertools
-import os
 import threading
 import weakref
 from typing import Any
+
+from penstock.forks import renewed_in_child
 
 _objects: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 """The registered objects; a weak dictionary, so it keeps nothing alive."""
@@ -16,7 +17,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        _guards.add(self)
+        self._all.add(self)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -28,17 +29,10 @@ class Guard:
         """Replace the lock, in a forked child."""
         self._lock = threading.RLock()
 
+    _all = renewed_in_child(renew)
 
-_guards: "weakref.WeakSet[Guard]" = weakref.WeakSet()
+
 _lock = Guard()
-
-
-def _renew_all() -> None:
-    for one in list(_guards):
-        one.renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)
 
 
 def register(one: Any) -> int:

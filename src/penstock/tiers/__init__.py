@@ -15,9 +15,9 @@ tensor(999999)
 >>> handle.release()
 >>> waterfall.close()
 
-- `Budget`: the account of bytes, shared by rooms that run together. `Size` and `DiskSpec` are its arguments; a
-  `Footprint` is the device memory that a step takes; `Charges` are given back together; `PlaceUse` and `Holder` say who
-  holds what.
+- `Budget`: limits, and the account of who holds what, shared by rooms that run together. `Size` and `DiskSpec` are its
+  arguments; a `Footprint` is the device memory that a step takes; `Charges` are given back together; `PlaceUse` and
+  `Holder` say who holds what.
 - `Tier`: `HostTier` (pinned slabs) and `DiskTier` (unnamed files, direct I/O). `Extent` and `Piece` are space in a
   tier.
 - `Waterfall`, `Handle`, `HandleState`: parking and fetching. `waterfall_for` serves one device, `waterfalls_for`
@@ -31,12 +31,12 @@ tensor(999999)
 - `TierStatistics`, `ssd_life_s`: counters, and how long an SSD lasts at that rate of writing.
 """
 
+from penstock.tiers._account import Footprint as Footprint
+from penstock.tiers._account import Holder as Holder
+from penstock.tiers._account import PlaceUse as PlaceUse
 from penstock.tiers._budget import Budget as Budget
 from penstock.tiers._budget import Charges as Charges
 from penstock.tiers._budget import DiskSpec as DiskSpec
-from penstock.tiers._budget import Footprint as Footprint
-from penstock.tiers._budget import Holder as Holder
-from penstock.tiers._budget import PlaceUse as PlaceUse
 from penstock.tiers._budget import Size as Size
 from penstock.tiers._build import IN_FLIGHT_S as IN_FLIGHT_S
 from penstock.tiers._build import MAX_IN_FLIGHT_BYTES as MAX_IN_FLIGHT_BYTES
@@ -53,11 +53,11 @@ from penstock.tiers._generators import generator_state as generator_state
 from penstock.tiers._generators import generators_held as generators_held
 from penstock.tiers._generators import set_generator_state as set_generator_state
 from penstock.tiers._handle import Handle as Handle
-from penstock.tiers._handle import HandleState as HandleState
 from penstock.tiers._host import HostTier as HostTier
 from penstock.tiers._layout import ViewLayout as ViewLayout
 from penstock.tiers._malloc import HeapKeeper as HeapKeeper
 from penstock.tiers._malloc import trim_freed_memory as trim_freed_memory
+from penstock.tiers._record import HandleState as HandleState
 from penstock.tiers._statistics import TierStatistics as TierStatistics
 from penstock.tiers._statistics import ssd_life_s as ssd_life_s
 from penstock.tiers._tier import Extent as Extent

@@ -1,4 +1,4 @@
-"""An account of bytes: how many a process may hold on the device, in host memory and on each disk.
+"""A budget of bytes: how many a process may hold on the device, in host memory and on each disk.
 
 Rooms that run together are given the same `Budget`. Each charges what it takes under its own name, and plans with what
 the others leave. On the device there are three kinds of bytes:
@@ -11,17 +11,14 @@ the others leave. On the device there are three kinds of bytes:
 
 import functools
 import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
 
 import torch
 
-from penstock.arguments import check_fields, checked
-from penstock.errors import BudgetError, InternalError
+from penstock.arguments import checked
+from penstock.errors import BudgetError
+from penstock.tiers._account import Account, Footprint, Holder, PlaceUse
 from penstock.tiers._tier import Tier
 from penstock.units import format_bytes, parse_bytes
 
@@ -33,56 +30,6 @@ DiskSpec = (
     Directory | list[Directory] | tuple[Directory, ...] | Mapping[str, Size | None] | Mapping[Path, int | None] | None
 )
 """One directory, several, or a dict of the bytes that each may take (``None``: all that is free)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """One holder's use of a place."""
-
-    name: str
-    """Name of the room, such as ``"offload"``; ``"others"`` if none was given."""
-    held_bytes: int
-    """Bytes held now, including what its steps take while they run."""
-    peak_bytes: int
-    """The most bytes held at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceUse:
-    """The bytes held in one place, and by whom."""
-
-    place: str
-    """``"device"``, ``"host"`` or a directory."""
-    limit_bytes: int | None
-    """The limit that the budget sets; ``None`` if it sets none."""
-    held_bytes: int
-    """Bytes held now. Shared tensors count once; of steps that take turns, only the largest counts."""
-    peak_bytes: int
-    """The most bytes held at once."""
-    holders: tuple[Holder, ...]
-    """The holders, largest first. Their bytes may add up to more than ``held_bytes``."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """The device memory that training a step takes."""
-
-    tensors: Mapping[int, int] = field(default_factory=dict)
-    """Bytes of each parameter and its gradient, by the parameter's ``id``. Other footprints may hold the same ones."""
-    held_bytes: int = 0
-    """Further bytes that are held between steps."""
-    step_bytes: int = 0
-    """Bytes that a step takes in addition while it runs."""
-    runs_beside: bool = False
-    """Whether its steps may run at any time, instead of taking turns with other steps."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "Footprint(held_bytes=2**20, step_bytes=2**20)", held_bytes=0, step_bytes=0)
-
-    @property
-    def standing_bytes(self) -> int:
-        """Bytes held between steps."""
-        return sum(self.tensors.values()) + self.held_bytes
 
 
 class Budget:
@@ -114,7 +61,8 @@ class Budget:
         """Limit per directory in bytes; ``None`` allows all that the file system has free."""
         self.tiers = tuple(tiers)
         """Your own tiers, used after the disk."""
-        self._books = _Books()
+        self.account = Account()
+        """The account of what is held, shared by all views of this budget (``named``)."""
         self._holder = "others"
 
     def __repr__(self) -> str:
@@ -142,8 +90,7 @@ class Budget:
     def named(self, holder: str) -> "Budget":
         """Return a view of this account whose charges are recorded under the name ``holder``."""
         view = Budget.__new__(Budget)
-        view.__dict__.update(self.__dict__)
-        view._holder = holder
+        view.__dict__.update(self.__dict__, _holder=holder)
         return view
 
     @checked("budget.charge('device', 2**20)", size_bytes=0)
@@ -152,14 +99,14 @@ class Budget:
 
         Raises ``BudgetError`` if that would exceed the limit, unless ``force`` is set (for bytes that exist already).
         """
-        with self._books:
-            self._check(place, self._books.held_bytes(place) + size_bytes, size_bytes, force)
-            self._books.add(place, self._holder, size_bytes)
+        with self.account:
+            self._check(place, self.account.held_bytes(place) + size_bytes, size_bytes, force)
+            self.account.add(place, self._holder, size_bytes)
 
     @checked("budget.credit('device', 2**20)", size_bytes=0)
     def credit(self, place: str, size_bytes: int) -> None:
         """Give back ``size_bytes`` that were charged to ``place``. Safe to call from finalizers."""
-        self._books.later(functools.partial(self._books.add, place, self._holder, -size_bytes))
+        self.account.later(functools.partial(self.account.add, place, self._holder, -size_bytes))
 
     @checked("budget.enter(Footprint(step_bytes=2**20))")
     def enter(self, footprint: Footprint, *, instead_of: Footprint | None = None, force: bool = False) -> None:
@@ -168,21 +115,21 @@ class Budget:
         Raises ``BudgetError`` if it does not fit next to the other holders, unless ``force`` is set. Then nothing
         changes.
         """
-        with self._books as books:
-            before = books.footprints
-            books.footprints = [*(one for one in before if one[0] is not instead_of), (footprint, self._holder)]
+        with self.account as account:
+            before = account.footprints
+            account.footprints = [*(entry for entry in before if entry[0] is not instead_of), (footprint, self._holder)]
             try:
                 size_bytes = footprint.standing_bytes + footprint.step_bytes
-                self._check("device", books.held_bytes("device"), size_bytes, force)
+                self._check("device", account.held_bytes("device"), size_bytes, force)
             except BudgetError:
-                books.footprints = before
+                account.footprints = before
                 raise
-            books.note("device", self._holder)
+            account.note("device", self._holder)
 
     @checked("budget.leave(footprint)")
     def leave(self, footprint: Footprint) -> None:
         """Give back what ``enter`` took. Idempotent; ignores footprints that were never entered."""
-        self._books.later(functools.partial(self._books.drop, footprint))
+        self.account.later(functools.partial(self.account.drop, footprint))
 
     @checked("budget.step_room_bytes(Footprint())")
     def step_room_bytes(self, own: Footprint) -> int | None:
@@ -192,13 +139,13 @@ class Budget:
         """
         if self.device_bytes is None:
             return None
-        with self._books:
-            return self.device_bytes - self._books.standing_bytes(without=own) - self._books.beside_bytes()
+        with self.account:
+            return self.device_bytes - self.account.standing_bytes(without=own) - self.account.beside_bytes()
 
     def beside_bytes(self) -> int:
         """Return the bytes of the device taken by steps that may run at any time."""
-        with self._books:
-            return self._books.beside_bytes()
+        with self.account:
+            return self.account.beside_bytes()
 
     @checked("budget.room_bytes('device')")
     def room_bytes(self, place: str) -> int | None:
@@ -209,40 +156,40 @@ class Budget:
     @checked("budget.held_bytes('device')")
     def held_bytes(self, place: str) -> int:
         """Return the bytes of ``place`` that are taken now."""
-        with self._books:
-            return self._books.held_bytes(place)
+        with self.account:
+            return self.account.held_bytes(place)
 
     @checked("budget.peak_bytes('device')")
     def peak_bytes(self, place: str) -> int:
         """Return the most bytes of ``place`` that were ever taken at once."""
-        return self._books.peaks.get((place, None), 0)
+        return self.account.peaks.get((place, None), 0)
 
     def uses(self) -> tuple[PlaceUse, ...]:
         """Return the use of every place that has a limit or a holder."""
-        with self._books:
+        with self.account:
             limited = [place for place in ("device", "host") if self._limit(place) is not None]
-            places = dict.fromkeys([*limited, *map(str, self.disk_bytes), *(place for place, _ in self._books.peaks)])
+            places = dict.fromkeys([*limited, *map(str, self.disk_bytes), *(place for place, _ in self.account.peaks)])
             return tuple(self._use(place) for place in places)
 
     def _use(self, place: str) -> PlaceUse:
         holders = [
-            Holder(name=name, held_bytes=self._books.held_by(place, name), peak_bytes=peak)
-            for (where, name), peak in self._books.peaks.items()
+            Holder(name=name, held_bytes=self.account.held_by(place, name), peak_bytes=peak)
+            for (where, name), peak in self.account.peaks.items()
             if where == place and name is not None
         ]
         return PlaceUse(
             place=place,
             limit_bytes=self._limit(place),
-            held_bytes=self._books.held_bytes(place),
+            held_bytes=self.account.held_bytes(place),
             peak_bytes=self.peak_bytes(place),
-            holders=tuple(sorted(holders, key=lambda one: -one.peak_bytes)),
+            holders=tuple(sorted(holders, key=lambda holder: -holder.peak_bytes)),
         )
 
     def _check(self, place: str, needed: int, size_bytes: int, force: bool) -> None:
         limit = self._limit(place)
         if limit is not None and needed > limit and not force:
-            names = [name for where, name in self._books.peaks if where == place and name not in (None, "others")]
-            held = {name: self._books.held_by(place, name) for name in names if name is not None}
+            names = [name for where, name in self.account.peaks if where == place and name not in (None, "others")]
+            held = {name: self.account.held_by(place, name) for name in names if name is not None}
             beside = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
             raise BudgetError(
                 f"{format_bytes(size_bytes)} more on {place} would make {format_bytes(needed)}, above the budget of "
@@ -274,7 +221,7 @@ class Charges:
     @checked("charges.are_of(budget)")
     def are_of(self, budget: Budget) -> bool:
         """Return whether these charges are recorded in the account of ``budget``."""
-        return self.budget is not None and self.budget._books is budget._books
+        return self.budget is not None and self.budget.account is budget.account
 
     @checked("charges.charge('device', 2**20)", size_bytes=0)
     def charge(self, place: str, size_bytes: int) -> None:
@@ -301,97 +248,6 @@ class Charges:
         if self._footprint is not None and self.budget is not None:
             self.budget.leave(self._footprint)
             self._footprint = None
-
-
-class _Books:
-    """The entries of an account, shared by all views of it, and their lock.
-
-    Only ``later`` is called without the lock.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._late: deque[Callable[[], None]] = deque()
-        """Changes made by finalizers, which may run while their thread is in the middle of another change."""
-        self.charged: dict[tuple[str, str], int] = {}
-        """Bytes by place and holder."""
-        self.footprints: list[tuple[Footprint, str]] = []
-        self.peaks: dict[tuple[str, str | None], int] = {}
-        """Highest bytes by place and holder; the holder ``None`` stands for the whole place."""
-
-    def __enter__(self) -> Self:
-        self._lock.acquire()
-        self._depth += 1
-        self._settle()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._settle()
-        self._depth -= 1
-        self._lock.release()
-
-    def _settle(self) -> None:
-        while self._depth == 1 and self._late:
-            self._late.popleft()()
-
-    def later(self, change: Callable[[], None]) -> None:
-        """Make a change: at once, or, if this thread is in the middle of another change, after that."""
-        self._late.append(change)
-        with self:
-            pass
-
-    def drop(self, footprint: Footprint) -> None:
-        """Remove a footprint, if it is there."""
-        self.footprints = [one for one in self.footprints if one[0] is not footprint]
-
-    def add(self, place: str, holder: str, size_bytes: int) -> None:
-        held = self.charged.get((place, holder), 0) + size_bytes
-        if held < 0:
-            raise InternalError(f"{-size_bytes} bytes were given back to {place}, more than were taken")
-        self.charged[place, holder] = held
-        self.note(place, holder)
-
-    def note(self, place: str, holder: str) -> None:
-        """Update the peaks of the place and the holder."""
-        for name, held in ((holder, self.held_by(place, holder)), (None, self.held_bytes(place))):
-            self.peaks[place, name] = max(held, self.peaks.get((place, name), 0))
-
-    def held_bytes(self, place: str) -> int:
-        if place != "device":
-            return sum(size for (where, _), size in self.charged.items() if where == place)
-        return self.standing_bytes() + _step_bytes(one for one, _ in self.footprints)
-
-    def held_by(self, place: str, holder: str) -> int:
-        charged = self.charged.get((place, holder), 0)
-        if place != "device":
-            return charged
-        own = [one for one, name in self.footprints if name == holder]
-        return charged + sum(one.standing_bytes for one in own) + _step_bytes(own)
-
-    def beside_bytes(self) -> int:
-        return sum(one.step_bytes for one, _ in self.footprints if one.runs_beside)
-
-    def standing_bytes(self, without: Footprint | None = None) -> int:
-        held, tensors = 0, dict[int, int]()
-        for one, _ in self.footprints:
-            held += one.held_bytes if one is not without else 0
-            for key, size in one.tensors.items():
-                if without is None or key not in without.tensors:
-                    tensors[key] = max(size, tensors.get(key, 0))
-        charged = sum(size for (where, _), size in self.charged.items() if where == "device")
-        return charged + held + sum(tensors.values())
-
-
-def _step_bytes(footprints: Iterable[Footprint]) -> int:
-    """Return the largest step of those that take turns, plus all steps that may run at any time."""
-    in_turn, beside = 0, 0
-    for one in footprints:
-        if one.runs_beside:
-            beside += one.step_bytes
-        else:
-            in_turn = max(in_turn, one.step_bytes)
-    return in_turn + beside
 
 
 def _directories(disk: DiskSpec) -> dict[Path, int | None]:

@@ -15,9 +15,10 @@ from penstock.tiers._handles import Handles
 from penstock.tiers._host import SLAB_BYTES, HostTier
 from penstock.tiers._malloc import give_back_freed_memory
 from penstock.tiers._memory_mover import MemoryMover
+from penstock.tiers._mover import Mover
 from penstock.tiers._stream_mover import StreamMover
 from penstock.tiers._tier import Tier
-from penstock.tiers._waterfall import Mover, Waterfall
+from penstock.tiers._waterfall import Waterfall
 from penstock.units import parse_bytes
 
 MAX_IN_FLIGHT_BYTES = 128 * 2**20
@@ -138,16 +139,16 @@ def build(
             host.prepare(SLAB_BYTES)
         below.insert(0, host)
     waterfalls = []
-    for one, log, node in zip(streams, events, nodes, strict=True):
+    for device_streams, log, node in zip(streams, events, nodes, strict=True):
         handles = Handles()
         mover: Mover
-        if one is None:
+        if device_streams is None:
             mover = MemoryMover(handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify)
         else:
             staging = HostTier(staging_bytes, pinned=pinned, budget=budget, node=node)
             staging.prepare(min(staging_bytes, SLAB_BYTES))
             mover = StreamMover(
-                one, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify, node=node
+                device_streams, staging, handles, log, max_in_flight_bytes=max_in_flight_bytes, verify=verify, node=node
             )
         waterfalls.append(Waterfall(below, mover, handles, log, not_ours=budget.tiers))
     return waterfalls

@@ -17,8 +17,8 @@ from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._room import Room
+from penstock.tiers._stream_hop import Transit
 from penstock.tiers._tier import Piece, Tier
-from penstock.tiers._transit import Transit
 
 _THREADS = 4
 
@@ -86,8 +86,8 @@ class DirectHop:
         on_done: Callable[[LaneJob], None],
     ) -> LaneJob:
         pieces = [
-            partial(self._move, transfer, piece, box, at, min(at + piece.size_bytes, handle.size_bytes), ready)
-            for _, at, piece in room.pieces()
+            partial(self._move, transfer, piece, box, start, min(start + piece.size_bytes, handle.size_bytes), ready)
+            for _, start, piece in room.pieces()
         ]
         return lane.submit(pieces, size_bytes=handle.size_bytes, label=handle.label, on_done=on_done)
 

@@ -75,24 +75,24 @@ class DiskTier(Tier):
     def capacity_bytes(self) -> int:
         """Bytes that the budget and the file systems allow at this moment."""
         with self._lock:
-            return sum(one.room_bytes() + one.allocator.capacity_bytes for one in self._files)
+            return sum(file.room_bytes() + file.allocator.capacity_bytes for file in self._files)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in live extents, in whole blocks."""
         with self._lock:
-            return sum(one.allocator.capacity_bytes - one.allocator.free_bytes for one in self._files)
+            return sum(file.allocator.capacity_bytes - file.allocator.free_bytes for file in self._files)
 
     @property
     def reserved_bytes(self) -> int:
         """Total size of the unnamed files."""
         with self._lock:
-            return sum(one.allocator.capacity_bytes for one in self._files)
+            return sum(file.allocator.capacity_bytes for file in self._files)
 
     @property
     def is_direct(self) -> bool:
         """Whether every directory supports direct I/O."""
-        return all(one.spill.is_direct for one in self._files)
+        return all(file.spill.is_direct for file in self._files)
 
     @property
     def talks_to_device(self) -> bool:
@@ -101,7 +101,7 @@ class DiskTier(Tier):
 
     def open_to_device(self, open_file: Callable[[SpillFile], DeviceFile] = DeviceFile) -> None:
         """Let a CUDA device read and write the files by itself. Raises what ``DeviceFile`` raises."""
-        self._device_files = [open_file(one.spill) for one in self._files]
+        self._device_files = [open_file(file.spill) for file in self._files]
 
     def write_storage(self, piece: Piece, storage: torch.UntypedStorage) -> None:
         """Write a storage of the device (at most ``piece.size_bytes``) into ``piece``. Raises ``TierWriteError``."""
@@ -152,11 +152,11 @@ class DiskTier(Tier):
         """Return the name of the directory that has the piece's file."""
         return self._files[piece.file].spill.name
 
-    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        return self._files[piece.file].spill.write(view, piece.offset + at)
+    def _write_some(self, piece: Piece, start: int, view: memoryview) -> int:
+        return self._files[piece.file].spill.write(view, piece.offset + start)
 
-    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        return self._files[piece.file].spill.read(view, piece.offset + at)
+    def _read_some(self, piece: Piece, start: int, view: memoryview) -> int:
+        return self._files[piece.file].spill.read(view, piece.offset + start)
 
     def _reserve_request(self, size_bytes: int) -> list[Piece]:
         """Reserve space for one request in the next directory that has enough. The caller holds the lock."""
@@ -164,13 +164,13 @@ class DiskTier(Tier):
         order = [(first + step) % len(self._files) for step in range(len(self._files))]
         reasons = []
         for index in order:
-            one = self._files[index]
+            file = self._files[index]
             try:
-                one.grow_for(size_bytes)
+                file.grow_for(size_bytes)
             except (OSError, BudgetError) as error:
-                reasons.append(f"{one.spill.directory}: {error}")
+                reasons.append(f"{file.spill.directory}: {error}")
                 continue
-            ranges = one.allocator.reserve_scattered(size_bytes) or []
+            ranges = file.allocator.reserve_scattered(size_bytes) or []
             return _pieces(index, ranges, size_bytes)
         raise TierFullError(f"no room for {format_bytes(size_bytes)} on disk ({'; '.join(reasons)})")
 
@@ -181,14 +181,14 @@ class DiskTier(Tier):
 
 def _close(device_files: list[DeviceFile], files: "list[_File]") -> None:
     """Close all files and credit their bytes, once: at ``close``, or when the tier is garbage-collected."""
-    for file in device_files:
+    for device_file in device_files:
+        device_file.close()
+    for file in files:
         file.close()
-    for one in files:
-        one.close()
 
 
 class _File:
-    """A spill file, the account of its blocks, and its limit."""
+    """A spill file, the allocator of its blocks, and its limit."""
 
     def __init__(self, spill: SpillFile, limit_bytes: int | None, budget: Budget | None):
         self.spill = spill

@@ -5,12 +5,13 @@ process. Another thread that computes meanwhile would take other code paths, and
 bits. So computing threads enter the gate together, and a tracing thread enters alone.
 """
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from penstock.forks import renewed_in_child
 
 
 class Gate:
@@ -27,8 +28,8 @@ class Gate:
         self._num_computing = 0
         self._num_waiting = 0
         self._is_tracing = False
-        self._mine = _OfThread()
-        os.register_at_fork(after_in_child=self._forget)
+        self._mine = _ThreadAtGate()
+        self._all.add(self)
 
     @contextmanager
     def computing(self, *, is_awaited: bool = False) -> Iterator[None]:
@@ -116,10 +117,14 @@ class Gate:
         self._condition = threading.Condition()
         self._num_computing = self._num_waiting = 0
         self._is_tracing = False
-        self._mine = _OfThread()
+        self._mine = _ThreadAtGate()
+
+    _all = renewed_in_child(_forget)
 
 
-class _OfThread(threading.local):
+class _ThreadAtGate(threading.local):
+    """The state of the current thread at one gate."""
+
     depth = 0
     """How many times this thread has entered ``computing``."""
     is_tracing = False

@@ -8,7 +8,6 @@ Code that replaces the state of the process's generators for a while, or draws a
 `generators_held` meanwhile. Otherwise one room's state could be restored in the middle of another's work.
 """
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 
 from penstock.arguments import checked
 from penstock.devices import backend_of
+from penstock.forks import renewed_in_child
 from penstock.tiers._gate import gate
 
 
@@ -31,11 +31,13 @@ class Generators(Protocol):
         """Make the next operator on ``device`` draw from ``state``."""
 
 
-class _OfThread(threading.local):
+class _DrawnFrom(threading.local):
+    """The generators from which the current thread's operators draw; ``None`` for those of the process."""
+
     generators: Generators | None = None
 
 
-_mine = _OfThread()
+_mine = _DrawnFrom()
 
 
 @checked("generator_state('cpu')")
@@ -70,12 +72,14 @@ class _Lock:
     """A reentrant lock that is replaced in forked children."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        os.register_at_fork(after_in_child=self._forget)
+        self.renew()
+        self._all.add(self)
 
-    def _forget(self) -> None:
-        """Replace the lock in a forked child, where the thread that held it does not exist."""
+    def renew(self) -> None:
+        """Take a new lock: in a forked child, the thread that held the old one does not exist."""
         self.lock = threading.RLock()
+
+    _all = renewed_in_child(renew)
 
 
 _held = _Lock()
@@ -88,6 +92,8 @@ def generators_held() -> Iterator[None]:
     A thread that waits here lets others trace meanwhile. A thread inside may begin to trace; a thread that already
     traces must not enter.
     """
+    # The order is fixed, generators before the gate: the thread that holds them may be waiting to trace, and would wait
+    # for this one for ever if this one waited here while it computes.
     while not _held.lock.acquire(blocking=False):
         with gate.released(), _held.lock:
             pass

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.tiers._handle import TRANSITIONS, WITHOUT_ROOM, Handle, HandleState, Happening
+from penstock.tiers._handle import Handle
+from penstock.tiers._record import WITHOUT_ROOM, HandleState, Happening
 from penstock.tiers._room import Room
 
 Box = list[torch.UntypedStorage]
@@ -51,94 +52,99 @@ class Handles:
         with self.lock:
             handle.size_bytes, handle.data_pointer = original.size_bytes, original.data_pointer
             handle.address_remainder = original.address_remainder
-            handle._room, handle._storage, handle._state = room, None, HandleState.PARKED
+            record = handle.record
+            record.room, record.storage, record.state = room, None, HandleState.PARKED
 
     # Called for the computation
 
     def give(self, handle: Handle, room: Room) -> None:
         """Give the handle its space in a tier; a copy out is about to begin."""
         with self.lock:
-            handle._room, handle._num_moving = room, 1
+            handle.record.room, handle.record.num_moving = room, 1
             self.counts["bounced_bytes"] += room.edge_bytes
 
     def keep(self, handle: Handle, trouble: str) -> None:
         """Keep the storage on the device, because there is no space or the copy out could not begin."""
         with self._changing(handle):
-            self._happens(handle, Happening.STAYS)
-            handle._num_moving = 0
+            handle.record.happens(Happening.STAYS)
+            handle.record.num_moving = 0
             self.counts["kept_bytes"] += handle.size_bytes
             self.troubles.append(trouble)
 
     def take_back(self, handle: Handle) -> None:
         """Keep the storage on the device, because the copy out was canceled before it began."""
         with self._changing(handle):
-            self._happens(handle, Happening.STAYS)
-            handle._num_moving -= 1
+            handle.record.happens(Happening.STAYS)
+            handle.record.num_moving -= 1
 
     def want(self, handle: Handle) -> bool:
         """Return whether the bytes are being copied out, and if so, let them stay on the device when that copy ends."""
         with self.lock:
-            handle._is_wanted |= handle._state is HandleState.LEAVING
-            return handle._state is HandleState.LEAVING
+            is_leaving = handle.record.state is HandleState.LEAVING
+            handle.record.is_wanted |= is_leaving
+            return is_leaving
 
     def forward(self, handle: Handle) -> torch.UntypedStorage | None:
         """Return the storage without a copy, if it has not left the device or somebody still holds it; else ``None``.
 
         Raises ``ValueError`` after ``release``.
         """
+        record = handle.record
         with self.lock:
-            if handle._state is HandleState.RELEASED:
+            if record.state is HandleState.RELEASED:
                 raise _released(handle)
-            if handle._state is HandleState.ARRIVING:
+            if record.state is HandleState.ARRIVING:
                 return None
-            storage = handle._storage if handle._storage is not None else handle._alive()
+            storage = record.storage if record.storage is not None else record.alive(handle.size_bytes)
             if storage is not None:
-                handle._was_forwarded = True
+                record.was_forwarded = True
                 self.counts["forwarded_bytes"] += handle.size_bytes
             return storage
 
     def call(self, handle: Handle, storage: torch.UntypedStorage) -> Room | None:
         """Note that a copy into ``storage`` begins; return where its bytes are, or ``None`` after ``release``."""
+        record = handle.record
         with self.lock:
-            if not self._happens(handle, Happening.CALLED):
+            if not record.happens(Happening.CALLED):
                 return None
-            handle._storage = storage
-            handle._num_moving += 1
-            return handle._room
+            record.storage = storage
+            record.num_moving += 1
+            return record.room
 
     def renew(self, handle: Handle) -> None:
         """Forget the storage that was parked or last fetched, since the bytes in the tier are about to change."""
         with self.lock:
-            handle._weak = StorageWeakRef(torch.UntypedStorage(0))
+            handle.record.weak = StorageWeakRef(torch.UntypedStorage(0))
 
     def refuse(self, handle: Handle) -> None:
         """Note that the copy in could not begin."""
         with self._changing(handle):
-            if self._happens(handle, Happening.REFUSED):
-                handle._storage = None
-            handle._num_moving -= 1
+            if handle.record.happens(Happening.REFUSED):
+                handle.record.storage = None
+            handle.record.num_moving -= 1
 
     def take(self, handle: Handle) -> torch.UntypedStorage:
         """Return what a copy in has brought; the caller has waited for the copy. Raises the error of the copy."""
+        record = handle.record
         with self.lock:
-            if not self._happens(handle, Happening.TAKEN):
+            if not record.happens(Happening.TAKEN):
                 raise _released(handle)
-            storage, handle._storage = handle._storage, None
-            if handle._error is not None:
-                error, handle._error = handle._error, None
+            storage, record.storage = record.storage, None
+            if record.error is not None:
+                error, record.error = record.error, None
                 try:
                     raise error
                 finally:
                     del error  # its traceback would keep this frame alive, and so the handle and its space
             assert storage is not None
-            handle._weak = StorageWeakRef(storage)
+            record.weak = StorageWeakRef(storage)
             self.counts["fetched_bytes"] += handle.size_bytes
             return storage
 
     def release(self, handle: Handle) -> None:
         """Release the handle: nobody needs the bytes."""
         with self._changing(handle):
-            self.counts["num_live_handles"] -= self._happens(handle, Happening.RELEASED)
+            self.counts["num_live_handles"] -= handle.record.happens(Happening.RELEASED)
 
     # Called by movers
 
@@ -147,79 +153,68 @@ class Handles:
 
         May run on a lane thread, which must not be the one that drops the contents of ``box``.
         """
+        # FSDP may free and fill a storage again while it is being copied out; then the copy is worth nothing.
         has_moved = box[0].nbytes() != handle.size_bytes or box[0].data_ptr() != handle.data_pointer
+        record = handle.record
         with self._changing(handle):
-            if error is None and not has_moved and not handle._is_wanted:
-                if self._happens(handle, Happening.LEFT):
-                    self._note_parked(handle)
-            elif self._happens(handle, Happening.STAYS) and not handle._is_wanted:
+            if error is None and not has_moved and not record.is_wanted:
+                if record.happens(Happening.LEFT):
+                    record.storage = None
+                    self.counts["parked_bytes"] += handle.size_bytes
+                    if record.room is not None and record.room.tier.is_disk:
+                        self.counts["written_to_disk_bytes"] += handle.size_bytes
+            elif record.happens(Happening.STAYS) and not record.is_wanted:
                 self.counts["kept_bytes"] += handle.size_bytes
                 if error is not None:
                     self._note_failure(error)
-            handle._num_moving -= 1
+            record.num_moving -= 1
             self.leftovers.append((handle, box))  # last: the computing thread must drop the last reference
 
     def missed(self, handle: Handle, error: Exception) -> None:
         """Note that a later hop failed; the bytes are still complete in the memory before it."""
         with self.lock:
-            handle._missed_its_tier = True
+            handle.record.missed_its_tier = True
             self._note_failure(error)
 
     def arrived(self, handle: Handle, box: Box, error: Exception | None) -> None:
         """Note the end of a copy in. May run on a lane thread, like ``left``."""
         with self._changing(handle):
-            if error is not None and handle._state is HandleState.ARRIVING:
-                handle._error = error
-            handle._num_moving -= 1
+            if error is not None and handle.record.state is HandleState.ARRIVING:
+                handle.record.error = error
+            handle.record.num_moving -= 1
             self.leftovers.append((None, box))
 
     def begun(self, handle: Handle) -> None:
         """Note one more copy that touches the handle's space, which is kept until ``landed`` is called."""
         with self.lock:
-            handle._num_moving += 1
+            handle.record.num_moving += 1
 
     def landed(self, handle: Handle) -> None:
         """Note the end of a copy that touches the handle's space."""
         with self._changing(handle):
-            handle._num_moving -= 1
+            handle.record.num_moving -= 1
 
     @contextlib.contextmanager
     def _changing(self, handle: Handle) -> Iterator[None]:
         """Hold the lock; on exit, give back space that neither the handle nor a copy needs."""
-        room = None
+        # Not earlier: a storage that is wanted again is complete in staging memory while it is still being written to
+        # disk from there. When its space was given back at that moment, another storage got it and came back wrong.
+        room, record = None, handle.record
         with self.lock:
-            was_leaving_room = _is_leaving_room(handle)
+            was_leaving_room = record.is_leaving_room
             yield
-            self.num_leaving_room += _is_leaving_room(handle) - was_leaving_room
-            if handle._state in WITHOUT_ROOM and not handle._num_moving:
-                room, handle._room = handle._room, None
-                if handle._state is HandleState.RELEASED and handle._storage is not None:
-                    self.leftovers.append((None, [handle._storage]))
-                    handle._storage = None
+            self.num_leaving_room += record.is_leaving_room - was_leaving_room
+            if record.state in WITHOUT_ROOM and not record.num_moving:
+                room, record.room = record.room, None
+                if record.state is HandleState.RELEASED and record.storage is not None:
+                    self.leftovers.append((None, [record.storage]))
+                    record.storage = None
         if room is not None:
             room.give_back()
-
-    def _happens(self, handle: Handle, happening: Happening) -> bool:
-        """Apply the transition table; return whether the handle's state changed. The caller holds the lock."""
-        after = TRANSITIONS.get((handle._state, happening))
-        if after is None:
-            return False
-        handle._state = after
-        return True
-
-    def _note_parked(self, handle: Handle) -> None:
-        handle._storage = None
-        self.counts["parked_bytes"] += handle.size_bytes
-        if handle._room is not None and handle._room.tier.is_disk:
-            self.counts["written_to_disk_bytes"] += handle.size_bytes
 
     def _note_failure(self, error: Exception) -> None:
         self.counts["num_failed_writes"] += 1
         self.troubles.append(str(error))
-
-
-def _is_leaving_room(handle: Handle) -> bool:
-    return handle._state in WITHOUT_ROOM and handle._num_moving > 0
 
 
 def _released(handle: Handle) -> ValueError:

@@ -138,12 +138,12 @@ class HostTier(Tier):
         """Return the number of the piece's slab, as text."""
         return f"slab {piece.file}"
 
-    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        _copy(self._slabs[piece.file].view[piece.offset + at :], view, len(view))
+    def _write_some(self, piece: Piece, start: int, view: memoryview) -> int:
+        _copy(self._slabs[piece.file].view[piece.offset + start :], view, len(view))
         return len(view)
 
-    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int:
-        _copy(view, self._slabs[piece.file].view[piece.offset + at :], len(view))
+    def _read_some(self, piece: Piece, start: int, view: memoryview) -> int:
+        _copy(view, self._slabs[piece.file].view[piece.offset + start :], len(view))
         return len(view)
 
     def _reserved_bytes(self) -> int:

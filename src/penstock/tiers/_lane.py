@@ -25,7 +25,7 @@ _IDLE_S = 10.0
 class LaneJob:
     """One copy on a lane: finished when all its pieces are, or canceled before any began."""
 
-    __slots__ = ("_finished", "_num_left", "_on_done", "context", "error", "label", "pieces", "size_bytes", "start_s")
+    __slots__ = ("_finished", "_num_left", "context", "error", "label", "on_done", "pieces", "size_bytes", "start_s")
 
     def __init__(
         self, pieces: Sequence[Callable[[], None]], size_bytes: int, label: str, on_done: Callable[["LaneJob"], None]
@@ -37,8 +37,9 @@ class LaneJob:
         self.context: object = None
         """Data of the submitter for use in ``on_done``."""
         self.start_s = 0.0
+        self.on_done = on_done
+        """Called on a lane thread after the last piece."""
         self._num_left = len(pieces)
-        self._on_done = on_done
         self._finished = threading.Event()
 
     @property
@@ -54,6 +55,57 @@ class LaneJob:
         self._finished.wait()
         return time.perf_counter() - start_s
 
+    def end_piece(self, error: Exception | None) -> bool:
+        """Mark a piece as done, and drop the others after the first error; return whether none is left."""
+        self._num_left -= 1
+        if error is not None and self.error is None:
+            self.error = error
+            self._num_left -= len(self.pieces)
+            self.pieces.clear()
+        return self._num_left == 0
+
+    def end(self) -> None:
+        """Mark the job as finished or canceled, and free what it holds."""
+        self.pieces.clear()
+        self.on_done = _do_nothing  # frees what the callback held, which often includes the job
+        self._finished.set()
+
+
+def _do_nothing(_: LaneJob) -> None:
+    """Stand in for ``on_done`` of a job that has ended."""
+
+
+class InFlight:
+    """The bytes of a lane's unfinished jobs, and the time in which there were some. The lane holds its lock."""
+
+    def __init__(self) -> None:
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self.finished_bytes = 0
+        self._busy_s = 0.0
+        self._busy_since_s = 0.0
+
+    def begin(self, size_bytes: int) -> None:
+        """Add a job."""
+        if not self.now_bytes:
+            self._busy_since_s = time.perf_counter()
+        self.now_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def end(self, size_bytes: int, *, is_finished: bool) -> None:
+        """Remove a job, which was finished or canceled."""
+        self.now_bytes -= size_bytes
+        self.finished_bytes += size_bytes if is_finished else 0
+        if not self.now_bytes:
+            self._busy_s += time.perf_counter() - self._busy_since_s
+
+    def rate_bytes_per_s(self) -> float | None:
+        """Return bytes per second over the busy time; ``None`` before the first job has finished."""
+        busy_s = self._busy_s
+        if self.now_bytes:
+            busy_s += time.perf_counter() - self._busy_since_s
+        return self.finished_bytes / busy_s if self.finished_bytes and busy_s else None
+
 
 class Lane:
     """A serial queue of copies. Call ``submit`` from any thread, and ``close`` when done.
@@ -66,11 +118,7 @@ class Lane:
         self.node = node
         self.num_threads = num_threads
         self.max_in_flight_bytes = max_in_flight_bytes
-        self.in_flight_bytes = 0
-        self.peak_in_flight_bytes = 0
-        self.finished_bytes = 0
-        self.busy_s = 0.0
-        self._busy_since_s = 0.0
+        self.in_flight = InFlight()
         self._condition = threading.Condition(threading.Lock())
         self._queue: deque[LaneJob] = deque()
         self._num_running = 0
@@ -78,6 +126,11 @@ class Lane:
         self._is_closed = False
         self._is_forked_copy = False
         _lanes.add(self)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of jobs that are queued or running."""
+        return self.in_flight.now_bytes
 
     def submit(
         self, pieces: Sequence[Callable[[], None]], *, size_bytes: int, label: str, on_done: Callable[[LaneJob], None]
@@ -93,10 +146,7 @@ class Lane:
             self._refuse_if_gone()
             self._start_threads()
             self._queue.append(job)
-            if not self.in_flight_bytes:
-                self._busy_since_s = time.perf_counter()
-            self.in_flight_bytes += size_bytes
-            self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
+            self.in_flight.begin(size_bytes)
             self._condition.notify_all()
         return job
 
@@ -116,16 +166,13 @@ class Lane:
             if job.start_s or job not in self._queue:
                 return False
             self._queue.remove(job)
-            self._forget(job, finished_bytes=0)
+            self._forget(job, is_finished=False)
         return True
 
     def rate_bytes_per_s(self) -> float | None:
         """Return bytes per second over the time in which a copy was under way; ``None`` before the first."""
         with self._condition:
-            busy_s = self.busy_s
-            if self.in_flight_bytes:
-                busy_s += time.perf_counter() - self._busy_since_s
-            return self.finished_bytes / busy_s if self.finished_bytes and busy_s else None
+            return self.in_flight.rate_bytes_per_s()
 
     def drain(self) -> None:
         """Block until nothing is queued or running."""
@@ -144,7 +191,8 @@ class Lane:
             thread.join()
 
     def _has_room(self, size_bytes: int) -> bool:
-        return not self.in_flight_bytes or self.in_flight_bytes + size_bytes <= self.max_in_flight_bytes
+        in_flight_bytes = self.in_flight.now_bytes
+        return not in_flight_bytes or in_flight_bytes + size_bytes <= self.max_in_flight_bytes
 
     def _refuse_if_gone(self) -> None:
         if self._is_forked_copy:
@@ -159,7 +207,9 @@ class Lane:
         if len(self._threads) == self.num_threads:
             return
         for index in range(len(self._threads), self.num_threads):
-            thread = threading.Thread(target=_work, args=(self,), name=f"penstock {self.name} {index}", daemon=True)
+            # With stacks of the default size: `threading.stack_size` belongs to the process, and two lanes that set and
+            # reset it at once left a small one for every later thread.
+            thread = threading.Thread(target=self._work, name=f"penstock {self.name} {index}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # no memory for a stack: fewer threads are slower, only none is an error
@@ -186,80 +236,80 @@ class Lane:
         self._num_running += 1
         return job, piece
 
-    def _finish_piece(self, job: LaneJob, error: Exception | None) -> bool:
+    def _end_piece(self, job: LaneJob, error: Exception | None) -> bool:
         """Mark a piece as done; return whether it was the job's last. The caller holds the condition."""
-        job._num_left -= 1
-        if error is not None and job.error is None:
-            job.error = error
-            job._num_left -= len(job.pieces)
-            if job.pieces:
-                job.pieces.clear()
-                self._queue.remove(job)
-        return job._num_left == 0
+        was_queued = bool(job.pieces)
+        is_last = job.end_piece(error)
+        if was_queued and not job.pieces:
+            self._queue.remove(job)
+        return is_last
 
-    def _forget(self, job: LaneJob, *, finished_bytes: int) -> None:
-        self.in_flight_bytes -= job.size_bytes
-        self.finished_bytes += finished_bytes
-        if not self.in_flight_bytes:
-            self.busy_s += time.perf_counter() - self._busy_since_s
-        job.pieces.clear()
-        job._on_done = _do_nothing  # frees what the callback held, which often includes the job
-        job._finished.set()
+    def _forget(self, job: LaneJob, *, is_finished: bool) -> None:
+        self.in_flight.end(job.size_bytes, is_finished=is_finished)
+        job.end()
         self._condition.notify_all()
 
-
-def _do_nothing(_: LaneJob) -> None:
-    """Stand in for ``on_done`` of a job that has ended."""
-
-
-def _work(lane: Lane) -> None:
-    stay_on_node(lane.node)
-    while True:
-        with lane._condition:
-            item = lane._next_piece()
-        if item is None:
-            return
-        job, piece = item
-        error: Exception | None = None
-        try:
-            piece()
-        except Exception as raised:  # every error belongs to the job, not to this thread
-            error = raised
-        with lane._condition:
-            is_last = lane._finish_piece(job, error)
-        if is_last:
-            job._on_done(job)
-        with lane._condition:
-            lane._num_running -= 1
+    def _work(self) -> None:
+        """Carry out pieces until the lane is closed or idle. Runs on each of the lane's threads."""
+        stay_on_node(self.node)
+        while True:
+            with self._condition:
+                item = self._next_piece()
+            if item is None:
+                return
+            job, piece = item
+            error: Exception | None = None
+            try:
+                piece()
+            except Exception as raised:  # every error belongs to the job, not to this thread
+                error = raised
+            with self._condition:
+                is_last = self._end_piece(job, error)
             if is_last:
-                lane._forget(job, finished_bytes=job.size_bytes)
-            elif not lane._num_running:
-                lane._condition.notify_all()
-        del item, job, piece, error
+                job.on_done(job)
+            with self._condition:
+                self._num_running -= 1
+                if is_last:
+                    self._forget(job, is_finished=True)
+                elif not self._num_running:
+                    self._condition.notify_all()
+            del item, job, piece, error  # an idle thread would keep what they refer to alive
+
+    def hold_for_fork(self) -> None:
+        """Wait until nothing is queued or running, and let nothing begin until `resume` or `orphan`."""
+        self._condition.acquire()
+        self._condition.wait_for(lambda: not self._queue and not self._num_running)
+
+    def resume(self) -> None:
+        """Go on in the parent after a fork."""
+        self._condition.release()
+
+    def orphan(self) -> None:
+        """Refuse work in the forked child, which has no lane threads."""
+        self._is_forked_copy = True
+        self._threads = []
+        self._condition = threading.Condition(threading.Lock())
 
 
+# Lanes act before a fork and in the parent as well, so `penstock.forks` does not suffice.
 _lanes: "weakref.WeakSet[Lane]" = weakref.WeakSet()
 _held: list[Lane] = []
 
 
 def _before_fork() -> None:
     for lane in sorted(_lanes, key=id):
-        lane._condition.acquire()
-        lane._condition.wait_for(lambda lane=lane: not lane._queue and not lane._num_running)  # type: ignore[misc]
+        lane.hold_for_fork()
         _held.append(lane)
 
 
 def _after_fork_in_parent() -> None:
     while _held:
-        _held.pop()._condition.release()
+        _held.pop().resume()
 
 
 def _after_fork_in_child() -> None:
     while _held:
-        lane = _held.pop()
-        lane._is_forked_copy = True
-        lane._threads = []
-        lane._condition = threading.Condition(threading.Lock())
+        _held.pop().orphan()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

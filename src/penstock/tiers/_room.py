@@ -35,11 +35,11 @@ class Room:
 
     def pieces(self, start: int = 0) -> Sequence[tuple[int, int, Piece]]:
         """Return number, position of the bytes and piece, for each piece; the first position is ``start``."""
-        found, at = [], start
+        pieces, position = [], start
         for number, piece in enumerate(self.extent.pieces):
-            found.append((number, at, piece))
-            at += piece.size_bytes
-        return found
+            pieces.append((number, position, piece))
+            position += piece.size_bytes
+        return pieces
 
     def check(self, piece: Piece, number: int, view: memoryview) -> None:
         """Raise ``TierReadError`` if ``view``, read from that piece, differs from what was written there."""

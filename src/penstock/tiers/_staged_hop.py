@@ -22,9 +22,8 @@ from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane, LaneJob
 from penstock.tiers._memory_mover import allocate
 from penstock.tiers._room import Room
-from penstock.tiers._stream_hop import StreamHop, as_bytes
+from penstock.tiers._stream_hop import StreamHop, Transit, as_bytes
 from penstock.tiers._tier import Extent, Piece, Tier
-from penstock.tiers._transit import Transit
 
 _THREADS = 4
 
@@ -98,8 +97,8 @@ class StagedHop:
         memory = self.staging.view(room.staging)
         room.checksums = [0] * len(room.extent.pieces)
         pieces = [
-            partial(self._write_piece, room, piece, memory[at : at + piece.size_bytes], transit, number)
-            for number, at, piece in room.pieces()
+            partial(self._write_piece, room, piece, memory[start : start + piece.size_bytes], transit, number)
+            for number, start, piece in room.pieces()
         ]
         try:
             self.out.submit(
@@ -167,8 +166,8 @@ class StagedHop:
                 room.staging, room.num_users = staging, 1
         bytes_ = memory.numpy().data
         pieces = [
-            partial(self._read_piece, room, piece, bytes_[at : at + piece.size_bytes], number)
-            for number, at, piece in room.pieces()
+            partial(self._read_piece, room, piece, bytes_[start : start + piece.size_bytes], number)
+            for number, start, piece in room.pieces()
         ]
         try:
             self.back.submit(

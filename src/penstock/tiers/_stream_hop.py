@@ -6,7 +6,7 @@ The host runs ahead of the device, so a copy is only queued here. `poll` notices
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,32 @@ from penstock.links import DEVICE, HOST, Link
 from penstock.tiers._events import EventLog
 from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
-from penstock.tiers._transit import Transit
+from penstock.tiers._lane import LaneJob
+
+
+@dataclass(slots=True, eq=False)
+class Transit:
+    """A stream mover's record of one handle's copies: the events that they wait for."""
+
+    home: Stream = None
+    """The stream that owns the memory of the current copy."""
+    produced: StreamEvent = None
+    """Done when the bytes are ready to be copied out."""
+    left: StreamEvent = None
+    """Done when the bytes are in host memory."""
+    ready: StreamEvent = None
+    """Done when the memory of the copy in may be written."""
+    arrived: StreamEvent = None
+    """Done when the bytes are back on the device; set when that copy is queued."""
+    is_queued: threading.Event = field(default_factory=threading.Event)
+    """Set when ``arrived`` is set, or when there will be no such copy because it took another route or failed."""
+    direct: LaneJob | None = None
+    """The copy directly from device to disk, begun or finished."""
+
+    def begin_in(self, home: Stream, ready: StreamEvent) -> None:
+        """Start another copy in, into memory of the stream ``home``."""
+        self.home, self.ready, self.arrived = home, ready, None
+        self.is_queued = threading.Event()
 
 
 @dataclass(slots=True, eq=False)
@@ -37,44 +62,80 @@ class _Copy:
         return self.handle.size_bytes
 
 
-class _Rate:
-    """Bytes per second of the copies on one stream, by the device's own clock."""
+class Direction:
+    """One direction of the hop: its stream, and the sum and the events of the copies that have finished on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link, kind: str, streams: Streams, stream: Stream, log: EventLog, times: DeviceTimeline):
+        self.stream = stream
+        self._streams = streams
+        self._link = link
+        self._kind = kind
+        self._timeline = times
+        self._events = log
         self._copied_bytes = 0
         self._busy_s = 0.0
 
-    def add(self, copy: _Copy, streams: Streams) -> None:
+    def note(self, copy: _Copy) -> None:
+        """Record a finished copy: its duration by the device's clock, and when it ran."""
         self._copied_bytes += copy.size_bytes
-        self._busy_s += streams.elapsed_s(copy.started, copy.passed)
+        self._busy_s += self._streams.elapsed_s(copy.started, copy.passed)
+        start_s, end_s = self._timeline.host_s(copy.started), self._timeline.host_s(copy.passed)
+        self._events.add(
+            lane=self._link.name,
+            kind=self._kind,
+            label=copy.handle.label,
+            size_bytes=copy.size_bytes,
+            start_s=start_s,
+            end_s=end_s,
+        )
 
     def bytes_per_s(self) -> float | None:
+        """Return bytes per second over the time in which copies ran; ``None`` before the first has finished."""
         return self._copied_bytes / self._busy_s if self._busy_s else None
+
+
+class Stalls:
+    """The waits of a device's streams for copies."""
+
+    def __init__(self, streams: Streams):
+        self._streams = streams
+        self._waits: deque[tuple[StreamEvent, StreamEvent]] = deque()
+        self._passed_s = 0.0
+
+    def let_wait(self, stream: Stream, event: StreamEvent) -> None:
+        """Make ``stream`` wait for a copy, and record how long the device waits."""
+        if self._streams.is_done(event):
+            return
+        start = self._streams.record(stream)
+        self._streams.wait(stream, event)
+        self._waits.append((start, self._streams.record(stream)))
+
+    def sum_up(self) -> float:
+        """Return the seconds that the streams have waited, and drop the events of waits that are over."""
+        while self._waits and self._streams.is_done(self._waits[0][1]):
+            self._passed_s += self._streams.elapsed_s(*self._waits.popleft())
+        return self._passed_s
 
 
 class StreamHop:
     """Copies between a device with streams and host memory, in both directions."""
-
-    way_out = Link(DEVICE, HOST)
-    way_in = Link(HOST, DEVICE)
 
     def __init__(self, streams: Streams, handles: Handles, events: EventLog):
         self.in_flight_bytes = 0
         """Bytes being copied out whose memory the device still holds."""
         self.peak_in_flight_bytes = 0
         """The highest value of ``in_flight_bytes``."""
-        self.out_rate, self.in_rate = _Rate(), _Rate()
+        out, back = streams.create(), streams.create()
+        times = DeviceTimeline(streams)
+        self.out = Direction(Link(DEVICE, HOST), "park", streams, out, events, times)
+        self.back = Direction(Link(HOST, DEVICE), "fetch", streams, back, events, times)
+        self.stalls = Stalls(streams)
         self._streams = streams
         self._handles = handles
-        self._events = events
-        self._out, self._in = streams.create(), streams.create()
-        self._timeline = DeviceTimeline(streams)
         self._lock = threading.Lock()  # guards the copies in, which lane threads queue too
         self._leaving: deque[_Copy] = deque()
         self._passing: deque[_Copy] = deque()  # the device has given their storages up and waits for the copies
         self._arriving: deque[_Copy] = deque()
-        self._stalls: deque[tuple[StreamEvent, StreamEvent]] = deque()
-        self._stall_s = 0.0
 
     @property
     def has_leaving(self) -> bool:
@@ -88,10 +149,11 @@ class StreamHop:
 
     def send(self, handle: Handle, storage: torch.UntypedStorage, transit: Transit, target: torch.Tensor) -> None:
         """Queue the copy out, into host memory of at least the storage's size, after the work that made the bytes."""
-        self._streams.wait(self._out, transit.produced)
-        started = self._streams.record(self._out)
-        self._streams.copy(self._out, target[: handle.size_bytes], as_bytes(storage))
-        transit.left = self._streams.record(self._out)
+        stream = self.out.stream
+        self._streams.wait(stream, transit.produced)
+        started = self._streams.record(stream)
+        self._streams.copy(stream, target[: handle.size_bytes], as_bytes(storage))
+        transit.left = self._streams.record(stream)
         self._leaving.append(_Copy(handle, [storage], transit, started, transit.left))
         self.in_flight_bytes += handle.size_bytes
         self.peak_in_flight_bytes = max(self.peak_in_flight_bytes, self.in_flight_bytes)
@@ -108,31 +170,26 @@ class StreamHop:
 
         May run on a lane thread.
         """
+        stream = self.back.stream
         with self._lock:
-            self._streams.wait(self._in, transit.ready)
+            self._streams.wait(stream, transit.ready)
             if transit.left is not None:
-                self._streams.wait(self._in, transit.left)
-            started = self._streams.record(self._in)
-            self._streams.copy(self._in, as_bytes(box[0]), source[: handle.size_bytes])
-            transit.arrived = self._streams.record(self._in)
+                self._streams.wait(stream, transit.left)
+            started = self._streams.record(stream)
+            self._streams.copy(stream, as_bytes(box[0]), source[: handle.size_bytes])
+            transit.arrived = self._streams.record(stream)
             self._arriving.append(_Copy(handle, box, transit, started, transit.arrived, source, on_passed))
         transit.is_queued.set()
-
-    def let_wait(self, stream: Stream, event: StreamEvent) -> None:
-        """Make ``stream`` wait for a copy, and record how long the device waits."""
-        if self._streams.is_done(event):
-            return
-        start = self._streams.record(stream)
-        self._streams.wait(stream, event)
-        self._stalls.append((start, self._streams.record(stream)))
 
     def let_oldest_leave(self) -> None:
         """Make the device wait for the oldest copy out, so that work queued from now on may use its memory."""
         oldest, current = self._leaving[0], self._streams.current()
-        self.let_wait(oldest.transit.home, oldest.passed)
+        self.stalls.let_wait(oldest.transit.home, oldest.passed)
         if current != oldest.transit.home:  # this stream may have allocated the memory, and may get it back
-            self.let_wait(current, oldest.passed)
-        self._handles.begun(oldest.handle)  # its space in the tier is in use until the copy has finished
+            self.stalls.let_wait(current, oldest.passed)
+        # Its space in the tier is in use until the copy has finished. That the device waits is not enough: the work of
+        # another device that shares the tier does not wait for the copy.
+        self._handles.begun(oldest.handle)
         self._passing.append(oldest)
         self._finish_leaving()
 
@@ -153,32 +210,23 @@ class StreamHop:
 
     def poll(self) -> None:
         """Report the copies that have finished."""
-        self._sum_stalls()
+        self.stalls.sum_up()
         while self._passing and self._streams.is_done(self._passing[0].passed):
             copy = self._passing.popleft()
-            self._note(self.way_out, "park", copy, self.out_rate)
+            self.out.note(copy)
             self._handles.landed(copy.handle)
         while self._leaving and self._streams.is_done(self._leaving[0].passed):
-            self._note(self.way_out, "park", self._leaving[0], self.out_rate)
+            self.out.note(self._leaving[0])
             self._finish_leaving()
         while True:
             with self._lock:
                 if not self._arriving or not self._streams.is_done(self._arriving[0].passed):
                     break
                 copy = self._arriving.popleft()
-            self._note(self.way_in, "fetch", copy, self.in_rate)
+            self.back.note(copy)
             if copy.on_passed is not None:
                 copy.on_passed()
             self._handles.arrived(copy.handle, copy.box, None)
-
-    def stall_s(self) -> float:
-        """Return the seconds that the device's streams waited for copies."""
-        self._sum_stalls()
-        return self._stall_s
-
-    def _sum_stalls(self) -> None:
-        while self._stalls and self._streams.is_done(self._stalls[0][1]):
-            self._stall_s += self._streams.elapsed_s(*self._stalls.popleft())
 
     def drain(self) -> None:
         """Block until all copies have finished, and report them."""
@@ -191,15 +239,6 @@ class StreamHop:
         copy = self._leaving.popleft()
         self.in_flight_bytes -= copy.size_bytes
         self._handles.left(copy.handle, copy.box, None)
-
-    def _note(self, link: Link, kind: str, copy: _Copy, rate: _Rate) -> None:
-        """Record a finished copy: its duration by the device's clock, and when it ran."""
-        rate.add(copy, self._streams)
-        start_s, end_s = self._timeline.host_s(copy.started), self._timeline.host_s(copy.passed)
-        label = copy.handle.label
-        self._events.add(
-            lane=link.name, kind=kind, label=label, size_bytes=copy.size_bytes, start_s=start_s, end_s=end_s
-        )
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

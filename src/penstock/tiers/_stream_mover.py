@@ -27,15 +27,15 @@ from penstock.errors import TierFullError
 from penstock.links import DEVICE, HOST, Link
 from penstock.tiers._direct_hop import DirectHop
 from penstock.tiers._events import EventLog
-from penstock.tiers._handle import Handle, HandleState
+from penstock.tiers._handle import Handle
 from penstock.tiers._handles import Box, Handles
 from penstock.tiers._host import HostTier
 from penstock.tiers._lane import Lane
+from penstock.tiers._record import HandleState
 from penstock.tiers._room import Room
 from penstock.tiers._staged_hop import StagedHop
-from penstock.tiers._stream_hop import StreamHop
+from penstock.tiers._stream_hop import StreamHop, Transit
 from penstock.tiers._tier import Tier
-from penstock.tiers._transit import Transit
 
 
 class Route(Protocol):
@@ -74,7 +74,10 @@ class _NearRoute:
 
 
 class StreamMover:
-    """Copies between a device with streams and the tiers below it."""
+    """Copies between a device with streams and the tiers below it.
+
+    It is wide because it has every operation of `Mover`.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class StreamMover:
 
     @property
     def in_flight_peak_bytes(self) -> int:
-        return max(self._copies.peak_in_flight_bytes, self._direct.out.peak_in_flight_bytes)
+        return max(self._copies.peak_in_flight_bytes, self._direct.out.in_flight.peak_bytes)
 
     @property
     def has_staging(self) -> bool:
@@ -152,33 +155,34 @@ class StreamMover:
 
     def start_out(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
         home = self._streams.current()
-        transit = handle._transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
+        transit = handle.record.transit = Transit(home=home, produced=self._streams.record(home, is_timed=False))
         self._route(room.tier).send(handle, storage, room, transit)
 
     def cancel_out(self, handle: Handle) -> bool:
-        transit = handle._transit  # a copy on a stream cannot be canceled
+        transit = handle.record.transit  # a copy on a stream cannot be canceled
         return isinstance(transit, Transit) and transit.direct is not None and self._direct.out.cancel(transit.direct)
 
     def hand_back(self, handle: Handle, storage: torch.UntypedStorage) -> None:
-        transit, current = handle._transit, self._streams.current()
+        transit, current = handle.record.transit, self._streams.current()
+        # ``share`` delays the reuse of the memory (``record_stream``), so only another stream than its own gets there.
         if isinstance(transit, Transit) and transit.produced is not None and current != transit.home:
             self._streams.wait(current, transit.produced)
             self._streams.share(storage, current)
 
     def finish_out(self, handle: Handle) -> float:
-        transit = handle._transit
+        transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:
             return transit.direct.wait()
-        while handle._state is HandleState.LEAVING and self._copies.has_leaving:
+        while handle.record.state is HandleState.LEAVING and self._copies.has_leaving:
             self._copies.let_oldest_leave()
         return 0.0
 
     def before_write(self, handle: Handle) -> None:
-        transit = handle._transit
+        transit = handle.record.transit
         if isinstance(transit, Transit) and transit.direct is not None:
             transit.direct.wait()
         elif isinstance(transit, Transit) and transit.left is not None:
-            self._copies.let_wait(self._streams.current(), transit.left)
+            self._copies.stalls.let_wait(self._streams.current(), transit.left)
 
     def allocate(self, handle: Handle, into: torch.UntypedStorage | None = None) -> torch.UntypedStorage:
         if into is None or not into.resizable():
@@ -187,13 +191,13 @@ class StreamMover:
         return into
 
     def start_in(self, handle: Handle, storage: torch.UntypedStorage, room: Room) -> None:
-        home, transit = self._streams.current(), handle._transit
+        home, transit = self._streams.current(), handle.record.transit
         assert isinstance(transit, Transit)
         transit.begin_in(home, self._streams.record(home, is_timed=False))
         self._route(room.tier).bring(handle, [storage], room, transit)
 
     def finish_in(self, handle: Handle) -> float:
-        transit = handle._transit
+        transit = handle.record.transit
         assert isinstance(transit, Transit)
         waited_s = 0.0
         if not transit.is_queued.is_set():
@@ -202,7 +206,7 @@ class StreamMover:
             waited_s = time.perf_counter() - start_s
         current, storage = self._streams.current(), handle.device_storage
         if transit.arrived is not None:
-            self._copies.let_wait(current, transit.arrived)
+            self._copies.stalls.let_wait(current, transit.arrived)
             self._copies.let_go(transit)
         if current != transit.home and storage is not None:
             self._streams.share(storage, current)
@@ -212,23 +216,23 @@ class StreamMover:
         self._copies.poll()
 
     def adopt(self, handle: Handle) -> None:
-        handle._transit = Transit()
+        handle.record.transit = Transit()
 
     def borrow(self, handle: Handle, original: Handle, room: Room) -> Room:
-        known = original._transit
+        known = original.record.transit
         assert isinstance(known, Transit)
-        handle._transit = Transit(left=known.left)
+        handle.record.transit = Transit(left=known.left)
         return self._route(room.tier).borrow(room, original)
 
     def rates_bytes_per_s(self) -> tuple[float | None, float | None]:
         copies, staged, direct = self._copies, self._staged, self._direct
         return (
-            _slowest(copies.out_rate.bytes_per_s(), staged.out.rate_bytes_per_s(), direct.out.rate_bytes_per_s()),
-            _slowest(copies.in_rate.bytes_per_s(), staged.back.rate_bytes_per_s(), direct.back.rate_bytes_per_s()),
+            _slowest(copies.out.bytes_per_s(), staged.out.rate_bytes_per_s(), direct.out.rate_bytes_per_s()),
+            _slowest(copies.back.bytes_per_s(), staged.back.rate_bytes_per_s(), direct.back.rate_bytes_per_s()),
         )
 
     def device_stall_s(self) -> float:
-        return self._copies.stall_s()
+        return self._copies.stalls.sum_up()
 
     def drain(self) -> None:
         self._copies.drain()

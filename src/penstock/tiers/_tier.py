@@ -114,7 +114,7 @@ class Tier(abc.ABC):
         ``TierWriteError`` and ``TierReadError``.
         """
         if self._rates is None:
-            self._rates = self._measured()
+            self._rates = _measured(self)
         return self._rates
 
     @checked("tier.tensor(extent)")
@@ -139,10 +139,10 @@ class Tier(abc.ABC):
         raise ValueError(_not_talking(self, piece, storage, "tier.read(piece, memoryview(buffer))"))
 
     @abc.abstractmethod
-    def _write_some(self, piece: Piece, at: int, view: memoryview) -> int: ...
+    def _write_some(self, piece: Piece, start: int, view: memoryview) -> int: ...
 
     @abc.abstractmethod
-    def _read_some(self, piece: Piece, at: int, view: memoryview) -> int: ...
+    def _read_some(self, piece: Piece, start: int, view: memoryview) -> int: ...
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -186,23 +186,6 @@ class Tier(abc.ABC):
                 raise failure(**self._where(piece, done), reason=f"only {count} of the bytes were transferred")
             done = reached
 
-    def _measured(self) -> tuple[float, float]:
-        size_bytes = min(_SAMPLE_BYTES, self.capacity_bytes) // self.alignment_bytes * self.alignment_bytes
-        extent = self.reserve(max(size_bytes, self.alignment_bytes))
-        memory = memoryview(mmap.mmap(-1, sum(piece.size_bytes for piece in extent.pieces)))
-        memory[:] = os.urandom(len(memory))  # compression gains nothing on random bytes
-        rates = []
-        try:
-            for transfer in (self.write, self.read):
-                start_s, at = time.perf_counter(), 0
-                for piece in extent.pieces:
-                    transfer(piece, memory[at : at + piece.size_bytes])
-                    at += piece.size_bytes
-                rates.append(at / (time.perf_counter() - start_s))
-        finally:
-            self.release(extent)
-        return rates[0], rates[1]
-
     def _where(self, piece: Piece, done: int) -> _Where:
         return {
             "tier": self.name,
@@ -210,6 +193,25 @@ class Tier(abc.ABC):
             "offset": piece.offset + done,
             "size_bytes": piece.size_bytes - done,
         }
+
+
+def _measured(tier: Tier) -> tuple[float, float]:
+    """Return the rates of one write and one read of a sample."""
+    size_bytes = min(_SAMPLE_BYTES, tier.capacity_bytes) // tier.alignment_bytes * tier.alignment_bytes
+    extent = tier.reserve(max(size_bytes, tier.alignment_bytes))
+    memory = memoryview(mmap.mmap(-1, sum(piece.size_bytes for piece in extent.pieces)))
+    memory[:] = os.urandom(len(memory))  # compression gains nothing on random bytes
+    rates = []
+    try:
+        for transfer in (tier.write, tier.read):
+            start_s, moved_bytes = time.perf_counter(), 0
+            for piece in extent.pieces:
+                transfer(piece, memory[moved_bytes : moved_bytes + piece.size_bytes])
+                moved_bytes += piece.size_bytes
+            rates.append(moved_bytes / (time.perf_counter() - start_s))
+    finally:
+        tier.release(extent)
+    return rates[0], rates[1]
 
 
 def _not_talking(tier: Tier, piece: Piece, storage: torch.UntypedStorage, instead: str) -> str:

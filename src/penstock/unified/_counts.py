@@ -1,10 +1,10 @@
 """Counters that several threads add to, read as frozen statistics."""
 
-import os
 import threading
-import weakref
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
+
+from penstock.forks import renewed_in_child
 
 Statistics = TypeVar("Statistics")
 
@@ -15,11 +15,13 @@ class Counts(Generic[Statistics]):
     def __init__(self, empty: Statistics):
         self._empty = self._now = empty
         self.renew()
-        _all.add(self)
+        self._all.add(self)
 
     def renew(self) -> None:
         """Take a new lock: in a forked child, the thread that held the old one does not exist."""
         self._lock = threading.Lock()
+
+    _all = renewed_in_child(renew)
 
     def add(self, **more: Any) -> None:
         """Add to each field."""
@@ -43,14 +45,3 @@ class Counts(Generic[Statistics]):
         with self._lock:
             last, self._now = self._now, self._empty
             return last
-
-
-_all: "weakref.WeakSet[Counts[Any]]" = weakref.WeakSet()
-
-
-def _renew_all() -> None:
-    for counts in list(_all):
-        counts.renew()
-
-
-os.register_at_fork(after_in_child=_renew_all)

@@ -1,9 +1,9 @@
 """A lock that lets readers finish before something is closed."""
 
-import os
 import threading
-import weakref
 from typing import Self
+
+from penstock.forks import renewed_in_child
 
 
 class Readers:
@@ -12,11 +12,13 @@ class Readers:
     def __init__(self, closed: str):
         self._closed_message, self._is_closed, self._count = closed, False, 0
         self._left = threading.Condition()
-        _all.add(self)
+        self._all.add(self)
 
     def forget(self) -> None:
         """Reset the count in a forked child, where the threads that were reading do not exist."""
         self._count, self._left = 0, threading.Condition()
+
+    _all = renewed_in_child(forget)
 
     def __enter__(self) -> Self:
         with self._left:
@@ -35,14 +37,3 @@ class Readers:
         with self._left:
             self._is_closed = True
             self._left.wait_for(lambda: not self._count)
-
-
-_all: "weakref.WeakSet[Readers]" = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for readers in list(_all):
-        readers.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -25,8 +25,8 @@ from penstock.links import DEVICE, Link
 from penstock.testing import FaultyTier
 from penstock.tiers import Budget, EventLog, HandleState, Waterfall
 from penstock.tiers._build import build
-from penstock.tiers._handle import TRANSITIONS, Happening
 from penstock.tiers._handles import Handles
+from penstock.tiers._record import TRANSITIONS, Happening
 from penstock.tiers._room import Room
 
 SIZE = 4096
@@ -43,22 +43,16 @@ def test_every_state_is_reached_and_only_one_is_final():
 
 @pytest.mark.parametrize("file", sorted(TIERS.glob("*.py")), ids=lambda file: file.name)
 def test_states_change_in_one_file(file):
-    """By syntax tree: attributes that `Handles` guards are assigned there, and first set by the handle itself."""
-    guarded = {
-        "_state",
-        "_storage",
-        "_room",
-        "_num_moving",
-        "_is_wanted",
-        "_was_forwarded",
-        "_missed_its_tier",
-        "_error",
-    }
-    if file.name in ("_handles.py", "_handle.py"):
+    """By syntax tree: attributes that `Handles` guards are assigned there, and first set by the record itself."""
+    guarded = {"state", "storage", "weak", "room", "num_moving", "is_wanted", "was_forwarded", "missed_its_tier"}
+    if file.name == "_handles.py":
         return
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr in guarded:
-            assert ast.unparse(node.value) == "self", f"line {node.lineno} sets {ast.unparse(node)}"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value)
+            assert node.attr not in guarded or owner == "self", f"line {node.lineno} sets {ast.unparse(node)}"
+            is_of_record = owner.rpartition(".")[2] == "record"
+            assert not is_of_record or node.attr == "transit", f"line {node.lineno} sets {ast.unparse(node)}"
 
 
 class PaperMover:
@@ -213,8 +207,8 @@ class Scene:
         for handle in self.handles:
             handle.release()
             assert handle.state is HandleState.RELEASED
-            assert handle._num_moving == 0
-            assert handle._room is None
+            assert handle.record.num_moving == 0
+            assert handle.record.room is None
         self.waterfall.reap()
         assert self.tier.used_bytes == 0
         assert self.waterfall._handles.num_leaving_room == 0
@@ -291,7 +285,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_every_order_of_a_few_threads(scenario):
     assert every_order(scenario, most_switches=2 if scenario is two_releases else 3) > 100
 
