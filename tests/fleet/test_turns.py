@@ -15,7 +15,7 @@ from penstock.fleet import DeviceCost, FleetProblem, JobCost, JobState, Progress
 from penstock.fleet import _schedulers as schedulers
 from penstock.fleet._engine import Engine
 from penstock.fleet._life import JobRun
-from penstock.fleet._schedulers import Candidate, choose, scheduler_of
+from penstock.fleet._schedulers import JobCandidate, choose, scheduler_of
 
 STEPS = {"long": 9, "short": 2, "middle": 5}
 UNIT_S = {"long": 1.0, "short": 0.5, "middle": 2.0}
@@ -129,7 +129,7 @@ def test_jobs_that_wait_have_turns_by_turns():
 
 
 def test_choosing_is_the_smallest_number_then_ones_own_then_the_longest_wait():
-    a, b, c = Candidate(1.0, 5.0, 0), Candidate(1.0, 4.0, 1), Candidate(2.0, 0.0, 2)
+    a, b, c = JobCandidate(1.0, 5.0, 0), JobCandidate(1.0, 4.0, 1), JobCandidate(2.0, 0.0, 2)
     assert choose([a, b, c], None) == b
     assert choose([a, b], c) == b
     assert choose([b, c], a) == a

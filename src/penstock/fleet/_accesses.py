@@ -17,7 +17,7 @@ from penstock.errors import CaptureError
 from penstock.storages import id_of, storage_id
 
 
-class Watch(TorchDispatchMode):
+class HollowWatch(TorchDispatchMode):
     """A dispatch mode that asks for the hollow tensors which an operator uses.
 
     ``names`` maps hollow storages, by identity, to the names of their tensors in ``tensors``. ``bring(names)`` is

@@ -30,7 +30,7 @@ Place = tuple[Item, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class CrossValue:
     """A tensor that passes between shards: where its bytes are, and how to read them."""
 
     item: Item
@@ -42,7 +42,7 @@ class Value:
 
 
 @dataclass(slots=True, eq=False)
-class Graph:
+class ShardGraph:
     """The autograd graph that forward of a shard leaves behind for its backward."""
 
     entered: dict[str, tuple[GradientEdge, list[torch.Tensor]]] = field(default_factory=dict)
@@ -182,13 +182,13 @@ def forward(
     needing: Sequence[bool],
     device: torch.device,
     buffers: frozenset[str] = frozenset(),
-) -> tuple[Graph, Sequence[torch.Tensor]]:
+) -> tuple[ShardGraph, Sequence[torch.Tensor]]:
     """Run a shard on ``device`` with a graph of its own.
 
     ``travelling`` names those of its tensors that another shard owns. It may write to ``buffers``. Raises
     ``CaptureError`` if it writes to any other tensor that it is given.
     """
-    graph = Graph()
+    graph = ShardGraph()
 
     def entered(name: str, tensor: torch.Tensor) -> torch.Tensor:
         slot: list[torch.Tensor] = []
@@ -212,7 +212,7 @@ def forward(
     return graph, outputs
 
 
-def backward(graph: Graph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+def backward(graph: ShardGraph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Run a shard's backward from ``gradients``, which then hold the gradients of the inputs instead of the outputs.
 
     ``parameters`` are the shard's own parameters that other shards use as well. Their gradients so far are taken out of

@@ -24,7 +24,7 @@ from penstock.fleet._feed import Position
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._packed import Packed
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
@@ -180,7 +180,7 @@ def _step_of(line: str) -> float:
         return math.inf  # a line that a killed process did not finish
 
 
-def state_of(training: Training, *, wants_validation: bool) -> Json:
+def state_of(training: JobTraining, *, wants_validation: bool) -> Json:
     """Return the part of a job's state that is not stored as tensors.
 
     ``wants_validation`` says that a validation is due before the next batch.
@@ -228,7 +228,7 @@ def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
     return tensor
 
 
-def _load_state(training: Training, state: Json) -> None:
+def _load_state(training: JobTraining, state: Json) -> None:
     master = training.optimizer.master
     training.losses = [float(loss) for loss in state["losses"]]
     training.validations = [dict(one) for one in state["validations"]]

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from penstock.fleet._autograd import Graph, Saved, backward, dropping, forward
+from penstock.fleet._autograd import Saved, ShardGraph, backward, dropping, forward
 from penstock.fleet._buffers import Buffers
 from penstock.fleet._halves import CastWatch
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import Item
-from penstock.fleet._order import Order
+from penstock.fleet._order import TaskOrder
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._random import Draws
 from penstock.fleet._units import MiniBatch
@@ -29,7 +29,7 @@ class CutBatch:
     """
 
     def __init__(self, work: Work, leaves: Sequence[torch.Tensor], saves: Sequence[bool], draws: Sequence[Draws] = ()):
-        self.work, self.order = work, Order(work)
+        self.work, self.order = work, TaskOrder(work)
         self.values = Values(work, self.order, leaves)
         self.results: list[torch.Tensor] = []
         """The results of the last shard, without gradients."""
@@ -84,7 +84,7 @@ class CutBatch:
         stack.enter_context(training.randomness.drawing(device, self._draws[at]))
         return stack
 
-    def _run_forward(self, at: int) -> tuple[Graph, Sequence[torch.Tensor]]:
+    def _run_forward(self, at: int) -> tuple[ShardGraph, Sequence[torch.Tensor]]:
         inputs, needing = self.values.inputs(at)
         with self._context(at):
             return forward(
@@ -154,7 +154,7 @@ class CutBatch:
         for one in work.owned(at):
             work.collect(one)
 
-    def _forward_again(self, at: int, gradients: dict[str, torch.Tensor], *, is_last: bool) -> Graph:
+    def _forward_again(self, at: int, gradients: dict[str, torch.Tensor], *, is_last: bool) -> ShardGraph:
         """Run forward to get the graph for backward.
 
         For the last shard this is its first forward; it adds the loss's gradient.

@@ -12,14 +12,14 @@ from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure
 from penstock.fleet._job import AUTOCAST_DTYPES, Job
 from penstock.fleet._problem import Task
-from penstock.fleet._program import Captured, Program, first_line
+from penstock.fleet._program import CapturedStep, ShardProgram, first_line
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
 from penstock.fleet._tree import Tree, unchanged
 from penstock.fleet._weights import Weights
 from penstock.tiers import gate
 
-Cuttable = Captured | Staged | Tree
+Cuttable = CapturedStep | Staged | Tree
 """A step that can be cut into shards."""
 
 
@@ -33,7 +33,7 @@ class Cuts:
         """Units of the last mini-batch of each kind, if the model is run whole."""
         self._job, self._model, self._weights, self._randomness = job, model, weights, randomness
         self._modes = [(module, module.training) for module in model.modules()]
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._programs: dict[tuple[Any, ...], ShardProgram] = {}
         self._ends: tuple[int, ...] = ()
         """Where the model is cut: the last atom of each shard."""
         self._owners: dict[str, int] = {}
@@ -69,13 +69,13 @@ class Cuts:
         finally:
             self._set_modes()
 
-    def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
+    def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> ShardProgram:
         """Cut the model after these atoms. The cut holds until the model is cut again."""
         self._ends, self._owners = ends, _owners(captured, ends)
         program = self._programs[structure.signature, True] = captured.cut(ends)
         return program
 
-    def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> Program:
+    def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> ShardProgram:
         """Cut another graph of the model at the same places.
 
         Raises ``CaptureError`` if its shards would use other tensors.
@@ -83,7 +83,7 @@ class Cuts:
         program = self._programs[structure.signature, training] = captured.cut(self._ends_for(captured))
         return program
 
-    def known(self, structure: Structure, *, training: bool = True) -> Program | None:
+    def known(self, structure: Structure, *, training: bool = True) -> ShardProgram | None:
         """Return the shards for batches of this structure; ``None`` if none came before."""
         return self._programs.get((structure.signature, training))
 
@@ -93,12 +93,12 @@ class Cuts:
 
     def _trace(
         self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure, *, trains: bool
-    ) -> Captured | Tree:
+    ) -> CapturedStep | Tree:
         """Return a graph, or the model run whole if its code depends on the values of tensors."""
         model, names = self._model, self._weights.names
         try:
             with unchanged(model, numbers=False), self._weights.in_main_memory():  # a trace computes no values
-                return Captured(model, function, leaves, structure, names, len(self._programs), trains=trains)
+                return CapturedStep(model, function, leaves, structure, names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
                 raise

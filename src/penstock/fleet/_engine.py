@@ -17,8 +17,8 @@ from penstock.fleet._memory import Item
 from penstock.fleet._pilot import ShardMeasure, measure
 from penstock.fleet._prepare import Preparation
 from penstock.fleet._problem import UnitKind
-from penstock.fleet._schedulers import Candidate, Progress, choose
-from penstock.fleet._training import Training
+from penstock.fleet._schedulers import JobCandidate, Progress, choose
+from penstock.fleet._training import JobTraining
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._upkeep import Upkeep
 from penstock.fleet._ways import Ways
@@ -27,7 +27,7 @@ from penstock.fleet._work import Behaviour, Work
 from penstock.fleet._worker import Turn, Worker
 
 
-class Batch(NamedTuple):
+class JobBatch(NamedTuple):
     """One batch of a job's data."""
 
     leaves: list[torch.Tensor]
@@ -202,9 +202,9 @@ class Engine:
             run.is_taken, run.since_s = True, now_s
         return JobTurn(self, run)
 
-    def _candidate(self, run: JobRun, progress: Progress) -> Candidate:
+    def _candidate(self, run: JobRun, progress: Progress) -> JobCandidate:
         is_urgent = run.wanted is JobState.STOPPED or not run.is_prepared  # what the job needs must be known first
-        return Candidate((0, 0) if is_urgent else (1, self._scheduler(progress)), run.since_s, run.place)
+        return JobCandidate((0, 0) if is_urgent else (1, self._scheduler(progress)), run.since_s, run.place)
 
     def _fleet_s(self) -> float:
         """Return the seconds until the fleet can end at the earliest, as far as its jobs are known; for `Progress`."""
@@ -307,7 +307,7 @@ class JobTurn:
             batch = training.feed.next_batch()
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
-        self._train(worker, self._batches_of_turn(Batch(*batch, training.position.batch)))
+        self._train(worker, self._batches_of_turn(JobBatch(*batch, training.position.batch)))
         if training.position.micro == 0:
             engine.upkeep.stepped(run)  # before the checkpoint, so that a process that ends in between loses no line
             if engine.is_stopping or engine.upkeep.wants_save(run):
@@ -327,7 +327,7 @@ class JobTurn:
         engine.upkeep.save(run, worker)
         engine.end(run, worker, JobState.DONE)
 
-    def _batches_of_turn(self, first: Batch) -> list[Batch]:
+    def _batches_of_turn(self, first: JobBatch) -> list[JobBatch]:
         """Return ``first``, or all batches of its step.
 
         A pass over the data that ends in the middle of a step also ends the turn.
@@ -340,10 +340,10 @@ class JobTurn:
             if batch is None:
                 run.wants_validation = training.validation is not None and training.job.evaluate_every is None
                 break
-            found.append(Batch(*batch, training.position.batch))
+            found.append(JobBatch(*batch, training.position.batch))
         return found
 
-    def _train(self, worker: Worker, batches: list[Batch]) -> None:
+    def _train(self, worker: Worker, batches: list[JobBatch]) -> None:
         """Train shard by shard if these are all batches of a step and of one shape, otherwise batch by batch."""
         training = self.run_of.training
         signatures = {one.structure.signature for one in batches}
@@ -358,7 +358,7 @@ class JobTurn:
             for batch in batches:
                 self._train_on(worker, [batch])
 
-    def _goes_vertically(self, worker: Worker, batch: Batch) -> bool:
+    def _goes_vertically(self, worker: Worker, batch: JobBatch) -> bool:
         """Whether batches of this shape train shard by shard."""
         run, signature = self.run_of, batch.structure.signature
         if signature not in run.vertical_of:
@@ -367,7 +367,7 @@ class JobTurn:
             run.vertical_of[signature] = preparation.goes_vertically(program, run.measures_of[signature])
         return run.vertical_of[signature]
 
-    def _train_on(self, worker: Worker, batches: list[Batch]) -> None:
+    def _train_on(self, worker: Worker, batches: list[JobBatch]) -> None:
         run, training = self.run_of, self.run_of.training
         training.weights.make_hollow_on(worker.device)
         leaves, structure, _ = batches[0]
@@ -471,7 +471,7 @@ class JobTurn:
         run.num_times_smaller, run.ways = run.num_times_smaller + 1, Ways()  # what it learned was about other shards
         run.wants_validation, run.last_validation, run.saved_step = False, -1, -1
         with engine.condition:
-            run.training, run.is_prepared, run.home = Training(run.job), False, None
+            run.training, run.is_prepared, run.home = JobTraining(run.job), False, None
 
 
 class _Measured:

@@ -23,7 +23,7 @@ Kind = Literal["trained", "frozen", "buffer"]
 
 
 @dataclass(slots=True, eq=False)
-class Twin:
+class GroupTwin:
     """Copies of a group's tensors, some in half precision, that travel in place of the tensors."""
 
     item: Item
@@ -46,7 +46,7 @@ class Group:
     """Size of that storage."""
     item: Item | None = field(default=None, repr=False)
     """Where the bytes are; ``None`` until they were put anywhere."""
-    twin: Twin | None = field(default=None, repr=False)
+    twin: GroupTwin | None = field(default=None, repr=False)
     """Copies that travel in training, in place of ``item``."""
 
     @property

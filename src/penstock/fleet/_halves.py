@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.fleet._groups import Group, Twin, packed_layouts, span_bytes
+from penstock.fleet._groups import Group, GroupTwin, packed_layouts, span_bytes
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.storages import storage_id
 
@@ -63,7 +63,7 @@ def make_twin(memory: DeviceMemory, job: str, one: Group, casts: Collection[str]
     layouts, size_bytes = packed_layouts(shapes)
     handle = memory.waterfall.reserve(size_bytes, f"{job}: weights of shard {one.owner} in half precision")
     if handle is not None:
-        one.twin = Twin(Item.below(handle), layouts)
+        one.twin = GroupTwin(Item.below(handle), layouts)
 
 
 def drop_twin(memory: DeviceMemory, one: Group) -> None:

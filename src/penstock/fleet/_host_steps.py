@@ -14,7 +14,7 @@ from penstock.fleet._halves import make_twin
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._stepper import FIELD_OF
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.host_stepping import (
     FEWEST_TRIED,
     HostLane,
@@ -44,7 +44,7 @@ class HostSteps:
         self._queued: list[GroupStep] = []
         """Steps that the thread has, or has had."""
 
-    def can_step(self, training: Training, one: Group) -> bool:
+    def can_step(self, training: JobTraining, one: Group) -> bool:
         """Whether the host could step a group: its optimizer and what that keeps are such that a CPU can use them."""
         master = training.optimizer.master
         if master._optimizer_step_pre_hooks or master._optimizer_step_post_hooks:
@@ -52,7 +52,7 @@ class HostSteps:
         numbers = (training.numbers.get(name, {}) for name in one.layouts)
         return may_step(master) and all(is_number(value) for state in numbers for value in state.values())
 
-    def takes(self, training: Training, one: Group) -> bool:
+    def takes(self, training: JobTraining, one: Group) -> bool:
         """Whether the host will step a group that it can step, as far as is known before it begins.
 
         The group was stepped before, so that its states exist, and not everything is on the device at this moment.
@@ -68,7 +68,7 @@ class HostSteps:
             return False  # nothing of it has to cross the link
         return all(map(_may_be_in_memory, items))
 
-    def begin(self, training: Training, one: Group, factor: torch.Tensor | None) -> bool:
+    def begin(self, training: JobTraining, one: Group, factor: torch.Tensor | None) -> bool:
         """Let a group's tensors, gradients and states leave the device, and step it when they have left.
 
         Returns whether it will be stepped here, for which all of them have to be in host memory. ``factor`` scales the
@@ -91,7 +91,7 @@ class HostSteps:
         self.poll()
         return True
 
-    def _make_twin(self, training: Training, one: Group) -> None:
+    def _make_twin(self, training: JobTraining, one: Group) -> None:
         dtype = AUTOCAST_DTYPES.get(training.job.precision)
         if dtype is None or len(one.shards) != 1:
             return
@@ -130,7 +130,7 @@ class HostSteps:
         step.close()
         self.memory.discard(step.gradients.item)
 
-    def decide(self, training: Training) -> None:
+    def decide(self, training: JobTraining) -> None:
         """Choose the faster processor for a job with ``update="auto"``, once both have been measured."""
         out, back = self.memory.waterfall.rates_bytes_per_s()
         tried = _tried_state(training)
@@ -159,7 +159,7 @@ class HostSteps:
 class GroupStep(HostStep):
     """The step of one group in host memory."""
 
-    def __init__(self, host: HostSteps, training: Training, group: Group, factor: torch.Tensor | None):
+    def __init__(self, host: HostSteps, training: JobTraining, group: Group, factor: torch.Tensor | None):
         super().__init__()
         self._host, self._training, self._group, self._factor = host, training, group, factor
         self.gradients, self._states, self._twin = training.gradients[group], training.states.get(group), group.twin
@@ -249,7 +249,7 @@ class GroupStep(HostStep):
                 _view(self._twin.item, 0, layout).copy_(weights[name])
 
 
-def _items(training: Training, one: Group) -> list[Item]:
+def _items(training: JobTraining, one: Group) -> list[Item]:
     """Return the items of a group: its tensors, gradients, states and twin, as far as they exist."""
     found = [training.gradients.get(one), training.states.get(one), one.twin]
     return [item for item in (one.item, *(part.item for part in found if part is not None)) if item is not None]
@@ -261,7 +261,7 @@ def _may_be_in_memory(item: Item) -> bool:
     return all(one.is_in_memory for one in handles) and (bool(handles) or item.storages is not None)
 
 
-def _tried_state(training: Training) -> tuple[torch.Tensor, State] | None:
+def _tried_state(training: JobTraining) -> tuple[torch.Tensor, State] | None:
     """Return a parameter of moderate size that has a state, and that state with tensors without bytes."""
     found: dict[str, State] = {name: dict(training.numbers.get(name, {})) for name in training.stepped}
     for packed in training.states.values():

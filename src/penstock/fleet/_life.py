@@ -9,7 +9,7 @@ from penstock.fleet._job import Job
 from penstock.fleet._pilot import ShardMeasure
 from penstock.fleet._problem import JobCost
 from penstock.fleet._schedulers import Progress
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.fleet._ways import Ways
 from penstock.fleet._worker import Worker
 
@@ -47,7 +47,7 @@ class JobRun:
 
     job: Job
     place: int
-    training: Training
+    training: JobTraining
     state: JobState = JobState.PENDING
     wanted: JobState | None = None
     """A user's pending request: to pause, to stop, or to run again."""

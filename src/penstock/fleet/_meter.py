@@ -16,7 +16,7 @@ from penstock.fleet._memory import DeviceMemory
 from penstock.probe import record_memory
 
 
-class Meter:
+class UnitMeter:
     """Peaks per unit: ``with meter.recording(): ... meter.go_on(index) ... meter.pause()``, then read ``peaks``."""
 
     def __init__(self, memory: DeviceMemory):

@@ -2,11 +2,11 @@
 
 from penstock.fleet._autograd import TIED
 from penstock.fleet._problem import Task, UnitKind
-from penstock.fleet._program import Program
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._work import Work
 
 
-class Order:
+class TaskOrder:
     """The tasks of one mini-batch of a model that was cut.
 
     They are forward of every shard but the last, forward and backward of the last together, and backward of the others.
@@ -54,7 +54,7 @@ def _tasks(work: Work) -> list[Task]:
     return tasks
 
 
-def _producers(program: Program) -> dict[str, int]:
+def _producers(program: ShardProgram) -> dict[str, int]:
     """Return, per value, the first shard that hands it on."""
     found: dict[str, int] = {}
     for at, shard in enumerate(program.shards):

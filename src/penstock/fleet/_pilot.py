@@ -21,13 +21,13 @@ from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
 from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import ShardCost, UnitKind
-from penstock.fleet._program import BATCH, Program
+from penstock.fleet._program import BATCH, ShardProgram
 from penstock.fleet._random import Draws
 from penstock.fleet._stepper import is_worth_moving
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.fleet._tree import unchanged
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._whole import WholeBatch
@@ -123,9 +123,9 @@ def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: 
 
 
 def measure(
-    training: Training,
+    training: JobTraining,
     memory: DeviceMemory,
-    program: Program,
+    program: ShardProgram,
     leaves: Sequence[torch.Tensor],
     structure: Structure,
     known: dict[tuple[Any, ...], ShardMeasure],
@@ -145,7 +145,7 @@ def measure(
     return measures
 
 
-def _learn_casts(training: Training, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
+def _learn_casts(training: JobTraining, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
     for name, is_cast in zip(names, casts, strict=False):
         training.casts[name] = is_cast and training.casts.get(name, True)
         group = training.group_of[name]
@@ -162,7 +162,7 @@ def _with_most_bytes(one: ShardMeasure, other: ShardMeasure) -> ShardMeasure:
     return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in names})
 
 
-def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
+def _circumstances(training: JobTraining, memory: DeviceMemory) -> tuple[Any, ...]:
     master = training.optimizer.master
     shaping = {
         key: value for key, value in master.defaults.items() if key not in ("lr", "weight_decay", "betas", "eps")
@@ -176,7 +176,7 @@ def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
     )
 
 
-def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...]:
+def _neighbours(training: JobTraining, program: ShardProgram, at: int) -> tuple[Any, ...]:
     """Return a key of what a shard works on in addition to its own tensors.
 
     It is equal for shards that take the same bytes.
@@ -195,9 +195,9 @@ def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...
 class _Pilot:
     def __init__(
         self,
-        training: Training,
+        training: JobTraining,
         memory: DeviceMemory,
-        program: Program,
+        program: ShardProgram,
         leaves: Sequence[torch.Tensor],
         structure: Structure,
     ):
@@ -265,7 +265,7 @@ class _Pilot:
     def _run_whole(self) -> None:
         """Run a model that is not cut once. Its backward uses what forward saved."""
         mini = WholeBatch(self._work, self._leaves)
-        mini.meter, units = Meter(self._memory), _Units(self, mini)
+        mini.meter, units = UnitMeter(self._memory), _PilotUnits(self, mini)
         try:
             with (
                 _out_of_memory_said(self._memory.device),
@@ -423,7 +423,7 @@ def _as_others(one: ShardMeasure, most: ShardMeasure) -> ShardMeasure:
     )
 
 
-class _Units:
+class _PilotUnits:
     """The units of a pilot that runs a model whole."""
 
     def __init__(self, pilot: _Pilot, mini: WholeBatch):

@@ -16,7 +16,7 @@ from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._memory import Item
 from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_bytes, merged, partition
 from penstock.fleet._pilot import ShardMeasure, measure, required_bytes
-from penstock.fleet._program import Program
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._vertical import is_cheaper, is_possible, parked_bytes
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
@@ -122,7 +122,7 @@ class Preparation:
         run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
         run.seconds_per_step += sum(one.step_s for one in run.measures)
 
-    def goes_vertically(self, program: Program, measures: Sequence[ShardMeasure]) -> bool:
+    def goes_vertically(self, program: ShardProgram, measures: Sequence[ShardMeasure]) -> bool:
         """Whether a step goes shard by shard.
 
         It must be possible, move fewer bytes, and leave room in the lower tiers for what exists at once.
@@ -162,7 +162,7 @@ class Preparation:
         ways = [True] if waits or training.update == "host" else [False, True] if training.update == "auto" else [False]
         return max(required_bytes(one, saves=saves, accumulates=accumulates, waits=one_waits) for one_waits in ways)
 
-    def _check(self, measures: Sequence[ShardMeasure], program: Program) -> None:
+    def _check(self, measures: Sequence[ShardMeasure], program: ShardProgram) -> None:
         """Raise ``BudgetError`` if a unit takes more than the budget, without the next shard.
 
         With the budget that the error names, every unit of every step fits, as long as batches are like the first.

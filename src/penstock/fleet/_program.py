@@ -1,6 +1,6 @@
 """A step of a model as shards: functions of tensors and values, cut from a graph that ``torch.export`` traced.
 
-`Captured` is one graph, for one shape of batch, in training or evaluation. `cut` turns it into a `Program`. Values that
+`CapturedStep` is one graph, for one shape of batch, in training or evaluation. `cut` turns it into a `ShardProgram`. Values that
 cross a cut have names. A cut is legal if every value that crosses it is a tensor that nothing changes in place later.
 Values may skip shards. The operators are those that the model calls (ATen, before decomposition), and autograd runs
 them as usual. Results and gradients are therefore bit-identical to the model's own.
@@ -28,7 +28,7 @@ BATCH = "batch."
 """Prefix of the names of values that come from the batch."""
 
 
-class Run(Protocol):
+class ShardFunction(Protocol):
     """A function that computes a shard."""
 
     def __call__(
@@ -44,7 +44,7 @@ class Run(Protocol):
 class Shard:
     """Consecutive layers that are on a device together."""
 
-    run: Run
+    run: ShardFunction
     """Its computation."""
     tensors: tuple[str, ...]
     """Names of parameters, buffers and constants that it reads or writes."""
@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Whole:
+class WholeStep:
     """A step that runs from its first line to its last, in the model's own code."""
 
     function: Callable[[Any, Any], Any]
@@ -74,7 +74,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ShardProgram:
     """A step as shards in order."""
 
     shards: tuple[Shard, ...]
@@ -87,7 +87,7 @@ class Program:
     Equal for shards that compute the same with tensors of the same shapes and strides, of which the same need
     gradients.
     """
-    whole: Whole | None = None
+    whole: WholeStep | None = None
     """The step that runs instead of the shards' own functions if the model could not be traced."""
 
 
@@ -107,7 +107,7 @@ class Atom:
     """The module of its last operator, for messages."""
 
 
-class Captured:
+class CapturedStep:
     """One graph of ``function(model, batch)``, for batches with the same signature as the given one.
 
     ``names`` maps the ``id`` of parameters and buffers to their names. Constants of the graph are added to
@@ -164,7 +164,7 @@ class Captured:
         self._needing = _needing(self._graph, {node for node, name in self._tensor_of.items() if name in trained})
         self.atoms = self._find_atoms()
 
-    def cut(self, ends: Sequence[int]) -> Program:
+    def cut(self, ends: Sequence[int]) -> ShardProgram:
         """Return shards that end after the atoms with these indexes. The last atom ends the last shard."""
         bounds = [-1, *(self.atoms[end].end for end in ends)]
         shards, fingerprints = [], []
@@ -172,7 +172,7 @@ class Captured:
             shard, fingerprint = self._shard(first + 1, last)
             shards.append(shard)
             fingerprints.append(fingerprint)
-        return Program(shards=tuple(shards), rebuild_result=self.result.rebuild, fingerprints=tuple(fingerprints))
+        return ShardProgram(shards=tuple(shards), rebuild_result=self.result.rebuild, fingerprints=tuple(fingerprints))
 
     def _name_placeholders(self, exported: Any, step: "_Step", names: dict[int, str]) -> None:
         specs = exported.graph_signature.input_specs

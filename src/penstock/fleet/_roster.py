@@ -11,7 +11,7 @@ from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._records import Records
 from penstock.fleet._results import JobResult, stored_result
 from penstock.fleet._state import Command, FleetState, JobRow
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 
 _WAITS_S = 1.0
 """Time between two turns after which a job is shown as waiting."""
@@ -55,7 +55,7 @@ class Roster:
                 state = JobState(known.state)
                 self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
                 return
-            run = JobRun(job=job, place=place, training=Training(job))
+            run = JobRun(job=job, place=place, training=JobTraining(job))
             if known is not None and known.state == JobState.PAUSED.value:
                 run.state = JobState.PAUSED
             self._engine.add(run)

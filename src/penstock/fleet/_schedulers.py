@@ -70,7 +70,7 @@ Of equals, the current job is taken, then the one that has waited longest. The f
 """
 
 
-class Candidate(NamedTuple):
+class JobCandidate(NamedTuple):
     """A job that may be taken. Candidates sort in the order in which they are taken."""
 
     priority: Any
@@ -81,7 +81,7 @@ class Candidate(NamedTuple):
     """Its index in the problem."""
 
 
-def choose(candidates: Iterable[Candidate], own: Candidate | None) -> Candidate | None:
+def choose(candidates: Iterable[JobCandidate], own: JobCandidate | None) -> JobCandidate | None:
     """Return the job that the device takes: the first of ``candidates``, or ``own`` if none of them precedes it."""
     first = min(candidates, default=None)
     if own is not None and (first is None or own.priority <= first.priority):

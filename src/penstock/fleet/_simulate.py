@@ -17,7 +17,7 @@ from typing import Any
 from penstock.arguments import checked
 from penstock.fleet._problem import FleetProblem, JobCost, Unit
 from penstock.fleet._schedule import DeviceUse, Schedule, ScheduledUnit
-from penstock.fleet._schedulers import Candidate, Progress, Scheduler, SchedulerName, choose, orders_of, scheduler_of
+from penstock.fleet._schedulers import JobCandidate, Progress, Scheduler, SchedulerName, choose, orders_of, scheduler_of
 
 
 @checked("penstock.fleet.simulate(problem)")
@@ -34,11 +34,11 @@ def simulate(
     ``double_buffer=False`` copies in only when a device is free; ``sharp=False`` lets a device finish a job before it
     takes another; ``records=False`` leaves the units out of the result.
     """
-    return _Clock(problem, scheduler_of(scheduler), double_buffer, sharp, records).run()
+    return _FleetClock(problem, scheduler_of(scheduler), double_buffer, sharp, records).run()
 
 
 @dataclass(slots=True)
-class _Job:
+class _SimulatedJob:
     index: int
     cost: JobCost
     at: int = 0
@@ -84,7 +84,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Reservation:
-    job: _Job
+    job: _SimulatedJob
     unit: Unit
     made_s: float
     load_s: float
@@ -92,11 +92,11 @@ class _Reservation:
 
 
 @dataclass(slots=True)
-class _Device:
+class _SimulatedDevice:
     index: int
     current: _Reservation | None = None
     next: _Reservation | None = None
-    following: _Job | None = None
+    following: _SimulatedJob | None = None
     """The next job, chosen before its first unit is copied in."""
     free_s: float = 0.0
     """Time at which it last became free."""
@@ -106,7 +106,7 @@ class _Device:
     stall_s: float = 0.0
     in_bytes: int = 0
     out_bytes: int = 0
-    last: "_Job | None" = None
+    last: "_SimulatedJob | None" = None
     """The job of the last unit that ended here."""
 
 
@@ -117,22 +117,22 @@ class _Line:
         self._scheduler = scheduler
         self._orders = orders_of(scheduler)
         self._heaps: list[list[tuple[float, float, int]]] = [[] for _ in self._orders or ()]
-        self.jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, _SimulatedJob] = {}
 
-    def add(self, job: _Job) -> None:
+    def add(self, job: _SimulatedJob) -> None:
         self.jobs[job.index] = job
         progress = job.progress(math.inf, None)
         for order, heap in zip(self._orders or (), self._heaps, strict=True):
             heapq.heappush(heap, (order(progress), job.since_s, job.index))
 
-    def take(self, may_take: Callable[[_Job], bool], own: Candidate | None, fleet_s: float) -> int | None:
+    def take(self, may_take: Callable[[_SimulatedJob], bool], own: JobCandidate | None, fleet_s: float) -> int | None:
         """Remove the chosen job from the waiting ones and return its index."""
         if self._orders is None:
-            some: Iterator[_Job] = iter(self.jobs.values())
+            some: Iterator[_SimulatedJob] = iter(self.jobs.values())
         else:
             some = (job for heap in self._heaps for job in self._first(heap, may_take))
         candidates = [
-            Candidate(self._scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
+            JobCandidate(self._scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
             for job in some
             if may_take(job)
         ]
@@ -142,7 +142,9 @@ class _Line:
         self.jobs.pop(chosen.job, None)
         return chosen.job
 
-    def _first(self, heap: list[tuple[float, float, int]], may_take: Callable[[_Job], bool]) -> Iterator[_Job]:
+    def _first(
+        self, heap: list[tuple[float, float, int]], may_take: Callable[[_SimulatedJob], bool]
+    ) -> Iterator[_SimulatedJob]:
         passed = []
         while heap:
             _, since_s, index = heap[0]
@@ -159,7 +161,7 @@ class _Line:
 
 
 @dataclass
-class _Clock:
+class _FleetClock:
     problem: FleetProblem
     scheduler: Callable[[Progress], Any]
     double_buffer: bool
@@ -172,8 +174,8 @@ class _Clock:
     units: list[ScheduledUnit] = field(default_factory=list)
 
     def run(self) -> Schedule:
-        self.jobs = [_Job(index, job) for index, job in enumerate(self.problem.jobs)]
-        self.devices = [_Device(index) for index in range(len(self.problem.devices))]
+        self.jobs = [_SimulatedJob(index, job) for index, job in enumerate(self.problem.jobs)]
+        self.devices = [_SimulatedDevice(index) for index in range(len(self.problem.devices))]
         self.line = _Line(self.scheduler)
         self.idle = set(range(len(self.devices)))
         self.speed = sum(device.speed for device in self.problem.devices)
@@ -199,7 +201,7 @@ class _Clock:
         self.num_events += 1
         heapq.heappush(self.events, (time_s, self.num_events, what, index))
 
-    def _wait(self, job: _Job) -> None:
+    def _wait(self, job: _SimulatedJob) -> None:
         """Let the job wait until a device takes it."""
         job.since_s = self.now_s
         self.line.add(job)
@@ -218,16 +220,16 @@ class _Clock:
     def _fleet_s(self) -> float:
         return self.work_s / self.speed if len(self.devices) > 1 else math.inf
 
-    def _take(self, device: _Device, own: _Job | None) -> _Job | None:
+    def _take(self, device: _SimulatedDevice, own: _SimulatedJob | None) -> _SimulatedJob | None:
         """Return the job that comes next on the device: ``own``, its current job, or a waiting one that fits."""
         candidate = None
         if own is not None:
             progress = own.progress(self._fleet_s, self.now_s - own.since_s)
-            candidate = Candidate(self.scheduler(progress), own.since_s, own.index)
+            candidate = JobCandidate(self.scheduler(progress), own.since_s, own.index)
         if own is not None and not self.sharp:
             return own
 
-        def may_take(job: _Job) -> bool:
+        def may_take(job: _SimulatedJob) -> bool:
             is_here = job.home in (None, device.index) or job.saved_s <= self.now_s
             return is_here and self.problem.may_run(job.index, device.index)
 
@@ -239,7 +241,7 @@ class _Clock:
             job.home, job.since_s = device.index, self.now_s
         return job
 
-    def _reserve(self, device: _Device, job: _Job) -> _Reservation:
+    def _reserve(self, device: _SimulatedDevice, job: _SimulatedJob) -> _Reservation:
         """Reserve the copy in on the device's lane."""
         unit = job.cost.unit(job.at)
         cost = self.problem.devices[device.index]
@@ -261,11 +263,11 @@ class _Clock:
         device.in_bytes += size
         return _Reservation(job=job, unit=unit, made_s=self.now_s, load_s=load_s, ready_s=ready_s)
 
-    def _end_of(self, device: _Device) -> float:
+    def _end_of(self, device: _SimulatedDevice) -> float:
         assert device.current is not None
         return device.free_s + device.current.unit.compute_s / self.problem.devices[device.index].speed
 
-    def _start(self, device: _Device) -> None:
+    def _start(self, device: _SimulatedDevice) -> None:
         reservation = device.next
         assert reservation is not None and device.current is None
         device.stall_s += self.now_s - max(device.free_s, reservation.made_s)
@@ -299,7 +301,7 @@ class _Clock:
             device.next = self._reserve(device, device.following)
         self._at(self.now_s + compute_s, "ends", device.index)
 
-    def _end(self, device: _Device) -> None:
+    def _end(self, device: _SimulatedDevice) -> None:
         assert device.current is not None
         job, unit = device.current.job, device.current.unit
         device.current, device.last, device.free_s = None, job, self.now_s

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._program import BATCH, Atom, Program, Shard, span
+from penstock.fleet._program import BATCH, Atom, Shard, ShardProgram, span
 from penstock.storages import storage_id
 
 Stage = Callable[..., Any]
@@ -45,13 +45,13 @@ class Staged:
         self._num_results = 1
         self.atoms = self._find_atoms(leaves)
 
-    def cut(self, ends: Sequence[int]) -> Program:
+    def cut(self, ends: Sequence[int]) -> ShardProgram:
         """Return shards that end after the atoms with these indexes."""
         last = [self.atoms[end].end for end in ends]
         bounds = list(zip([0, *(end + 1 for end in last)], last, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
         prints = tuple(f"{self._number} {bound}" for bound in bounds)  # two modules cannot be compared
-        return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
+        return ShardProgram(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
 
     def _rebuild(self, given: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
         return self.result.rebuild(given)

@@ -9,7 +9,7 @@ from penstock.fleet._groups import Group
 from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._packed import Packed
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 
 FIELD_OF = "//"
 """Separator between the name of a parameter and the field of its state."""
@@ -18,7 +18,7 @@ FIELD_OF = "//"
 class Stepper:
     """The optimizer's steps on a job's groups, on one device."""
 
-    def __init__(self, training: Training, memory: DeviceMemory):
+    def __init__(self, training: JobTraining, memory: DeviceMemory):
         self._training, self._memory = training, memory
 
     def measure(self, gradients: dict[str, torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from penstock.fleet._job import Job, Update
 from penstock.fleet._memory import Item
 from penstock.fleet._optimizer import ShardedOptimizer
 from penstock.fleet._packed import Packed
-from penstock.fleet._program import Program
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._random import Randomness
 from penstock.fleet._weights import Weights
 from penstock.stepping import State
@@ -43,7 +43,7 @@ class Scale:
                 self.value, self.num_good = self.value * 2.0, 0
 
 
-class Training:
+class JobTraining:
     """The state of one job.
 
     The thread that runs it first calls ``build``; only then do the results of the factories exist.
@@ -131,15 +131,15 @@ class Training:
         self.position.micro = 0
         return items
 
-    def over(self) -> "Training":
+    def over(self) -> "JobTraining":
         """Return what is kept of a job that is over: nothing of its model, data or graphs."""
-        other = Training(self.job)
+        other = JobTraining(self.job)
         other.position, other.losses, other.validations = self.position, self.losses, self.validations
         return other
 
     # Groups
 
-    def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
+    def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> ShardProgram:
         """Cut the model and group its tensors. The cut holds until the model is cut again."""
         program = self.cuts.cut(captured, structure, ends)
         uses: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ class Training:
         self.group_of = {name: one for one in self.groups for name in one.layouts}
         return program
 
-    def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
+    def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> ShardProgram:
         """Return shards for batches like this one, cut at the same places as the first."""
         known = self.cuts.known(structure, training=training)
         if known is not None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from penstock.fleet._autograd import TIED, Graph, Value
+from penstock.fleet._autograd import TIED, CrossValue, ShardGraph
 from penstock.fleet._memory import Item
-from penstock.fleet._order import Order
+from penstock.fleet._order import TaskOrder
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import BATCH
@@ -21,13 +21,13 @@ from penstock.tiers import ViewLayout
 class Values:
     """The values between shards of one mini-batch. ``leaves`` are the tensors of the batch."""
 
-    def __init__(self, work: Work, order: Order, leaves: Sequence[torch.Tensor]):
+    def __init__(self, work: Work, order: TaskOrder, leaves: Sequence[torch.Tensor]):
         self._work, self._order = work, order
         self._leaves = {f"{BATCH}{at}": leaf for at, leaf in enumerate(leaves)}
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, ShardGraph] = {}
         """Per shard, the graph of a forward whose saved tensors backward uses."""
-        self._values: dict[str, Value] = {}
-        self._gradients: dict[str, Value] = {}
+        self._values: dict[str, CrossValue] = {}
+        self._gradients: dict[str, CrossValue] = {}
         self._before: dict[int, Packed] = {}
         """Per shard that will run forward again, the buffers that forward changed, with their earlier values."""
         self._made: dict[Item, None] = {}
@@ -120,7 +120,7 @@ class Values:
             if storage_id(tensor) in held:  # a view of a parameter, whose group moves on its own
                 tensor = tensor.clone()
             item = self._item_of(tensor, items, f"value behind shard {at}")
-            self._values[name] = Value(item, ViewLayout.of(tensor), name in needing)
+            self._values[name] = CrossValue(item, ViewLayout.of(tensor), name in needing)
         return items
 
     def value_bytes(self, at: int) -> int:
@@ -151,7 +151,7 @@ class Values:
         items: dict[int, Item] = {}
         for name, tensor in gradients.items():
             item = self._item_of(tensor, items, f"gradient of {name}")
-            self._gradients[name] = Value(item, ViewLayout.of(tensor), False)
+            self._gradients[name] = CrossValue(item, ViewLayout.of(tensor), False)
 
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients for which earlier shards wait."""
@@ -181,5 +181,5 @@ class Values:
         return known[key]
 
 
-def _bytes_of(values: Iterable[Value]) -> int:
+def _bytes_of(values: Iterable[CrossValue]) -> int:
     return sum(item.size_bytes for item in {value.item for value in values})

@@ -8,11 +8,11 @@ of one mini-batch after the other, because a shard's gradients are added in the 
 from collections.abc import Sequence
 
 from penstock.fleet._pilot import ShardMeasure
-from penstock.fleet._program import Program
-from penstock.fleet._training import Training
+from penstock.fleet._program import ShardProgram
+from penstock.fleet._training import JobTraining
 
 
-def is_possible(training: Training, program: Program, measures: Sequence[ShardMeasure]) -> bool:
+def is_possible(training: JobTraining, program: ShardProgram, measures: Sequence[ShardMeasure]) -> bool:
     """Whether the order of mini-batches makes no difference to any shard.
 
     It does if operators draw random numbers, which must be drawn mini-batch by mini-batch; if a shard writes to buffers

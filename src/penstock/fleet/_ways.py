@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._whole import WholeBatch
 from penstock.fleet._worker import TOLERANCE, Expected
@@ -42,7 +42,7 @@ class Ways:
             self._shapes.add(mini.work.structure.signature)
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
-            mini.meter = Meter(memory)
+            mini.meter = UnitMeter(memory)
         return _Wider(mini, known, self._seen, memory.room_bytes, takes_all=self._num_left > 0)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:

@@ -16,14 +16,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from penstock.errors import CaptureError
-from penstock.fleet._accesses import Watch, writes_to
+from penstock.fleet._accesses import HollowWatch, writes_to
 from penstock.fleet._arrivals import Arrivals
 from penstock.fleet._batch import flatten
 from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import Item
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._units import Between, MiniBatch
 from penstock.fleet._visits import Visit, Visits
@@ -36,7 +36,7 @@ class WholeBatch(MiniBatch):
 
     def __init__(self, work: Work, leaves: Sequence[torch.Tensor]):
         self.work = work
-        self.meter: Meter | None = None
+        self.meter: UnitMeter | None = None
         """A meter of units; set by pilots, by verification and for mini-batches that may show something new."""
         self.used: dict[int, dict[Item, None]] = {}
         """Per index of a task, the items that it worked on."""
@@ -52,7 +52,7 @@ class WholeBatch(MiniBatch):
         """Groups whose tensors have their bytes on the device, with the identity of the storage."""
         self._own_bytes = 0
         """Bytes that the current unit takes in addition to items."""
-        self._watch: Watch
+        self._watch: HollowWatch
         self._way = (work.structure.signature, work.behaviour.trains)
         """The kind of mini-batches that take the same path through the model."""
         shards = range(len(work.program.shards))
@@ -133,7 +133,7 @@ class WholeBatch(MiniBatch):
         """Make the model's tensors hollow on this device, and detect every use of one."""
         training = self.work.training
         hollow = training.weights.hollow_on(self.work.memory.device)
-        self._watch = Watch(hollow, training.weights.tensors, self._bring, self._fill, self._refuse_writes)
+        self._watch = HollowWatch(hollow, training.weights.tensors, self._bring, self._fill, self._refuse_writes)
         with ExitStack() as stack:
             for module in training.model.modules():
                 own = [
@@ -325,7 +325,7 @@ class WholeBatch(MiniBatch):
         self.meter.go_on(self._index)
 
 
-def _announces(watch: Watch, own: list[torch.Tensor]) -> Callable[..., None]:
+def _announces(watch: HollowWatch, own: list[torch.Tensor]) -> Callable[..., None]:
     def announce(*_: object) -> None:
         watch.need(own)
 

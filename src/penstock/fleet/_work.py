@@ -10,9 +10,9 @@ from penstock.fleet._batch import Structure
 from penstock.fleet._groups import Group
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._packed import Packed
-from penstock.fleet._program import Program
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._stepper import Stepper
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +33,9 @@ class Work:
 
     def __init__(
         self,
-        training: Training,
+        training: JobTraining,
         memory: DeviceMemory,
-        program: Program,
+        program: ShardProgram,
         structure: Structure,
         behaviour: Behaviour | None = None,
         micro: int | None = None,

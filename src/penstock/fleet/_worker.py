@@ -20,7 +20,7 @@ from penstock.devices import DeviceTimeline, StreamEvent, Streams, backend_of
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._host_steps import HostSteps
 from penstock.fleet._memory import DeviceMemory, Item
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._whole import WholeBatch
@@ -153,7 +153,7 @@ class Worker:
             if isinstance(mini, WholeBatch):
                 self._run_whole(mini, expected)
             else:
-                mini.run_all(_Units(self, mini, expected))
+                mini.run_all(_WorkerUnits(self, mini, expected))
             self.backend.finish_current()  # so that all its units have ended and are recorded
             self.settle()
         except BaseException:
@@ -163,9 +163,9 @@ class Worker:
 
     def _run_whole(self, mini: WholeBatch, expected: "Expected") -> None:
         if self.verifies:
-            mini.meter = Meter(self.memory)
+            mini.meter = UnitMeter(self.memory)
         with self.measuring if mini.meter is not None else nullcontext(), gate.computing():
-            mini.run_all(_Units(self, mini, expected))
+            mini.run_all(_WorkerUnits(self, mini, expected))
             totals = mini.meter.totals if mini.meter is not None else {}
             self.measured_peak_bytes = max(self.measured_peak_bytes, *totals.values(), 0)
 
@@ -364,7 +364,7 @@ class _DeviceSpan:
         return self._streams.record(self._streams.current())
 
 
-class _Units:
+class _WorkerUnits:
     """The units of a mini-batch as they come, on a worker."""
 
     def __init__(self, worker: Worker, mini: MiniBatch, expected: Expected):
