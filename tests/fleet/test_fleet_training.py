@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from penstock import fleet
 from penstock.errors import BudgetNotKeptWarning, PenstockError
-from penstock.fleet import _engine
+from penstock.fleet import _turn
 from penstock.testing import GPT
 
 
@@ -219,7 +219,7 @@ def test_a_budget_that_a_refusal_names_holds(model, steps):
 
 def test_a_unit_that_exceeds_the_budget_is_said_where_units_are_measured(monkeypatch):
     """As where a kernel takes more in a later step than in the pilot run."""
-    monkeypatch.setattr(_engine._Measured, "transient_bytes", lambda *_: 0)
+    monkeypatch.setattr(_turn._Measured, "transient_bytes", lambda *_: 0)
     one = job(data=lambda: batches(3))
     with pytest.warns(BudgetNotKeptWarning, match=r"job 'job': \w+ of the shard .* took \d+ bytes") as said:
         results = train([one], num_devices=1, budget="600KB", verify=True)

@@ -348,7 +348,7 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
     """Once, from the last checkpoint."""
     from penstock.fleet import _worker
 
-    compute, hits = _worker.Worker.compute, []
+    compute, hits = _worker.UnitVerifier.compute, []
 
     def hit(self, mini, index):
         if mini.work.training.position.step == 4 and not hits:
@@ -358,7 +358,7 @@ def test_out_of_memory_is_answered_by_smaller_shards(monkeypatch):
             hits.append(len(mini.work.program.shards))
         compute(self, mini, index)
 
-    monkeypatch.setattr(_worker.Worker, "compute", hit)
+    monkeypatch.setattr(_worker.UnitVerifier, "compute", hit)
     one = job()
     results = train([one], num_devices=1, budget="2MB", checkpoint_every=2)
     assert results["job"].error is None

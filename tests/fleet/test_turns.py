@@ -61,10 +61,11 @@ def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, ch
     jobs = [small(name, **changes) for name in STEPS]
 
     def now_s(engine):
-        return sum(UNIT_S[record.job] for worker in engine.workers for record in worker.records)
+        return sum(UNIT_S[record.job] for worker in engine.workers for record in worker.log.records)
 
     def turn_s(run):
-        cost = cost_of(run.job, [SimpleNamespace(job=run.job.name, shard=len(run.measures) - 1)], run.is_vertical)
+        last = SimpleNamespace(job=run.job.name, shard=len(run.plan.measures) - 1)
+        cost = cost_of(run.job, [last], run.plan.is_vertical)
         return cost.work_s / (cost.num_steps * cost.turns_per_step)
 
     monkeypatch.setattr(Engine, "now_s", property(now_s))
@@ -75,7 +76,7 @@ def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, ch
         for one in jobs:
             made.add(one)
         results = made.wait()
-        records, vertical = made.records, {run.is_vertical for run in made._engine.runs}
+        records, vertical = made.records, {run.plan.is_vertical for run in made._engine.runs}
     assert [one.state for one in results.values()] == [JobState.DONE] * 3
     ran = [(record.job, record.kind, record.shard) for record in records]
     assert vertical == {budget == "120KB"}

@@ -70,8 +70,8 @@ class HollowWatch(TorchDispatchMode):
         return True
 
     def _hollow(self, tensors: Iterable[Any]) -> list[str]:
-        found = (self._names.get(storage_id(tensor)) for tensor in tensors_in(tensors))
-        return [name for name in found if name is not None]
+        names = (self._names.get(storage_id(tensor)) for tensor in tensors_in(tensors))
+        return [name for name in names if name is not None]
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or the same view of the filled storage for a hollow alias (``parameter.data``)."""
@@ -97,7 +97,7 @@ class Made:
 
     def alive_bytes(self, others: Iterable[int]) -> int:
         """Return the bytes of these storages, without those whose identities are in ``others``."""
-        self._found = {key: found for key, found in self._found.items() if not found[0].expired()}
+        self._found = {key: entry for key, entry in self._found.items() if not entry[0].expired()}
         others = set(others)
         return sum(size_bytes for key, (_, size_bytes) in self._found.items() if key not in others)
 
@@ -151,9 +151,13 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     """Yield the tensors that an operator writes to in place."""
     if not func._schema.is_mutable:
         return
-    writes = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
-    given = zip((one.name for one in func._schema.arguments), args, strict=False)
-    yield from tensors_in([value for name, value in (*given, *kwargs.items()) if name in writes])
+    writes = {
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    values = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    yield from tensors_in([value for name, value in (*values, *kwargs.items()) if name in writes])
 
 
 def tensors_in(things: Iterable[Any]) -> Iterator[torch.Tensor]:  # any: arguments or results of operators

@@ -201,11 +201,11 @@ def forward(
         entered(TIED + name, tensor) if name in travelling else tensor
         for name, tensor in zip(shard.tensors, tensors, strict=True)
     ]
-    given = [
+    values = [
         entered(name, tensor) if needs else tensor
         for name, tensor, needs in zip(shard.inputs, inputs, needing, strict=True)
     ]
-    outputs = run_watched(shard, own, given, buffers, device)
+    outputs = run_watched(shard, own, values, buffers, device)
     for name, tensor in zip(shard.outputs, outputs, strict=True):
         if tensor.requires_grad:
             graph.left[name] = get_gradient_edge(tensor)
@@ -219,21 +219,21 @@ def backward(graph: ShardGraph, gradients: dict[str, torch.Tensor], parameters: 
     ``gradients``.
     """
     edges: list[GradientEdge] = []
-    given: list[torch.Tensor] = []
+    arriving: list[torch.Tensor] = []
     for name, edge in graph.left.items():
         if name in gradients:
             edges.append(edge)
-            given.append(gradients.pop(name))
+            arriving.append(gradients.pop(name))
     for name, (edge, _) in graph.entered.items():
         if name in gradients:
             edges.append(edge)
-            given.append(gradients.pop(name))
+            arriving.append(gradients.pop(name))
     for name, parameter in parameters.items():
         if TIED + name in gradients:
             edges.append(get_gradient_edge(parameter))
-            given.append(gradients.pop(TIED + name))
+            arriving.append(gradients.pop(TIED + name))
     if edges:
-        torch.autograd.backward(edges, given)
+        torch.autograd.backward(edges, arriving)
     for name, (_, slot) in graph.entered.items():
         if slot:
             gradients[name] = slot.pop()

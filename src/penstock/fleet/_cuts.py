@@ -135,26 +135,26 @@ class Cuts:
         own = _owners(captured, ends)
         if _ascends(ends) and own == {name: owner for name, owner in self._owners.items() if name in own}:
             return tuple(ends)
-        found: list[int] = []
+        matched: list[int] = []
         owners: dict[str, int] = {}
         shard, busy_until = 0, 0
-        for at, atom in enumerate(captured.atoms):
+        for index, atom in enumerate(captured.atoms):
             first_uses = [name for name in atom.tensors if name in self._owners and name not in owners]
             wanted = max((self._owners[name] for name in first_uses), default=shard)
             if wanted > shard:  # shards without work in this graph end early
-                found += [busy_until + one for one in range(wanted - shard - 1)] + [at - 1]
+                matched += [busy_until + extra for extra in range(wanted - shard - 1)] + [index - 1]
                 shard = wanted
             if any(self._owners.get(name) == shard for name in atom.tensors):
-                busy_until = at
+                busy_until = index
             owners |= dict.fromkeys(atom.tensors, shard)
-        found += [busy_until + one for one in range(len(self._ends) - 1 - shard)] + [len(captured.atoms) - 1]
-        own = _owners(captured, found) if _ascends(found) else {}
+        matched += [busy_until + extra for extra in range(len(self._ends) - 1 - shard)] + [len(captured.atoms) - 1]
+        own = _owners(captured, matched) if _ascends(matched) else {}
         if not own or any(self._owners.get(name, owner) != owner for name, owner in own.items()):
             raise CaptureError(
                 f"job {self._job.name!r}: a batch has another shape than the first one, and the model cannot be cut "
                 "into the same shards for it; give all batches one shape (drop_last=True, padding)"
             )
-        return tuple(found)
+        return tuple(matched)
 
 
 def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
@@ -168,4 +168,4 @@ def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
 
 
 def _ascends(ends: Sequence[int]) -> bool:
-    return ends[0] >= 0 and all(one < other for one, other in itertools.pairwise(ends))
+    return ends[0] >= 0 and all(end < later for end, later in itertools.pairwise(ends))

@@ -29,13 +29,20 @@ def measure(
     Takes the arguments of `Fleet`; the jobs' factories are called as for training. Jobs that compute the same on the
     same shapes are measured once. Raises ``PenstockError`` for a job that cannot be measured, with the reason.
     """
-    with Fleet([device], budget, host_budget=host_budget, disk=disk, progress=None) as made:
-        made._engine.only_measures = True
+    with _MeasuringFleet([device], budget, host_budget=host_budget, disk=disk, progress=None) as running:
+        return running.costs(jobs)
+
+
+class _MeasuringFleet(Fleet):
+    """A fleet that measures its jobs and does not train them."""
+
+    def costs(self, jobs: Iterable[Job]) -> tuple[JobCost, ...]:
+        """Measure the jobs and return their costs."""
+        self._engine.pilots.end_jobs = True
         for job in jobs:
-            made.add(job)
-        made.wait()
-        runs = made._engine.runs
-    for run in runs:
-        if run.error is not None:
-            raise PenstockError(f"job {run.job.name!r} could not be measured: {run.error}")
-    return tuple(run.cost() for run in runs)
+            self.add(job)
+        self.wait()
+        for run in self._engine.runs:
+            if run.error is not None:
+                raise PenstockError(f"job {run.job.name!r} could not be measured: {run.error}")
+        return tuple(run.cost() for run in self._engine.runs)

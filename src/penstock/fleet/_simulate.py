@@ -11,7 +11,7 @@ user's scheduler, O(jobs) per mini-batch.
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.arguments import checked
@@ -34,14 +34,16 @@ def simulate(
     ``double_buffer=False`` copies in only when a device is free; ``sharp=False`` lets a device finish a job before it
     takes another; ``records=False`` leaves the units out of the result.
     """
-    return _FleetClock(problem, scheduler_of(scheduler), double_buffer, sharp, records).run()
+    units: list[ScheduledUnit] | None = [] if records else None
+    clock = _FleetClock(problem, scheduler_of(scheduler), double_buffer=double_buffer, sharp=sharp, units=units)
+    return clock.run()
 
 
 @dataclass(slots=True)
 class _SimulatedJob:
     index: int
     cost: JobCost
-    at: int = 0
+    num_begun: int = 0
     """Number of its units that have begun or ended."""
     num_turns: int = 0
     """Number of mini-batches whose last unit has begun."""
@@ -57,13 +59,13 @@ class _SimulatedJob:
 
     @property
     def is_done(self) -> bool:
-        return self.at >= self.cost.num_units
+        return self.num_begun >= self.cost.num_units
 
     @property
     def is_between(self) -> bool:
         """Whether the last unit that it has begun or ended was the last of a mini-batch."""
         units = len(self.cost.step_units)
-        return (self.at + units - 1) % units in self.cost.turn_ends
+        return (self.num_begun + units - 1) % units in self.cost.turn_ends
 
     def progress(self, fleet_s: float, had_s: float | None) -> Progress:
         """Return its progress, in turns of equal length, as the engine counts them."""
@@ -114,7 +116,7 @@ class _Line:
     """Waiting jobs, ordered so that the first one is found without looking at all of them."""
 
     def __init__(self, scheduler: Callable[[Progress], Any]):
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._orders = orders_of(scheduler)
         self._heaps: list[list[tuple[float, float, int]]] = [[] for _ in self._orders or ()]
         self.jobs: dict[int, _SimulatedJob] = {}
@@ -128,12 +130,12 @@ class _Line:
     def take(self, may_take: Callable[[_SimulatedJob], bool], own: JobCandidate | None, fleet_s: float) -> int | None:
         """Remove the chosen job from the waiting ones and return its index."""
         if self._orders is None:
-            some: Iterator[_SimulatedJob] = iter(self.jobs.values())
+            waiting: Iterator[_SimulatedJob] = iter(self.jobs.values())
         else:
-            some = (job for heap in self._heaps for job in self._first(heap, may_take))
+            waiting = (job for heap in self._heaps for job in self._first(heap, may_take))
         candidates = [
-            JobCandidate(self._scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
-            for job in some
+            JobCandidate(self.scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
+            for job in waiting
             if may_take(job)
         ]
         chosen = choose(candidates, own)
@@ -160,33 +162,59 @@ class _Line:
             heapq.heappush(heap, entry)
 
 
-@dataclass
-class _FleetClock:
-    problem: FleetProblem
-    scheduler: Callable[[Progress], Any]
-    double_buffer: bool
-    sharp: bool
-    records: bool
-    now_s: float = 0.0
-    events: list[tuple[float, int, str, int]] = field(default_factory=list)
-    """Events: time, order, kind, and index of the device or job."""
-    num_events: int = 0
-    units: list[ScheduledUnit] = field(default_factory=list)
+class _Agenda:
+    """Events to come, in the order of their times. Events of one time keep the order in which they were added."""
 
-    def run(self) -> Schedule:
-        self.jobs = [_SimulatedJob(index, job) for index, job in enumerate(self.problem.jobs)]
-        self.devices = [_SimulatedDevice(index) for index in range(len(self.problem.devices))]
-        self.line = _Line(self.scheduler)
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, str, int]] = []
+        self._num_events = 0
+
+    def add(self, time_s: float, what: str, index: int) -> None:
+        """Add an event of a device or job, given by its index."""
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, what, index))
+
+    def next_s(self) -> float | None:
+        """Return the time of the next event; ``None`` if there is none."""
+        return self._events[0][0] if self._events else None
+
+    def due(self, now_s: float) -> Iterator[tuple[str, int]]:
+        """Remove and yield the events of this time, also those that are added meanwhile."""
+        while self._events and self._events[0][0] == now_s:
+            _, _, what, index = heapq.heappop(self._events)
+            yield what, index
+
+
+class _FleetClock:
+    """A fleet in virtual time. ``units`` collects what runs; ``None`` if nobody needs it."""
+
+    def __init__(
+        self,
+        problem: FleetProblem,
+        scheduler: Callable[[Progress], Any],
+        *,
+        double_buffer: bool,
+        sharp: bool,
+        units: list[ScheduledUnit] | None,
+    ):
+        self.problem, self.units = problem, units
+        self.double_buffer, self.sharp = double_buffer, sharp
+        self.now_s = 0.0
+        self.agenda = _Agenda()
+        self.jobs = [_SimulatedJob(index, job) for index, job in enumerate(problem.jobs)]
+        self.devices = [_SimulatedDevice(index) for index in range(len(problem.devices))]
+        self.line = _Line(scheduler)
         self.idle = set(range(len(self.devices)))
-        self.speed = sum(device.speed for device in self.problem.devices)
+        self.speed = sum(device.speed for device in problem.devices)
         self.work_s = 0.0
         """Remaining seconds of all jobs that have arrived."""
+
+    def run(self) -> Schedule:
         for job in self.jobs:
-            self._at(job.cost.arrival_s, "arrives", job.index)
-        while self.events:
-            self.now_s = self.events[0][0]
-            while self.events and self.events[0][0] == self.now_s:
-                _, _, what, index = heapq.heappop(self.events)
+            self.agenda.add(job.cost.arrival_s, "arrives", job.index)
+        while (next_s := self.agenda.next_s()) is not None:
+            self.now_s = next_s
+            for what, index in self.agenda.due(next_s):
                 if what == "arrives":
                     self.work_s += self.jobs[index].cost.work_s
                     self._wait(self.jobs[index])
@@ -196,10 +224,6 @@ class _FleetClock:
                     self._end(self.devices[index])
             self._dispatch()
         return self._schedule()
-
-    def _at(self, time_s: float, what: str, index: int) -> None:
-        self.num_events += 1
-        heapq.heappush(self.events, (time_s, self.num_events, what, index))
 
     def _wait(self, job: _SimulatedJob) -> None:
         """Let the job wait until a device takes it."""
@@ -214,18 +238,20 @@ class _FleetClock:
             if job is not None:
                 self.idle.discard(index)
                 device.next = self._reserve(device, job)
-                self._at(max(self.now_s, device.next.ready_s), "starts", index)
+                self.agenda.add(max(self.now_s, device.next.ready_s), "starts", index)
 
     @property
     def _fleet_s(self) -> float:
-        return self.work_s / self.speed if len(self.devices) > 1 else math.inf
+        if len(self.devices) == 1:
+            return math.inf
+        return self.work_s / self.speed
 
     def _take(self, device: _SimulatedDevice, own: _SimulatedJob | None) -> _SimulatedJob | None:
         """Return the job that comes next on the device: ``own``, its current job, or a waiting one that fits."""
         candidate = None
         if own is not None:
             progress = own.progress(self._fleet_s, self.now_s - own.since_s)
-            candidate = JobCandidate(self.scheduler(progress), own.since_s, own.index)
+            candidate = JobCandidate(self.line.scheduler(progress), own.since_s, own.index)
         if own is not None and not self.sharp:
             return own
 
@@ -243,7 +269,7 @@ class _FleetClock:
 
     def _reserve(self, device: _SimulatedDevice, job: _SimulatedJob) -> _Reservation:
         """Reserve the copy in on the device's lane."""
-        unit = job.cost.unit(job.at)
+        unit = job.cost.unit(job.num_begun)
         cost = self.problem.devices[device.index]
         goes_on = device.current.job is job if device.current is not None else device.last is job
         size, earliest_s = unit.in_bytes, job.saved_s
@@ -277,11 +303,11 @@ class _FleetClock:
         compute_s = unit.compute_s / self.problem.devices[device.index].speed
         device.busy_s += compute_s
         self.work_s -= unit.compute_s
-        if self.records:
+        if self.units is not None:
             self.units.append(
                 ScheduledUnit(
                     job=job.index,
-                    index=job.at,
+                    index=job.num_begun,
                     kind=unit.kind,
                     shard=unit.shard,
                     device=device.index,
@@ -290,7 +316,7 @@ class _FleetClock:
                     end_s=self.now_s + compute_s,
                 )
             )
-        job.at += 1
+        job.num_begun += 1
         job.shard = unit.shard
         if job.is_between:
             job.num_turns += 1
@@ -299,7 +325,7 @@ class _FleetClock:
             device.following = job
         if self.double_buffer and device.following is not None:
             device.next = self._reserve(device, device.following)
-        self._at(self.now_s + compute_s, "ends", device.index)
+        self.agenda.add(self.now_s + compute_s, "ends", device.index)
 
     def _end(self, device: _SimulatedDevice) -> None:
         assert device.current is not None
@@ -313,12 +339,12 @@ class _FleetClock:
             device.next = self._reserve(device, device.following)
         if not job.is_done and device.following is not job:
             self._wait(job)
-            self._at(job.saved_s, "is saved", job.index)
+            self.agenda.add(job.saved_s, "is saved", job.index)
         device.following = None
         if device.next is None:
             self.idle.add(device.index)
         else:
-            self._at(max(self.now_s, device.next.ready_s), "starts", device.index)
+            self.agenda.add(max(self.now_s, device.next.ready_s), "starts", device.index)
 
     def _schedule(self) -> Schedule:
         makespan_s = max((job.end_s for job in self.jobs), default=0.0)
@@ -327,13 +353,13 @@ class _FleetClock:
             job_end_s=tuple(job.end_s for job in self.jobs),
             devices=tuple(
                 DeviceUse(
-                    busy_s=one.busy_s,
-                    stall_s=one.stall_s,
-                    idle_s=max(0.0, makespan_s - one.busy_s - one.stall_s),
-                    in_bytes=one.in_bytes,
-                    out_bytes=one.out_bytes,
+                    busy_s=device.busy_s,
+                    stall_s=device.stall_s,
+                    idle_s=max(0.0, makespan_s - device.busy_s - device.stall_s),
+                    in_bytes=device.in_bytes,
+                    out_bytes=device.out_bytes,
                 )
-                for one in self.devices
+                for device in self.devices
             ),
-            units=tuple(self.units),
+            units=tuple(self.units or ()),
         )

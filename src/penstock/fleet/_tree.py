@@ -77,7 +77,7 @@ class Tree:
         by_storage: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             by_storage.setdefault(storage_id(tensor), []).append(name)
-        parameters = {id(one) for one in model.parameters()}
+        parameters = {id(parameter) for parameter in model.parameters()}
         own = {name: storage_id(tensor) for name, tensor in tensors.items() if id(tensor) in parameters}
         for without_saving in (True, False):  # code that differentiates inside of forward needs saved tensors
             recorder = Recorder(by_storage, own)
@@ -117,7 +117,7 @@ class Tree:
                 atoms[-1].tensors.append(name)
                 at_of[name] = atoms[-1].end
             atoms[-1].activation_bytes += size_bytes
-        owners = {name.rpartition(".")[0]: at for name, at in reversed(at_of.items())}
+        owners = {name.rpartition(".")[0]: position for name, position in reversed(at_of.items())}
         last = 0
         for name in self._names:
             last = at_of.get(name, owners.get(name.rpartition(".")[0], last))
