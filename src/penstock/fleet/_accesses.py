@@ -85,6 +85,9 @@ class HollowWatch(TorchDispatchMode):
 class Made:
     """Storages that operators made and that are still alive."""
 
+    # Not looked up in the garbage collector's list: while other threads run, that breaks Python, because a tuple that
+    # is being built cannot be resized if something else refers to it (SystemError: bad argument to internal function).
+
     def __init__(self) -> None:
         self._found: dict[int, tuple[StorageWeakRef, int]] = {}
 

@@ -156,6 +156,7 @@ def is_large(storage: torch.UntypedStorage) -> bool:
 
 def dropping() -> AbstractContextManager[Any]:
     """Return hooks that let autograd save nothing: the same kernels run, and backward runs forward again."""
+    # Not torch.no_grad(), since some kernels give other results without autograd.
     return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
 
 

@@ -58,6 +58,8 @@ class Cuts:
         if not training:
             self._model.eval()
         try:
+            # Alone, since torch.export patches modules and sets flags of the process: beside another thread's trace or
+            # step, half of the traces failed, and optimizers took another path.
             with self._randomness.undisturbed(), gate.tracing():
                 if job.stages is not None:
                     return Staged(job.stages(self._model), function, leaves, structure, self._weights.names)

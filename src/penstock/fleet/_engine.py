@@ -79,6 +79,8 @@ class Engine:
 
     def give_back(self, run: JobRun, worker: Worker, *, goes_on: bool) -> None:
         """End the turn. Another device may take the job once its bytes are in a lower tier, unless it ``goes_on``."""
+        # Only between mini-batches: leaving earlier would move boundaries and activations as well, and gain nothing,
+        # because a job is on one device at a time anyway.
         if not goes_on and not run.state.is_over and len(self.workers) > 1:
             for item in run.training.items():
                 if item.storages is not None:

@@ -129,6 +129,7 @@ class Gradients:
             return
         if group in kept:  # a parameter got its first gradient
             memory.discard(kept.pop(group).item)
+        # As autograd made them, and not added to zeros, which would turn -0.0 into 0.0.
         for name in gradients:
             training.weights.tensors[name].grad = None
         kept[group] = Packed.of(f"{training.job.name}: gradients of shard {group.owner}", gradients)

@@ -36,6 +36,8 @@ class HollowModel:
         weights = self._work.training.weights
         hollow = weights.hollow_on(self._work.memory.device)
         self.watch = HollowWatch(hollow, weights.tensors, self._bring, self._fill, self._refuse_writes)
+        # Hooks bring all tensors of a module at once. They alone would miss weights that a parent reads, as
+        # nn.MultiheadAttention does with its out_proj, so the watch looks at every operator as well.
         with ExitStack() as stack:
             for module in weights.model.modules():
                 own = [

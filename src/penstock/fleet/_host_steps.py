@@ -57,6 +57,7 @@ class HostSteps:
 
         The group was stepped before, so that its states exist, and not everything is on the device at this moment.
         """
+        # A first step runs on the device, since only the optimizer knows which states it makes.
         if training.update != "host" or group.item is None:
             return False
         states, gradients = training.states.packed.get(group), training.open_step.gradients.get(group)

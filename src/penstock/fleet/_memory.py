@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 * 1024
 """Size below which storages are not worth a copy of their own. Where it matters, they are packed."""
 _TRIES = 4
+# Sums of the tensors alone named budgets at which AdamW failed in its second step.
 _SLACK_BYTES = 4096
 """Bytes that an aligned allocation may take in addition to its own."""
 

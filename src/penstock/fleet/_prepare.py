@@ -95,6 +95,7 @@ class Preparation:
                 chosen = finest  # those were estimates; only pilots know
             program = training.use(captured, structure, tuple(ends[end] for end in chosen))
             try:
+                # What cannot be cut finer is measured above the budget too, so that the error can name one that works.
                 with memory.unbounded() if chosen == finest else nullcontext():
                     self._place()
                     run.plan.measures = self.engine.pilots.measure(training, memory, program, leaves, structure)

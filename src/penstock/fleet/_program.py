@@ -266,6 +266,8 @@ class CapturedStep:
             label=span(_label(inside[0]), _label(inside[-1])),
             writes_buffers=any(_may_write(node) for node in inside),
         )
+        # Strides and gradients count too: a layer norm of a transposed value copies it, and a convolution whose input
+        # needs no gradient computes none. Shards that differ in them do not take the same bytes.
         layouts = [(*_layout(node.meta["val"]), node in self._needing) for node in (*tensors, *inputs)]
         return shard, _fingerprint(module, layouts)
 

@@ -129,6 +129,7 @@ class _Line:
 
     def take(self, may_take: Callable[[_SimulatedJob], bool], own: JobCandidate | None, fleet_s: float) -> int | None:
         """Remove the chosen job from the waiting ones and return its index."""
+        # A user's scheduler may say anything at any time, so that all jobs have to be asked.
         if self._orders is None:
             waiting: Iterator[_SimulatedJob] = iter(self.jobs.values())
         else:

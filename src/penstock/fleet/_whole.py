@@ -112,7 +112,7 @@ class WholeBatch(MiniBatch):
             uses = [nearest[key, shard] for key in (True, False) if (key, shard) in nearest]
             for item in self.work.group_items(shard):
                 item.next_use = min(uses, default=end + shard)
-            for item in self.work.collected_items(shard):
+            for item in self.work.collected_items(shard):  # the steps come last, see the top of this file
                 item.next_use = end
         for shard, item in self._visits.saved_items():
             item.next_use = nearest.get((True, shard), end)

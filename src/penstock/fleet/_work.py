@@ -191,6 +191,7 @@ class HostedGroups:
         """Whether the host steps a group, or has been given it."""
         if group in self._begun:
             return True
+        # After `complete` only what was begun counts: more groups may become able to step, but nobody will give them.
         if self._is_complete or not self._host.takes(self._training, group):
             return False
         if group not in self._can:
