@@ -312,7 +312,7 @@ def train_a_fleet(tmp_path):
         )
         for name in "abc"
     ]
-    results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host_budget="32MiB", progress=None)
+    results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host="32MiB", progress=None)
     assert all(one.error is None for one in results.values())
     assert results["a"].losses == results["b"].losses == results["c"].losses
     assert all(one.compute_s > 0 for one in results.devices)

@@ -46,7 +46,7 @@ def train_plainly(job):
 
 
 def train(jobs, *, num_devices=2, budget="3MB", **options):
-    options = {"host_budget": "256MiB", "progress": None, **options}
+    options = {"host": "256MiB", "progress": None, **options}
     return fleet.run(jobs, [fleet.Device(name="cpu", threads=1)] * num_devices, budget, **options)
 
 

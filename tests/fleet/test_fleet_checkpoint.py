@@ -32,7 +32,7 @@ def test_resuming_gives_the_losses_of_an_undisturbed_run(tmp_path, monkeypatch):
     ]
 
     devices = [fleet.Device(name="cpu", threads=1)] * 2
-    options = {"host_budget": "128MiB", "run_dir": tmp_path, "checkpoint_every": 2, "progress": None}
+    options = {"host": "128MiB", "run_dir": tmp_path, "checkpoint_every": 2, "progress": None}
     with fleet.Fleet(devices, "2MB", **options) as running:
         log = running._engine.upkeep.stepped
 
@@ -73,7 +73,7 @@ def job(name, seed):
         steps=12, seed=seed,
     )
 fleet.run(
-    [job("a", 1), job("b", 2)], [fleet.Device(name="cpu", threads=1)] * 2, "2MB", host_budget="64MiB",
+    [job("a", 1), job("b", 2)], [fleet.Device(name="cpu", threads=1)] * 2, "2MB", host="64MiB",
     run_dir=sys.argv[1], resume=True, checkpoint_every=1, progress=None,
 )
 """

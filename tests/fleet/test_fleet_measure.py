@@ -18,7 +18,7 @@ def test_measured_jobs_are_simulated_and_not_trained():
         make_job(name=f"{index}", model=counted, clip_norm=1.0 if index else None, accumulate=2, steps=3)
         for index in range(2)
     ]
-    costs = fleet.measure(jobs, budget="2500KB", host_budget="256MiB")
+    costs = fleet.measure(jobs, budget="2500KB", host="256MiB")
     assert len(calls) == 2
     assert [(cost.name, cost.num_steps, cost.accumulate, cost.clips) for cost in costs] == [
         ("0", 3, 2, False),
@@ -45,4 +45,4 @@ def test_measured_jobs_are_simulated_and_not_trained():
 
 def test_what_cannot_be_measured_is_said():
     with pytest.raises(PenstockError, match="job 'large' could not be measured: .*`budget` must be at least"):
-        fleet.measure([make_job(name="large")], budget="300KB", host_budget="64MiB")
+        fleet.measure([make_job(name="large")], budget="300KB", host="64MiB")

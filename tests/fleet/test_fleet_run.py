@@ -10,7 +10,7 @@ from fleet_jobs import gpt_job
 from penstock import fleet
 from penstock.tiers import Budget
 
-OPTIONS = {"budget": "64MiB", "host_budget": "64MiB", "progress": None}
+OPTIONS = {"budget": "64MiB", "host": "64MiB", "progress": None}
 
 
 def job_of(name):
@@ -73,7 +73,7 @@ def test_a_fleet_that_cannot_begin_takes_nothing(tmp_path, monkeypatch):
 
 
 def test_a_fleet_is_used_while_it_is_entered_and_once():
-    running = fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None)
+    running = fleet.Fleet(["cpu"], "8MiB", host="64MiB", progress=None)
     for misuse in (lambda: running.add(gpt_job("early")), running.wait):
         with pytest.raises(ValueError, match="must be entered before"):
             misuse()
@@ -86,3 +86,12 @@ def test_a_fleet_is_used_while_it_is_entered_and_once():
         running.add(gpt_job("late"))
     with pytest.raises(ValueError, match="entered only once"), running:
         pass
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_limit_of_host_memory_is_still_known_by_its_earlier_name():
+    with pytest.warns(DeprecationWarning, match="`host_budget` is now called `host`") as caught:
+        fleet.run([job_of("a")], ["cpu"], "64MiB", host_budget="64MiB", progress=None)
+    assert caught[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="`host_budget`"):
+        assert fleet.Fleet(["cpu"], "64MiB", host_budget="32MiB").host_bytes == 32 * 2**20

@@ -133,7 +133,7 @@ def test_a_recorded_run_is_replayed_by_the_simulation_unit_by_unit(scheduler, ch
     monkeypatch.setattr(Engine, "now_s", property(now_s))
     monkeypatch.setattr(JobRun, "turn_s", property(turn_s))
     with fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)], budget, host_budget="64MiB", progress=None, scheduler=scheduler
+        [fleet.Device(name="cpu", threads=1)], budget, host="64MiB", progress=None, scheduler=scheduler
     ) as running:
         for job in jobs:
             running.add(job)

@@ -129,7 +129,7 @@ def test_a_measured_peak_stays_below_the_budget(budget):
 
 def test_jobs_with_one_frozen_base_keep_it_once(tmp_path):
     jobs = [JOBS["frozen base"].with_changes(name=f"{index}", seed=3) for index in range(4)]
-    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)], "2500KB", host_budget="64MiB", progress=None)
+    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)], "2500KB", host="64MiB", progress=None)
     counts = []
 
     def more():

@@ -94,7 +94,7 @@ def test_a_tensor_that_a_checkpoint_is_read_into_is_not_the_users():
         data=lambda: x.split(4),
         loss=lambda model, batch: model(batch).square().mean(),
     )
-    with fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None) as running:
+    with fleet.Fleet(["cpu"], "8MiB", host="64MiB", progress=None) as running:
         running.add(job)
 
         def more():

@@ -66,7 +66,7 @@ def test_a_tracker_that_raises_is_told_no_more(fails_in):
 
 
 def test_a_tracker_may_ask_and_steer_its_fleet_while_a_user_does():
-    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)] * 2, "2MB", host_budget="32MiB", progress=None)
+    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)] * 2, "2MB", host="32MiB", progress=None)
     has_begun = threading.Event()
 
     class Steering(Tracker):

@@ -64,7 +64,7 @@ def test_pause_resume_stop_and_clone_while_the_fleet_runs(tmp_path):
 
     thread = threading.Thread(target=user)
     devices = [fleet.Device(name="cpu", threads=1)]
-    options = {"host_budget": "64MiB", "run_dir": tmp_path, "progress": None, "scheduler": "shortest-first"}
+    options = {"host": "64MiB", "run_dir": tmp_path, "progress": None, "scheduler": "shortest-first"}
     with fleet.Fleet(devices, "2MB", **options) as running:
         running.add(make(), fleet.JobSource(make=make, path="tests:make", parameters={"lr": 1e-2}))
         running.add(gpt_job("plain", steps=2))
@@ -92,7 +92,7 @@ def test_a_job_between_turns_is_shown_as_waiting(monkeypatch):
         return scheduler_of("fifo")(progress)
 
     device = fleet.Device(name="cpu", threads=1)
-    with fleet.Fleet([device], "1MB", host_budget="64MiB", progress=None, scheduler=looking) as running:
+    with fleet.Fleet([device], "1MB", host="64MiB", progress=None, scheduler=looking) as running:
         running.add(layered_job("a", steps=6))
         running.add(layered_job("b", steps=6))
         running.wait()

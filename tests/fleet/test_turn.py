@@ -8,9 +8,7 @@ from penstock.fleet import JobState
 
 
 def test_a_job_that_accumulates_stops_between_two_steps(tmp_path):
-    running = fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)], "2MB", host_budget="64MiB", run_dir=tmp_path, progress=None
-    )
+    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)], "2MB", host="64MiB", run_dir=tmp_path, progress=None)
     seen = []
 
     def loss(model, batch):

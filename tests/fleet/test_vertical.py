@@ -28,7 +28,7 @@ def make_job(name="job", **changes):
 
 
 def run(*jobs, budget="1MB", **options):
-    options = {"host_budget": "256MiB", "progress": None, **options}
+    options = {"host": "256MiB", "progress": None, **options}
     with fleet.Fleet([fleet.Device(name="cpu", threads=1)], budget, **options) as running:
         for job in jobs:
             running.add(job)
@@ -179,7 +179,7 @@ def test_several_jobs_keep_the_budget_and_resume(tmp_path):
     expected = {job.name: train_plainly(job)[0] for job in jobs}
     options = {"run_dir": tmp_path, "checkpoint_every": 1, "verify": True}
     with fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host_budget="256MiB", progress=None, **options
+        [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host="256MiB", progress=None, **options
     ) as running:
         for job in jobs:
             running.add(job)
@@ -195,7 +195,7 @@ def test_several_jobs_keep_the_budget_and_resume(tmp_path):
         early = running.wait()
     assert any(result.state is JobState.RUNNING for result in early.values())
     results = fleet.run(
-        jobs, [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host_budget="256MiB", progress=None, resume=True,
+        jobs, [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host="256MiB", progress=None, resume=True,
         **options,
     )  # fmt: skip
     assert {name: list(result.losses) for name, result in results.items()} == expected

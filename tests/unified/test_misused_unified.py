@@ -11,7 +11,7 @@ EDGES = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
 
 @pytest.fixture
 def features(tmp_path):
-    with unified.TieredFeatures(ROWS, host_budget=20 * 1024, in_flight=4096, disk=tmp_path) as table:
+    with unified.TieredFeatures(ROWS, host=20 * 1024, in_flight=4096, disk=tmp_path) as table:
         yield table
 
 

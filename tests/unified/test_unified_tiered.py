@@ -31,7 +31,7 @@ def room(rows, table, hot):
 
 def tiered(tmp_path, table, hot, **options):
     options = {"disk": tmp_path, "in_flight": 0, **options}
-    return unified.TieredFeatures(table, host_budget=room(len(table), table, hot), **options)
+    return unified.TieredFeatures(table, host=room(len(table), table, hot), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -89,9 +89,7 @@ def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shap
     with (
         tiered(tmp_path, plain, hot, scores=scores, **options)
         if given_source is plain
-        else unified.TieredFeatures(
-            given_source, host_budget=room(300, plain, hot), scores=scores, in_flight=0
-        ) as features
+        else unified.TieredFeatures(given_source, host=room(300, plain, hot), scores=scores, in_flight=0) as features
     ):
         if isinstance(index, tuple) and not shape:
             with pytest.raises(IndexError):
@@ -154,7 +152,7 @@ def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
     path = unified.write_features(tmp_path / "x.rows", plain)
     apart = torch.arange(0, 20_000, 40)
     for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
-        with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
+        with unified.TieredFeatures(source, host=4 * 20_000, in_flight=0) as features:
             sector = features._files.align_bytes
             assert torch.equal(features[apart], plain[apart])
             found = features.statistics()
@@ -180,15 +178,15 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     gc.collect()
     assert budget.held_bytes("host") == 0
     with pytest.raises(BudgetError, match="disk='/nvme'"):
-        unified.TieredFeatures(plain, host_budget=20_000)
+        unified.TieredFeatures(plain, host=20_000)
     monkeypatch.undo()
     for options in ({}, {"in_flight": 500}):
-        with pytest.raises(BudgetError, match="`host_budget` must be at least") as caught:
-            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=5000, disk=tmp_path, **options)
+        with pytest.raises(BudgetError, match="`host` must be at least") as caught:
+            unified.TieredFeatures(torch.zeros(10_000, 100), host=5000, disk=tmp_path, **options)
         least = int(str(caught.value).split("at least ")[1].split(",")[0])
-        unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least, disk=tmp_path, **options).close()
+        unified.TieredFeatures(torch.zeros(10_000, 100), host=least, disk=tmp_path, **options).close()
         with pytest.raises(BudgetError):
-            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least - 2, disk=tmp_path, **options)
+            unified.TieredFeatures(torch.zeros(10_000, 100), host=least - 2, disk=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,7 +199,7 @@ def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
     assert budget.peak_bytes(str(tmp_path)) == 3000 * 64  # 36 bytes a row, 64 apart
     monkeypatch.undo()
     with pytest.raises(BudgetError, match=r"of rows do not fit into .* which may hold 100 B: disk=\{"):
-        unified.TieredFeatures(torch.zeros(100_000, 40), host_budget="4MiB", disk={tmp_path: 100})
+        unified.TieredFeatures(torch.zeros(100_000, 40), host="4MiB", disk={tmp_path: 100})
 
 
 def test_closed_features_say_so(tmp_path):
@@ -302,7 +300,7 @@ def test_all_rows_in_memory_are_where_they_were():
 
 def test_what_is_left_of_the_budget_is_in_flight():
     budget = tiers.Budget(host="1MiB")
-    with unified.TieredFeatures(made(), host_budget="200KiB", budget=budget) as features:
+    with unified.TieredFeatures(made(), host="200KiB", budget=budget) as features:
         assert features.in_flight_bytes == 200 * 1024 - 3000 * 36 == budget.held_bytes("host")
         assert features.host_bytes == 200 * 1024
     budget = tiers.Budget()
@@ -311,7 +309,7 @@ def test_what_is_left_of_the_budget_is_in_flight():
 
 
 def test_arguments_that_do_not_go_together(tmp_path):
-    with pytest.raises(ValueError, match="`host_budget` alone"):
+    with pytest.raises(ValueError, match="`host` alone"):
         unified.TieredFeatures(made(), device_budget="1MiB")
     with pytest.raises(ValueError, match="in host memory"):
         unified.TieredFeatures(torch.ones(3, 3, device="meta"))
@@ -372,7 +370,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
     else:
         np.save(tmp_path / "x.npy", made().numpy())
         path = tmp_path / "x.npy"
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(path, host=room(3000, made(), 10), in_flight=0) as features:
         os.truncate(path, 20_000)
         with pytest.raises(TierReadError, match="the file ends before that") as caught:
             features[torch.arange(3000)]
@@ -381,7 +379,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
 
 def test_a_failed_read_is_told(either, tmp_path):
     path = unified.write_features(tmp_path / "x", made())
-    with unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(path, host=room(3000, made(), 10), in_flight=0) as features:
         descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
         os.dup2(descriptor, features._files._descriptors[0])
         with pytest.raises(TierReadError, match="directory") as caught:
@@ -401,7 +399,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
     path = unified.write_features(tmp_path / "x", made())
     monkeypatch.setattr(os, "open", refusing)
     with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT"):
-        features = unified.TieredFeatures(path, host_budget=room(3000, made(), 10), in_flight=0)
+        features = unified.TieredFeatures(path, host=room(3000, made(), 10), in_flight=0)
     assert torch.equal(features[torch.arange(3000)], made())
     features.close()
 
@@ -409,7 +407,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
 def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
     np.save(tmp_path / "x.npy", made().numpy())
-    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(tmp_path / "x.npy", host=room(3000, made(), 10), in_flight=0) as features:
         assert features._files.align_bytes in (1, 4096)
         index = torch.randint(3000, (500,))
         assert torch.equal(features[index], made()[index])
@@ -448,7 +446,14 @@ def test_tables_that_are_found_stay_as_they_were(tmp_path):
     before = (tmp_path / "x.npy").read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TierDegradedWarning)
-        with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, made(), 10), in_flight=0) as features:
+        with unified.TieredFeatures(tmp_path / "x.npy", host=room(3000, made(), 10), in_flight=0) as features:
             features[torch.arange(100)]
     assert (tmp_path / "x.npy").read_bytes() == before
     assert find_table(tmp_path / "x.npy").shape == (3000, 9)
+
+
+def test_the_limit_of_host_memory_is_still_known_by_its_earlier_name():
+    with pytest.warns(DeprecationWarning, match="`host_budget` is now called `host`") as caught:
+        features = unified.TieredFeatures(torch.ones(8, 2), host_budget="1MiB")
+    assert caught[0].filename == __file__
+    features.close()

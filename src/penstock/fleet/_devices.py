@@ -52,7 +52,7 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
     if isinstance(budget, Budget):
         if host is not None or disk is not None:
             raise ValueError(
-                "`budget` is a Budget, which sets the limits of host memory and disk itself; leave out `host_budget` "
+                "`budget` is a Budget, which sets the limits of host memory and disk itself; leave out `host` "
                 "and `disk`: Budget(device=..., host=..., disk=...)"
             )
         account, budget = budget.named("fleet"), budget.room_bytes("device")

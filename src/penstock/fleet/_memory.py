@@ -350,7 +350,7 @@ class DeviceMemory:
         self._leaving.pop(item, None)
         raise BudgetError(
             f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
-            "full or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
+            "full or failed. Give more host memory or disk: fleet.run(..., host='64GiB', disk='/nvme')"
         )
 
     def _refuse(self, size_bytes: int, why: str) -> None:

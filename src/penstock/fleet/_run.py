@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, renamed
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Ablation, Device, Job, JobSource
@@ -54,6 +54,7 @@ _SWITCH_S = 5e-4
 """Longest time between switches of Python's threads: a device's thread must not wait 5 ms for the interpreter."""
 
 
+@renamed(host_budget="host")
 @checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
 def run(
     jobs: Iterable[Job],
@@ -75,7 +76,7 @@ def run(
     ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     ...     steps=50,
     ... )
-    >>> results = fleet.run([job], devices=["cpu"], budget="64MiB", host_budget="64MiB", progress=None)
+    >>> results = fleet.run([job], devices=["cpu"], budget="64MiB", host="64MiB", progress=None)
     >>> results["a line"].losses[-1] < 1e-4
     True
     """
@@ -91,28 +92,29 @@ def run(
 class Fleet:
     """Devices that train jobs. You can add more jobs while it runs: ``with Fleet(...) as fleet: fleet.add(job)``.
 
-    ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true peak
-    memory per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills
-    first. By default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of
-    checkpoints, metrics and state, on a local disk; by default a temporary one that is deleted with the results.
-    ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues with what an earlier process
-    left there; otherwise a folder that holds a fleet is refused. ``scheduler``: chooses the job that a free device
-    takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
-    ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per
-    job. ``trackers``: receivers of metrics in addition to the folder. ``progress``: ``"auto"`` shows a live table on a
-    terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every fetch from disk and
-    measures the memory of every unit, one at a time.
+    ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true
+    peak memory per device. ``host`` (bytes of host memory) and ``disk``: where jobs are while they are not on a
+    device; host memory fills first. By default host memory takes up to 60% of what is free, if no disk is given.
+    ``run_dir``: folder of checkpoints, metrics and state, on a local disk; by default a temporary one that is
+    deleted with the results. ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues
+    with what an earlier process left there; otherwise a folder that holds a fleet is refused. ``scheduler``:
+    chooses the job that a free device takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees
+    every validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by default ten
+    minutes. ``keep``: checkpoints kept per job. ``trackers``: receivers of metrics in addition to the folder.
+    ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing. ``verify=True``
+    checks a checksum on every fetch from disk and measures the memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
 
+    @renamed(host_budget="host")
     @checked("fleet.Fleet(['cuda:0'], '40GiB')", checkpoint_every=1, keep=1)
     def __init__(
         self,
         devices: Sequence[str | torch.device | Device] | None = None,
         budget: Size | Budget | None = None,
         *,
-        host_budget: Size | None = None,
+        host: Size | None = None,
         disk: DiskSpec = None,
         run_dir: str | Path | None = None,
         jobs_dir: str | Path | None = None,
@@ -127,7 +129,7 @@ class Fleet:
         ablation: Ablation | None = None,
     ):
         places = devices_of(devices)
-        account = account_of(places, budget, host_budget, disk)
+        account = account_of(places, budget, host, disk)
         self._charges = Charges(budget if isinstance(budget, Budget) else None, "fleet")
         self._progress = progress
         self._temporary = None if run_dir is not None else _TemporaryFolder()
