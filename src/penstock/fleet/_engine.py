@@ -35,7 +35,7 @@ class Engine:
         self.runs: list[JobRun] = []
         self.workers: list[Worker] = []
         self.upkeep, self.pilots = upkeep, pilots
-        self.frozen = FrozenGroups(self.condition)
+        self.frozen = FrozenGroups()
         self.readers = DataReaders(self.condition)
         self.is_stopping = False
         self.accepts_jobs = False

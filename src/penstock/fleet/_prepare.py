@@ -199,7 +199,8 @@ class Preparation:
             key = ""
             if group.kind == "frozen":
                 key = content_key({name: training.weights.originals[name] for name in group.layouts}, group.layouts)
-                group.item = self.engine.frozen.find(key, self.worker.index, memory)
+                with self.engine.condition:
+                    group.item = self.engine.frozen.find(key, self.worker.index, memory)
                 if group.item is not None:
                     continue
             memory.make_room(
@@ -208,7 +209,8 @@ class Preparation:
             group.item = memory.add(training.initial_item(group, memory.device))
             if group.kind == "frozen":
                 memory.write(group.item)
-                self.engine.frozen.put(key, self.worker.index, group.item)
+                with self.engine.condition:
+                    self.engine.frozen.put(key, self.worker.index, group.item)
 
     def _take_away(self) -> None:
         training, memory = self.run_of.training, self.worker.memory
