@@ -168,7 +168,7 @@ class Roster:
 
 
 class Board:
-    """What other processes see of a fleet and request from it. The thread that waits for the fleet keeps it."""
+    """A view of a fleet for other processes, and their requests to it. The thread that waits for the fleet keeps it."""
 
     def __init__(self, state: FleetState, roster: Roster):
         self._state, self._roster = state, roster
