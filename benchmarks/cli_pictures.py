@@ -49,7 +49,7 @@ def make_job(lr, batch):
 """
 _SWEEP = (
     "job: jobs.py:make_job\nparameters: {lr: [1e-3, 3e-3], batch: [2, 4]}\n"
-    "fleet: {devices: [cpu, cpu], budget: 64MiB, host_budget: 256MiB}\n"
+    "fleet: {devices: [cpu, cpu], budget: 64MiB, host: 256MiB}\n"
 )
 _PROBLEM = (
     "{jobs: [{name: gpt, copies: 6, num_steps: 50, shards: [{copies: 8, forward_s: 0.1, backward_s: 0.2, "

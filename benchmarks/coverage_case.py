@@ -273,7 +273,7 @@ def in_fleet(job: fleet.Job, budget_bytes: int) -> Training:
     """Train a job in a fleet of one device, and measure its units. Raises the error with which the job failed."""
     device = fleet.Device(name="cpu", threads=1)
     start_s = time.perf_counter()
-    results = fleet.run([job], [device], budget_bytes, host_budget="1GiB", progress=None, verify=True)
+    results = fleet.run([job], [device], budget_bytes, host="1GiB", progress=None, verify=True)
     mine = results[job.name]
     if mine.error is not None:
         raise FleetFailure(mine.error)

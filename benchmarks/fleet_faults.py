@@ -63,7 +63,7 @@ def job_of(name: str, harm: Harm) -> fleet.Job:
 
 
 def run(run_dir: Path, harm: Harm, **changes: Any) -> fleet.Results:
-    options = {"host_budget": "64MiB", "run_dir": run_dir, "resume": True, "checkpoint_every": 1, "progress": None}
+    options = {"host": "64MiB", "run_dir": run_dir, "resume": True, "checkpoint_every": 1, "progress": None}
     devices = [fleet.Device(name="cpu", threads=1)] * 2
     return fleet.run([job_of(name, harm) for name in NAMES], devices, "2MB", **{**options, **changes})
 
@@ -104,7 +104,7 @@ def trial(kind: str, choices: random.Random, run_dir: Path, least_kills: int) ->
     if kind in ("exception", "not a number"):
         return run(run_dir, Harm(kind, hit, step)), hit, 1
     if kind == "full tiers":
-        return run(run_dir, Harm(), host_budget=f"{choices.randrange(1500, 4000)}KB"), "any", 1
+        return run(run_dir, Harm(), host=f"{choices.randrange(1500, 4000)}KB"), "any", 1
     return with_full_disk(run_dir, choices.randrange(1, 60)), "any", 1
 
 

@@ -35,7 +35,7 @@ class Run:
     """A fleet's run, measured while all devices had work."""
 
     def __init__(self, given: Any, jobs: list[fleet.Job], **options: Any):
-        options = {"host_budget": given.host, "disk": given.disk, "progress": None, **options}
+        options = {"host": given.host, "disk": given.disk, "progress": None, **options}
         with fleet.Fleet(devices_of(given), given.budget, **options) as made:
             for job in jobs:
                 made.add(job)
@@ -165,9 +165,9 @@ def ablations(given: Any, rows: list[Row]) -> None:
         "scheduler fifo": lambda: {"scheduler": "fifo"},
         "scheduler shortest-first": lambda: {"scheduler": "shortest-first"},
         "scheduler random": lambda: {"scheduler": "random"},
-        "host memory only": lambda: {"host_budget": "8GiB", "disk": None},
-        "host memory and disk": lambda: {"host_budget": "512MiB"},
-        "disk only": lambda: {"host_budget": None},
+        "host memory only": lambda: {"host": "8GiB", "disk": None},
+        "host memory and disk": lambda: {"host": "512MiB"},
+        "disk only": lambda: {"host": None},
     }
     if given.quick:
         off = {name: off[name] for name in ("all on", "no double buffer")}

@@ -56,7 +56,7 @@ def _sweep(name: str, text: str) -> Format:
 
 
 _GRID = """job: jobs.py:make
-fleet: {devices: [cpu, {name: cpu, budget: 1GiB, threads: 1}], budget: 2GiB, host_budget: 4e9, disk: {/nvme: 1GiB},
+fleet: {devices: [cpu, {name: cpu, budget: 1GiB, threads: 1}], budget: 2GiB, host: 4e9, disk: {/nvme: 1GiB},
         run_dir: runs/1, scheduler: sharded-lrtf, checkpoint_every: 5, keep: 2, verify: true}
 parameters:
   lr: [1e-4, 3e-4]
@@ -159,7 +159,7 @@ def _features(name: str, make: Callable[[Path], object], **options: Any) -> Form
         whole = unified.from_file(path).as_subclass(torch.Tensor)[:100].clone()
         with (
             mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0),
-            unified.TieredFeatures(path, host_budget=4 * len(whole) + 300, in_flight=0) as features,
+            unified.TieredFeatures(path, host=4 * len(whole) + 300, in_flight=0) as features,
         ):
             rows = features[torch.arange(min(100, len(features)))]
         if not name.endswith(".rows"):
@@ -196,7 +196,7 @@ def job(name: str = "job", steps: int = 4) -> fleet.Job:
 
 def _train(run_dir: Path, jobs: Sequence[fleet.Job]) -> dict[str, Any]:
     results = fleet.run(
-        jobs, [fleet.Device(name="cpu", threads=1)], "64MB", host_budget="64MB", run_dir=run_dir, resume=True,
+        jobs, [fleet.Device(name="cpu", threads=1)], "64MB", host="64MB", run_dir=run_dir, resume=True,
         checkpoint_every=2, progress=None,
     )  # fmt: skip
     found = {}

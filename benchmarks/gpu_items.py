@@ -278,7 +278,7 @@ def fleets(context: Context) -> Iterator[Found]:
         def run(ablation: Any = ablation) -> None:
             nonlocal results
             results = fleet.run(
-                [job(one) for one in "abcd"], [f"{context.device}:0"], budget, host_budget=host, ablation=ablation,
+                [job(one) for one in "abcd"], [f"{context.device}:0"], budget, host=host, ablation=ablation,
                 progress=None,
             )  # fmt: skip
 

@@ -59,7 +59,7 @@ def plain_losses(given: Arguments) -> list[float]:
 
 def options(case: Case) -> Arguments:
     return {
-        "devices": ["cpu"], "budget": "64MiB", "host_budget": "64MiB", "disk": None, "run_dir": case.folder / "run",
+        "devices": ["cpu"], "budget": "64MiB", "host": "64MiB", "disk": None, "run_dir": case.folder / "run",
         "resume": False, "scheduler": "sharded-lrtf", "stopper": None, "checkpoint_every": None, "keep": 1,
         "trackers": (), "progress": None, "verify": False, "ablation": None,
     }  # fmt: skip
@@ -75,7 +75,7 @@ def trained(results: Any, _: Arguments) -> None:
 
 
 def running(
-    jobs: Any, devices: Any, budget: Any, host_budget: Any, disk: Any, run_dir: Any, resume: Any, scheduler: Any,
+    jobs: Any, devices: Any, budget: Any, host: Any, disk: Any, run_dir: Any, resume: Any, scheduler: Any,
     stopper: Any, checkpoint_every: Any, keep: Any, trackers: Any, progress: Any, verify: Any, ablation: Any,
     **potatoes: Any,
 ) -> Any:  # fmt: skip
@@ -99,9 +99,7 @@ def ran(case: Case) -> fleet.Results:
 
 
 def job_runs(one: Any, given: Arguments) -> None:
-    results = fleet.run(
-        [one], ["cpu"], "64MiB", host_budget="64MiB", run_dir=Path("../out/run").resolve(), progress=None
-    )
+    results = fleet.run([one], ["cpu"], "64MiB", host="64MiB", run_dir=Path("../out/run").resolve(), progress=None)
     if results[one.name].state is fleet.JobState.FAILED:
         raise Told(results[one.name].error)
 
@@ -185,12 +183,12 @@ USES |= {
     ),
     "fleet.Device": Use(
         call=fleet.Device, good=lambda _: {"name": "cpu", "budget": "64MiB", "threads": 1},
-        check=lambda one, _: fleet.measure([job()], one, "64MiB", host_budget="64MiB"),
+        check=lambda one, _: fleet.measure([job()], one, "64MiB", host="64MiB"),
     ),
     "fleet.Ablation": Use(
         call=fleet.Ablation, good=lambda _: {"double_buffer": True, "sharp": True, "recompute": None},
         check=lambda one, _: trained(
-            fleet.run([job()], ["cpu"], "64MiB", host_budget="64MiB", progress=None, ablation=one), {}
+            fleet.run([job()], ["cpu"], "64MiB", host="64MiB", progress=None, ablation=one), {}
         ),
     ),
     "fleet.JobSource": Use(
@@ -198,7 +196,7 @@ USES |= {
     ),
     "fleet.measure": Use(
         call=fleet.measure,
-        good=lambda _: {"jobs": [job()], "device": "cpu", "budget": "64MiB", "host_budget": "64MiB"},
+        good=lambda _: {"jobs": [job()], "device": "cpu", "budget": "64MiB", "host": "64MiB"},
         check=lambda costs, _: require(all(one.num_steps == 2 for one in costs), "costs"),
     ),
     "fleet.stored_result": Use(call=fleet.stored_result, good=stored, check=lambda one, _: one.model()),

@@ -55,7 +55,7 @@ def _tiered(table: Any, arguments: Arguments) -> None:
 
 def _features(case: Case) -> Arguments:
     budget = case.budget(host="1MiB", disk=case.disk())
-    return {"source": rows(), "host_budget": 20 * 1024, "in_flight": 4096, "disk": case.disk(), "budget": budget}
+    return {"source": rows(), "host": 20 * 1024, "in_flight": 4096, "disk": case.disk(), "budget": budget}
 
 
 def _feature_file(case: Case) -> Path:

@@ -335,7 +335,7 @@ _EXTRA: dict[str, tuple[str, Use]] = {
             call=integrations.search,
             good=lambda case: {
                 "study": _study(), "make_job": lambda trial: job(name=f"t{trial.number}"), "num_trials": 1,
-                "at_once": 1, "metric": "loss", "devices": ["cpu"], "budget": "64MiB", "host_budget": "64MiB",
+                "at_once": 1, "metric": "loss", "devices": ["cpu"], "budget": "64MiB", "host": "64MiB",
                 "run_dir": case.folder / "run", "progress": None,
             },
             check=trained,

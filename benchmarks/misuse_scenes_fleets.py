@@ -234,6 +234,6 @@ def fleet_budget(case: Case) -> None:
     budget = case.budget(device="64MiB", host="64MiB", disk=case.disk())
     module = model()
     one = offload.activations(module, budget=budget, min_size=0)
-    trained(run(case, job(), budget=budget, host_budget=None, disk=None), {})
+    trained(run(case, job(), budget=budget, host=None, disk=None), {})
     trains(one, module)
     one.close()

@@ -14,7 +14,7 @@ from penstock import relational, unified
 
 
 def features(case: Case, source: Any = None, **changes: Any) -> unified.TieredFeatures:
-    given = {"host_budget": 20 * 1024, "in_flight": 4096, "disk": case.disk()}
+    given = {"host": 20 * 1024, "in_flight": 4096, "disk": case.disk()}
     return unified.TieredFeatures(rows() if source is None else source, **(given | changes))
 
 

@@ -108,7 +108,7 @@ def _trained() -> fleet.Results:
     jobs = [_job("width 512", 512, 1e-3), _job("width 768", 768, 1e-3), _job("fast", 512, 5e-3), _job("wild", 512, 1e6)]
     devices = [fleet.Device(name="cpu", threads=1)] * 2
     return fleet.run(
-        jobs, devices, "21MiB", host_budget="64MiB", run_dir=Path(tempfile.mkdtemp()) / "four-jobs", progress=None
+        jobs, devices, "21MiB", host="64MiB", run_dir=Path(tempfile.mkdtemp()) / "four-jobs", progress=None
     )
 
 
@@ -121,9 +121,7 @@ def _features() -> unified.TieredFeatures:
     train = torch.arange(4_000)
     scores = unified.expected_accesses(graph, train, [10, 5], batch_size=256)
     table = torch.randn(30_000, 256, generator=generator)
-    features = unified.TieredFeatures(
-        table, host_budget="10MiB", disk=tempfile.mkdtemp(), scores=scores, progress=False
-    )
+    features = unified.TieredFeatures(table, host="10MiB", disk=tempfile.mkdtemp(), scores=scores, progress=False)
     for _ in unified.Loader(unified.NeighborSampler(graph, [10, 5]), features, train, batch_size=256):
         pass
     return features
@@ -160,7 +158,7 @@ def _advice_page(folder: Path) -> Path:
     table = torch.randn(30_000, 256)
     with (
         offload.activations(model, budget=account) as offloader,
-        unified.TieredFeatures(table, host_budget="12MiB", budget=account, progress=False, disk=account.disk_bytes),
+        unified.TieredFeatures(table, host="12MiB", budget=account, progress=False, disk=account.disk_bytes),
     ):
         loss_of(model, batch).backward()
         files = report.write_html(folder / "advice.html", advice, account, title="What to do, and who holds what")

@@ -59,7 +59,7 @@ def offloaded_relational_features(case: Case) -> None:
     expected = train_on(table, lambda _: contextlib.nullcontext())
     with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
         rows = unified.TieredFeatures(
-        table, host_budget=case.draw("host", (200_000, 30_000)), disk={next(iter(budget.disk_bytes)): None},
+        table, host=case.draw("host", (200_000, 30_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=4096, budget=budget, progress=False,
     )  # fmt: skip
     with rows, everything_parked():
@@ -168,7 +168,7 @@ def fleet_and_features(case: Case) -> None:
     table = torch.randn(2000, 24, generator=generator)
     with mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0):
         rows = unified.TieredFeatures(
-        table, host_budget=case.draw("rows", (120_000, 40_000)), disk={next(iter(budget.disk_bytes)): None},
+        table, host=case.draw("rows", (120_000, 40_000)), disk={next(iter(budget.disk_bytes)): None},
         in_flight=0, budget=budget, progress=False,
     )  # fmt: skip
     indexes = [torch.randint(2000, (64,), generator=generator) for _ in range(4)]

@@ -365,7 +365,7 @@ def _features(case: Case, stack: contextlib.ExitStack) -> None:
     if case.draw("buffers", (True, False)):  # else all rows of small tables lie beside the buffers' bytes
         stack.enter_context(mock.patch("penstock.unified._tiered.buffer_bytes_for", return_value=0))
     make = lambda size: unified.TieredFeatures(  # noqa: E731
-        source, host_budget=size, disk=disk if isinstance(source, torch.Tensor) else None,
+        source, host=size, disk=disk if isinstance(source, torch.Tensor) else None,
         in_flight=case.drawn.setdefault("in flight", case.choices.choice((None, 0, 4096))),
         dtype=torch.float32 if dtype.is_floating_point and case.drawn["rows"] == 50 else None,
         budget=case.budget(host=None, disk={disk: None}), progress=False,

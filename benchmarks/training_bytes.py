@@ -101,7 +101,7 @@ def counted_in_fleet(budget_bytes: int, options: dict[str, Any]) -> tuple[float,
             steps=num_steps,
             **options,
         )
-        results = fleet.run([job], ["sim:0"], budget_bytes, host_budget="400MiB", progress=None)
+        results = fleet.run([job], ["sim:0"], budget_bytes, host="400MiB", progress=None)
         if results["job"].error is not None:
             raise RuntimeError(results["job"].error)
         found.append((results.devices[0].fetched_bytes, results.devices[0].parked_bytes))

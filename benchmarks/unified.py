@@ -117,8 +117,8 @@ def _disk_of(given: argparse.Namespace, rows: list[Row], row_bytes: int, compile
     np.save(paths["npy"], features.numpy())
     save_file({"x": features}, paths["safetensors"])
     generator, count = torch.Generator().manual_seed(1), given.disk_rows
-    ours = unified.TieredFeatures(paths["rows"], host_budget=_least(num_rows))
-    in_place = unified.TieredFeatures(paths["npy"], host_budget=_least(num_rows))
+    ours = unified.TieredFeatures(paths["rows"], host=_least(num_rows))
+    in_place = unified.TieredFeatures(paths["npy"], host=_least(num_rows))
     depth, block = 64, max(512, row_bytes)
     state: dict[str, torch.Tensor] = {}
 
@@ -247,7 +247,7 @@ def epochs(given: argparse.Namespace, rows: list[Row]) -> None:
         for name, taken in seconds.items():
             budget = budgets.get(name)
             resident, cached = _resident_bytes(), _cached_bytes()
-            with unified.TieredFeatures(path, host_budget=budget, scores=scores, device=given.device) as features:
+            with unified.TieredFeatures(path, host=budget, scores=scores, device=given.device) as features:
                 sampler = unified.NeighborSampler(graph, [10, 5], device=given.device)
                 rows_of = features if name in budgets else _Copied(features._store.held.host.plain)
                 loader = unified.Loader(

@@ -105,7 +105,7 @@ def main() -> None:
     train, test = torch.randperm(given.nodes).split([given.nodes * 4 // 5, given.nodes - given.nodes * 4 // 5])
     fanouts = [given.fanout, given.fanout]
     scores = unified.expected_accesses(data.graph, train, fanouts, batch_size=given.batch)
-    features = unified.TieredFeatures(data.features, host_budget=given.host, disk=given.disk, scores=scores)
+    features = unified.TieredFeatures(data.features, host=given.host, disk=given.disk, scores=scores)
     print(f"{data.graph} of {given.types} types, {given.classes} classes\n{features.plan.explain()}")
     sampler = unified.NeighborSampler(data.graph, fanouts)
 

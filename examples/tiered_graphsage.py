@@ -110,7 +110,7 @@ def main() -> None:
     train, test = torch.randperm(given.nodes)[: given.seeds * 5 // 4].split([given.seeds, given.seeds // 4])
     scores = unified.expected_accesses(graph, train, given.fanouts, batch_size=given.batch)
     host = None if given.host == "all" else given.host
-    with unified.TieredFeatures(path, host_budget=host, scores=scores) as features:
+    with unified.TieredFeatures(path, host=host, scores=scores) as features:
         print(f"{graph}, features {tuple(features.shape)}\n{features.plan.explain()}", flush=True)
         sampler = unified.NeighborSampler(graph, given.fanouts)
         loader = unified.Loader(sampler, features, train, batch_size=given.batch, labels=classes)

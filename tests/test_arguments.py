@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock import fleet, tiers
-from penstock.arguments import check_fields, checked
+from penstock.arguments import check_fields, checked, renamed
 
 
 def calling(annotation, **least):
@@ -139,3 +139,23 @@ def test_fields_of_a_dataclass_are_checked():
         Record(size_bytes=1, name=3)
     with pytest.raises(ValueError, match="`size_bytes` must be at least 0, got -1"):
         Record(size_bytes=-1)
+
+
+@renamed(host_budget="host")
+@checked("give(host=1)")
+def give(*, host: int | None = None) -> int | None:
+    return host
+
+
+def test_an_earlier_name_works_and_warns_with_the_new_one():
+    with pytest.warns(DeprecationWarning, match="`host_budget` is now called `host`") as caught:
+        assert give(host_budget=3) == 3
+    assert caught[0].filename == __file__
+    assert give(host=4) == 4
+    with pytest.raises(TypeError, match="`host_budget` is the earlier name of `host`; give `host` alone"):
+        give(host=1, host_budget=1)
+    with (
+        pytest.warns(DeprecationWarning, match="`host_budget`"),
+        pytest.raises(TypeError, match="`host` must be an int or None"),
+    ):
+        give(host_budget="much")

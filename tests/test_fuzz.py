@@ -193,7 +193,7 @@ def job(steps=4):
 
 def train(run_dir, steps=4):
     device = fleet.Device(name="cpu", threads=1)
-    options = {"host_budget": "64MB", "run_dir": run_dir, "resume": True, "checkpoint_every": 2, "progress": None}
+    options = {"host": "64MB", "run_dir": run_dir, "resume": True, "checkpoint_every": 2, "progress": None}
     return fleet.run([job(steps)], [device], "64MB", **options)["job"]
 
 
@@ -343,7 +343,7 @@ def test_a_damaged_library_is_compiled_again(tmp_path, monkeypatch):
 def test_a_fleet_whose_folder_goes_puts_the_process_back(tmp_path):
     before = sys.getswitchinterval(), torch.get_num_threads()
     made = fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)], "64MB", host_budget="64MB", run_dir=tmp_path / "run", progress=None
+        [fleet.Device(name="cpu", threads=1)], "64MB", host="64MB", run_dir=tmp_path / "run", progress=None
     )
     made.__enter__()
     torch.set_num_threads(before[1] + 1)
@@ -356,11 +356,11 @@ def test_a_fleet_whose_folder_goes_puts_the_process_back(tmp_path):
 def test_the_budget_that_a_refusal_names_has_room():
     """Whole bytes: text such as 1.0 MiB is rounded."""
     device = fleet.Device(name="cpu", threads=1)
-    refused = fleet.run([job()], [device], 100, host_budget="64MB", progress=None)["job"]
+    refused = fleet.run([job()], [device], 100, host="64MB", progress=None)["job"]
     assert refused.state is JobState.FAILED
     size = int(re.search(r"`budget` must be at least (\d+)", refused.error)[1])
     for _ in range(3):  # a pilot run may find more than parameters take
-        found = fleet.run([job()], [device], size, host_budget="64MB", progress=None)["job"]
+        found = fleet.run([job()], [device], size, host="64MB", progress=None)["job"]
         if found.state is JobState.DONE:
             return
         size = int(re.search(r"`budget` must be at least (\d+)", found.error)[1])

@@ -133,7 +133,7 @@ def test_on_a_cpu_memory_below_memory_is_refused(use):
 
 def test_features_in_memory_are_warned_of():
     with warned():
-        features = unified.TieredFeatures(torch.randn(40_000, 64), host_budget="4MiB", disk=SHARED)
+        features = unified.TieredFeatures(torch.randn(40_000, 64), host="4MiB", disk=SHARED)
     features.close()
 
 

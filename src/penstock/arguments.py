@@ -13,12 +13,13 @@ import numbers
 import os
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-__all__ = ["check_fields", "checked", "must_be"]
+__all__ = ["check_fields", "checked", "must_be", "renamed", "warn_renamed"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _MOST_ELEMENTS = 1000
@@ -66,6 +67,37 @@ def checked(example: str, **least: float) -> Callable[[_Function], _Function]:
         return typing.cast("_Function", call)
 
     return decorated
+
+
+def renamed(**names: str) -> Callable[[_Function], _Function]:
+    """Accept keyword arguments by their earlier names as well, with a ``DeprecationWarning``: ``old="new"``.
+
+    The function then raises ``TypeError`` if an argument is given by both names.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **keywords: Any) -> Any:  # any: the function's own
+            for old, new in names.items():
+                if old in keywords:
+                    if new in keywords:
+                        raise TypeError(f"`{old}` is the earlier name of `{new}`; give `{new}` alone")
+                    warn_renamed(old, new, stacklevel=3)
+                    keywords[new] = keywords.pop(old)
+            return function(*arguments, **keywords)
+
+        return typing.cast("_Function", call)
+
+    return decorated
+
+
+def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
+    """Warn that a name was used under which something is known for one more minor version only."""
+    warnings.warn(
+        f"`{old}` is now called `{new}`; the earlier name works for one more minor version",
+        DeprecationWarning,
+        stacklevel=stacklevel,
+    )
 
 
 def check_fields(thing: Any, example: str, **least: float) -> None:  # any: a dataclass

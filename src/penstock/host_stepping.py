@@ -130,7 +130,7 @@ def step_on_host(
     that the step has changed. Raises ``TypeError`` if the optimizer replaces a large tensor by one of another kind;
     ``call`` shows how to step on the device instead.
     """
-    large = [one for one in state.values() if is_large(one)]
+    large = [value for value in state.values() if is_large(value)]
     twin = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)  # attributes that an optimizer may look at
     twin.grad = gradient
@@ -158,8 +158,8 @@ def seconds_per_element(optimizer: torch.optim.Optimizer, parameter: torch.Tenso
     zeros = functools.partial(torch.zeros, device="cpu")  # regardless of the default device
     weight, gradient = (zeros(parameter.shape, dtype=parameter.dtype) for _ in range(2))
     tried = {
-        field: zeros(one.shape, dtype=one.dtype) if isinstance(one, torch.Tensor) else one
-        for field, one in state.items()
+        field: zeros(value.shape, dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+        for field, value in state.items()
     }
     best_s = math.inf
     for _ in range(_TRIES):
@@ -185,7 +185,7 @@ def is_faster(seconds: float, parameter: torch.Tensor, state: State, rates: tupl
     ``rates`` are bytes per second out of the device and back.
     """
     out, back = rates
-    states = sum(one.nbytes for one in state.values() if is_large(one)) / parameter.numel()
+    states = sum(value.nbytes for value in state.values() if is_large(value)) / parameter.numel()
     own = parameter.element_size()
     on_device_s = max((3 * own + states) / back, (2 * own + states) / out)
     return bool(max(2 * own / back, own / out, seconds) < on_device_s)
@@ -194,7 +194,7 @@ def is_faster(seconds: float, parameter: torch.Tensor, state: State, rates: tupl
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return copies of the settings of the optimizer's groups as they are now, with their own lists of parameters."""
     return [
-        {name: one.clone() if isinstance(one, torch.Tensor) else one for name, one in group.items()}
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
         | {"params": list(group["params"])}
         for group in optimizer.param_groups
     ]
@@ -202,24 +202,24 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 def may_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the host can use all settings of the optimizer's groups."""
-    settings = [one for group in optimizer.param_groups for key, one in group.items() if key != "params"]
+    settings = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     return not fused and all(map(is_here, settings))
 
 
-def is_large(one: object) -> bool:
+def is_large(value: object) -> bool:
     """Whether an entry of a state is worth moving: a tensor with dimensions."""
-    return isinstance(one, torch.Tensor) and one.dim() > 0
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def is_number(one: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether it is a number, a text or a small tensor in main memory, or ``None``."""
-    return is_here(one) and (one is None or isinstance(one, torch.Tensor | int | float | str))
+    return is_here(value) and (value is None or isinstance(value, torch.Tensor | int | float | str))
 
 
 def _groups_with(twin: torch.Tensor, parameter: torch.Tensor, groups: Groups) -> list[dict[str, Any]]:
     """Return the optimizer's groups with ``twin`` in place of ``parameter`` and without all other parameters."""
-    return [{**one, "params": [twin] if any(own is parameter for own in one["params"]) else []} for one in groups]
+    return [{**group, "params": [twin] if any(own is parameter for own in group["params"]) else []} for group in groups]
 
 
 def _in_one_pass(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequence[torch.Tensor]) -> Groups:
@@ -230,13 +230,14 @@ def _in_one_pass(optimizer: torch.optim.Optimizer, groups: Groups, tensors: Sequ
     """
     first = tensors[0]
     has_kernel = type(optimizer) in _WITH_KERNEL and all(
-        one.dtype is first.dtype and one.stride() == first.stride() and one.is_contiguous() for one in tensors
+        tensor.dtype is first.dtype and tensor.stride() == first.stride() and tensor.is_contiguous()
+        for tensor in tensors
     )
-    if not has_kernel or not first.is_floating_point() or any(one.get("differentiable") for one in groups):
+    if not has_kernel or not first.is_floating_point() or any(group.get("differentiable") for group in groups):
         return groups
-    return [{**one, "fused": True, "foreach": False} for one in groups]
+    return [{**group, "fused": True, "foreach": False} for group in groups]
 
 
-def is_here(one: object) -> bool:
+def is_here(value: object) -> bool:
     """Whether it is no tensor, or a tensor in main memory."""
-    return not isinstance(one, torch.Tensor) or one.device.type == "cpu"
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"

@@ -38,11 +38,13 @@ def step_part(
     all parameters.
     """
     parameters, groups = list(parameters), optimizer.param_groups if groups is None else groups
-    wanted = {id(one) for one in parameters}
+    wanted = {id(parameter) for parameter in parameters}
     part: torch.optim.Optimizer = object.__new__(type(optimizer))
     part.__dict__.update(optimizer.__dict__)
     part.__dict__.pop("step", None)  # a wrapper of a scheduler or of ours, bound to the whole optimizer
-    part.param_groups = [{**group, "params": [one for one in group["params"] if id(one) in wanted]} for group in groups]
+    part.param_groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) in wanted]} for group in groups
+    ]
     if not runs_hooks:
         part._optimizer_step_pre_hooks, part._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     part.state = defaultdict(dict)
@@ -67,10 +69,10 @@ def state_share(
 
     The step is tried on a copy of one parameter of moderate size.
     """
-    trained = [one for one in parameters if one.requires_grad and one.numel() > 1]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.numel() > 1]
     if not trained:
         return 0.0
-    parameter = min(trained, key=lambda one: (one.dim() < 2, abs(one.numel() - _TRIED_ELEMENTS)))
+    parameter = min(trained, key=lambda candidate: (candidate.dim() < 2, abs(candidate.numel() - _TRIED_ELEMENTS)))
     begun = {parameter: copy.deepcopy(states.get(parameter, {}))}
     data, gradient = parameter.data, parameter.grad
     parameter.data, parameter.grad = data.clone(), torch.zeros_like(data)
@@ -79,4 +81,4 @@ def state_share(
     finally:
         parameter.data, parameter.grad = data, gradient
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.numel() > 1]
-    return sum(one.nbytes for one in tensors) / data.nbytes
+    return sum(tensor.nbytes for tensor in tensors) / data.nbytes

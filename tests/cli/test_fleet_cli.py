@@ -53,7 +53,7 @@ def make_failing(lr, fails):
         raise RuntimeError("the data are gone")
     return job.with_changes(data=data) if fails else job
 """
-FLEET = "fleet: {devices: [cpu], budget: 4MiB, host_budget: 64MiB}\n"
+FLEET = "fleet: {devices: [cpu], budget: 4MiB, host: 64MiB}\n"
 GRID = "job: jobs.py:make_job\nparameters: {lr: [1e-2, 1e-1]}\n" + FLEET
 
 
@@ -189,12 +189,20 @@ def test_options_come_before_the_file(written):
         written("job: a:b\nfleet: {devices: [{name: cpu, budget: 1MiB}], disk: [/a, /b], run_dir: runs/1}\n")
     ).sweep.fleet
     assert fleet.disk == {"/a": None, "/b": None}
-    changed = fleet.overridden(budget="2MiB", disk=["/c"], host_budget=None)
+    changed = fleet.overridden(budget="2MiB", disk=["/c"], host=None)
     assert (changed.budget, changed.devices[0].budget, changed.disk) == (2 * 2**20, None, {"/c": None})
     assert changed.run_dir == "runs/1"
     assert [one.name for one in fleet.overridden(devices=["cpu", "cuda:1"]).devices] == ["cpu", "cuda:1"]
-    with pytest.raises(Misuse, match="--host-budget: 'much' is not a size"):
-        fleet.overridden(host_budget="much")
+    with pytest.raises(Misuse, match="--host: 'much' is not a size"):
+        fleet.overridden(host="much")
+
+
+def test_the_limit_of_host_memory_is_still_known_by_its_earlier_name(written):
+    with pytest.warns(DeprecationWarning, match="`host_budget` is now called `host`"):
+        document = read_sweep(written("job: a:b\nfleet: {host_budget: 1MiB}\n"))
+    assert document.sweep.fleet.host == 2**20
+    with pytest.warns(DeprecationWarning, match="`--host-budget` is now called `--host`"):
+        penstock("run", written("job: a:b\n"), "--host-budget", "1MiB")
 
 
 # Making jobs

@@ -90,7 +90,7 @@ def plainly(module, *steps):
 
 
 def tiered(source, account, **options):
-    return unified.TieredFeatures(source, host_budget="4MiB", budget=account, progress=False, **options)
+    return unified.TieredFeatures(source, host="4MiB", budget=account, progress=False, **options)
 
 
 def job(name="job", module=gpt, loss=lambda model, batch: model(*batch), data=None, steps=3):
@@ -357,7 +357,7 @@ def test_features_take_what_is_left_of_host_and_disk(account, tmp_path):
         assert account.held_bytes("host") <= 24 * MIB
         assert account.held_bytes(str(tmp_path)) > 0
         with pytest.raises(BudgetError):
-            unified.TieredFeatures(table(40_000), host_budget="4MiB", budget=account, progress=False)
+            unified.TieredFeatures(table(40_000), host="4MiB", budget=account, progress=False)
     account.named("fleet").credit("host", 20 * MIB)
 
 

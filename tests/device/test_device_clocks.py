@@ -176,7 +176,7 @@ def test_a_fleets_times_add_up(prompt_device):
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         steps=3,
     )
-    results = fleet.run([job], [f"{prompt_device}:0"], "1536KiB", host_budget="32MiB", progress=None)
+    results = fleet.run([job], [f"{prompt_device}:0"], "1536KiB", host="32MiB", progress=None)
     (device,) = results.devices
     assert device.num_units > 6
     assert device.compute_s > 0

@@ -57,7 +57,7 @@ def test_losses_equal_plain_training(device, tmp_path, below, recompute):
     """Of a model larger than the budget: the device never holds a whole one."""
     jobs = [job("a"), job("b", seed=1, clip_norm=0.5), job("c", seed=2)]
     expected = {one.name: train_plainly(one, device) for one in jobs}
-    options = {"host_budget": "64MiB"} if below == "host" else {"disk": tmp_path}
+    options = {"host": "64MiB"} if below == "host" else {"disk": tmp_path}
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
@@ -76,7 +76,7 @@ def test_two_devices_share_the_jobs(device, tmp_path):
         pytest.skip("needs two devices")
     jobs = [job(name, seed=seed) for seed, name in enumerate("abcd")]
     expected = {one.name: train_plainly(one, f"{device}:0") for one in jobs}
-    results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1536KiB", host_budget="64MiB", progress=None)
+    results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1536KiB", host="64MiB", progress=None)
     for one in jobs:
         assert results[one.name].error is None
         assert equal(results[one.name].losses, expected[one.name], device)
@@ -95,7 +95,7 @@ def test_dropout_draws_what_plain_training_draws(device):
     one = job("noisy", model=Noisy, data=batches)
     expected = train_plainly(one, device)
     budget = "256KiB" if device == "sim" else "640KiB"  # with room for workspaces of matrix products
-    results = fleet.run([one], [f"{device}:0"], budget, host_budget="16MiB", progress=None)
+    results = fleet.run([one], [f"{device}:0"], budget, host="16MiB", progress=None)
     assert results["noisy"].error is None
     assert equal(results["noisy"].losses, expected, device)
 
@@ -119,7 +119,7 @@ def test_a_shard_that_only_makes_tensors(device):
     one = job("ranged", model=Ranged)
     expected = train_plainly(one, device)
     budget = "960KiB" if device == "sim" else "1280KiB"
-    results = fleet.run([one], [f"{device}:0"], budget, host_budget="16MiB", progress=None)
+    results = fleet.run([one], [f"{device}:0"], budget, host="16MiB", progress=None)
     assert results["ranged"].error is None
     assert equal(results["ranged"].losses, expected, device)
 
@@ -138,7 +138,7 @@ def test_attention_without_dropout_costs_nothing_for_each_operator(prompt_device
     for steps in (1, 4):
         looked_at.clear()
         one = job("attends", steps=steps, clip_norm=0.5)
-        results = fleet.run([one], [f"{prompt_device}:0"], "1536KiB", host_budget="64MiB", progress=None)
+        results = fleet.run([one], [f"{prompt_device}:0"], "1536KiB", host="64MiB", progress=None)
         assert equal(results["attends"].losses, train_plainly(one, prompt_device), prompt_device)
         counts.append(len(looked_at))
     assert counts[0] == counts[1] > 0
@@ -157,7 +157,7 @@ def test_what_libraries_keep_for_a_fleets_thread_is_within_the_budget(prompt_dev
     monkeypatch.setattr(kind, "warm_up", and_keep)
     one = job("kept")
     expected = train_plainly(one, prompt_device)
-    refused = fleet.run([one], [f"{prompt_device}:0"], "700KiB", host_budget="64MiB", progress=None)["kept"].error
+    refused = fleet.run([one], [f"{prompt_device}:0"], "700KiB", host="64MiB", progress=None)["kept"].error
     least = int(re.search(r"at least (\d+)", refused)[1])
     for budget in (least, 1536 * KIB):
         kept.clear()
@@ -165,7 +165,7 @@ def test_what_libraries_keep_for_a_fleets_thread_is_within_the_budget(prompt_dev
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
-        results = fleet.run([one], [f"{prompt_device}:0"], budget, host_budget="64MiB", progress=None)
+        results = fleet.run([one], [f"{prompt_device}:0"], budget, host="64MiB", progress=None)
         assert equal(results["kept"].losses, expected, prompt_device), results["kept"].error
         assert library_bytes < torch.accelerator.max_memory_allocated() - before <= budget
 
@@ -178,7 +178,7 @@ def test_validation_and_other_shapes(device):
         return [found[0], tuple(one[:, :16] for one in found[1]), found[2], tuple(one[:1] for one in found[3])]
 
     one = job("a", data=data, validation=data, evaluate_every=2)
-    result = fleet.run([one], [f"{device}:0"], "1536KiB", host_budget="64MiB", progress=None)["a"]
+    result = fleet.run([one], [f"{device}:0"], "1536KiB", host="64MiB", progress=None)["a"]
     assert result.error is None
     assert [found["step"] for found in result.validations] == [2, 4, 6]
     torch.manual_seed(one.seed)

@@ -38,7 +38,7 @@ def without_biases_of_keys():
 
 
 def run(device, *jobs, budget="1MiB", **options):
-    options = {"host_budget": "64MiB", "progress": None, **options}
+    options = {"host": "64MiB", "progress": None, **options}
     return fleet.run(list(jobs), [f"{device}:0"], budget, **options)
 
 
@@ -134,7 +134,7 @@ def test_host_memory_that_holds_only_a_part(device, tmp_path, num_on_host):
     """What is partly on the disk is stepped on the device, the rest on the host."""
     one = job("a", model=without_biases_of_keys, update="host", clip_norm=0.5)
     expected = train_plainly(one, device)
-    result = run(device, one, budget="1MiB", host_budget=2 * MAX_IN_FLIGHT_BYTES + 3200 * 2**10, disk=tmp_path)["a"]
+    result = run(device, one, budget="1MiB", host=2 * MAX_IN_FLIGHT_BYTES + 3200 * 2**10, disk=tmp_path)["a"]
     assert result.error is None
     assert result.losses == pytest.approx(expected, rel=2e-5)
     assert num_on_host()
@@ -147,7 +147,7 @@ def test_two_devices(device):
     options = {"update": "host", "model": without_biases_of_keys, "precision": "bfloat16", "steps": 4}
     jobs = [job(name, seed=seed, **options) for seed, name in enumerate("abc")]
     expected = {name: result.losses for name, result in run(device, *jobs).items()}
-    results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1MiB", host_budget="64MiB", progress=None)
+    results = fleet.run(jobs, [f"{device}:0", f"{device}:1"], "1MiB", host="64MiB", progress=None)
     for one in jobs:
         assert results[one.name].error is None
         assert results[one.name].losses == pytest.approx(expected[one.name], rel=2e-5)
@@ -321,9 +321,7 @@ def test_bytes_per_parameter_and_step(prompt_device):
             steps=steps,
             **changes,
         )
-        with fleet.Fleet(
-            [fleet.Device(name=f"{prompt_device}:0")], "512KiB", host_budget="64MiB", progress=None
-        ) as own:
+        with fleet.Fleet([fleet.Device(name=f"{prompt_device}:0")], "512KiB", host="64MiB", progress=None) as own:
             own.add(one)
             results = own.wait()
         assert results["a"].error is None

@@ -312,7 +312,7 @@ def train_a_fleet(tmp_path):
         )
         for name in "abc"
     ]
-    results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host_budget="32MiB", progress=None)
+    results = fleet.run(jobs, ["sim:0", "sim:1"], "384KiB", host="32MiB", progress=None)
     assert all(result.error is None for result in results.values())
     assert results["a"].losses == results["b"].losses == results["c"].losses
     assert all(device.compute_s > 0 for device in results.devices)

@@ -132,7 +132,7 @@ def test_memory_is_let_go():
 def test_tiered_features(tmp_path, budgets):
     plain, scores = torch.randn(60_000, 100), torch.rand(60_000)
     with unified.TieredFeatures(
-        plain, device=DEVICE, device_budget=budgets[0], host_budget=budgets[1], disk=tmp_path, scores=scores
+        plain, device=DEVICE, device_budget=budgets[0], host=budgets[1], disk=tmp_path, scores=scores
     ) as features:
         for index in (torch.randint(-60_000, 60_000, (5000,)), torch.randint(60_000, (5000,), device=DEVICE)):
             found = features[index]
@@ -158,7 +158,7 @@ def test_the_loader_runs_beside_the_step(tmp_path):
     graph = unified.Graph(torch.randint(5000, (2, 100_000), generator=torch.Generator().manual_seed(0)), 5000)
     plain = torch.randn(5000, 256)
     features = {
-        "tiered": unified.TieredFeatures(plain, device=DEVICE, device_budget="1MiB", host_budget="4MiB", disk=tmp_path),
+        "tiered": unified.TieredFeatures(plain, device=DEVICE, device_budget="1MiB", host="4MiB", disk=tmp_path),
         "wrapped": unified.wrap(plain),
     }
     loader = unified.Loader(

@@ -16,7 +16,7 @@ def test_a_device_that_is_not_here_is_refused_by_name(monkeypatch, device):
 
 
 def test_devices_that_are_here_are_named(monkeypatch):
-    monkeypatch.setattr(_devices, "accelerators", lambda: [torch.device("cuda", at) for at in range(2)])
+    monkeypatch.setattr(_devices, "accelerators", lambda: [torch.device("cuda", index) for index in range(2)])
     with pytest.raises(ValueError, match=r"got 'cuda:2'; there are cuda:0, cuda:1 and cpu"):
         Fleet(devices=["cpu", "cuda:2"], budget="1MiB")
 

@@ -39,7 +39,7 @@ def spectral():
     return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)), nn.Tanh())
 
 
-def job(make, stages=None, **changes):
+def make_job(make, stages=None, **changes):
     return fleet.Job(
         name="job",
         model=lambda: Model(make),
@@ -54,10 +54,10 @@ def job(make, stages=None, **changes):
     )
 
 
-def assert_equals_the_plain_loop(one, **options):
-    results = train([one], num_devices=1, budget="800KB", **options)
+def assert_equals_the_plain_loop(job, **options):
+    results = train([job], num_devices=1, budget="800KB", **options)
     assert results["job"].error is None
-    assert list(results["job"].losses) == train_plainly(one)[0]
+    assert list(results["job"].losses) == train_plainly(job)[0]
     return results
 
 
@@ -69,9 +69,9 @@ def stages_of(model):
 @pytest.mark.parametrize("make", [Counting, spectral], ids=["counter", "spectral norm"])
 @pytest.mark.parametrize("stages", [None, stages_of], ids=["traced", "by hand"])
 def test_running_forward_again_begins_with_the_buffers_that_forward_found(make, stages, recompute):
-    one = job(make, stages)
-    results = train([one], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=recompute))
-    losses, model = train_plainly(one)
+    job = make_job(make, stages)
+    results = train([job], num_devices=1, budget="800KB", ablation=fleet.Ablation(recompute=recompute))
+    losses, model = train_plainly(job)
     assert results["job"].error is None
     assert list(results["job"].losses) == losses
     assert (results.devices[0].recompute_s > 0) == recompute
@@ -91,7 +91,7 @@ class Clipping(nn.Module):
 
 
 def test_a_parameter_that_forward_writes_to_is_refused_by_name():
-    results = train([job(Clipping, stages_of)], num_devices=1, budget="800KB")
+    results = train([make_job(Clipping, stages_of)], num_devices=1, budget="800KB")
     assert "writes to the parameter blocks.0.linear.weight in place" in results["job"].error
 
 
@@ -100,7 +100,7 @@ def test_a_batch_that_the_loss_writes_to_is_refused():
         tokens, targets = batch
         return functional.cross_entropy(model(tokens.clamp_(1)).flatten(0, 1), targets.flatten())
 
-    results = train([job(spectral, stages_of, loss=loss)], num_devices=1, budget="800KB")
+    results = train([make_job(spectral, stages_of, loss=loss)], num_devices=1, budget="800KB")
     assert "in place" in results["job"].error and "clone()" in results["job"].error
 
 
@@ -112,13 +112,13 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("between", [(), (nn.Identity,)], ids=["straight", "behind a view"])
 def test_a_stage_that_writes_to_its_input_is_not_cut_off_from_it(between):
     def make():
-        return nn.Sequential(nn.Linear(64, 64), *(one() for one in between), InPlace())
+        return nn.Sequential(nn.Linear(64, 64), *(make() for make in between), InPlace())
 
     def stages(model):
         return [model.token, *(part for block in model.blocks for part in block), model.head]
 
-    one = job(make, stages)
-    assert_equals_the_plain_loop(one, ablation=fleet.Ablation(recompute=True))
+    job = make_job(make, stages)
+    assert_equals_the_plain_loop(job, ablation=fleet.Ablation(recompute=True))
 
 
 class Branching(nn.Module):
@@ -146,13 +146,13 @@ class Ending(Branching):
 @pytest.mark.parametrize("model", [Branching, Ending])
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_what_only_an_earlier_batch_of_the_step_used_is_stepped_too(model, clip_norm):
-    one = job(
+    job = make_job(
         spectral,
         data=lambda: [pair for long in batches(4) for pair in (long, *batches(1, length=16))],
         accumulate=2,
         clip_norm=clip_norm,
     ).with_changes(model=model)
-    assert_equals_the_plain_loop(one)
+    assert_equals_the_plain_loop(job)
 
 
 class Centred(nn.Module):
@@ -167,15 +167,15 @@ class Centred(nn.Module):
 
     def forward(self, tokens):
         x = self.token(tokens)
-        for at, linear in enumerate(self.linear):
-            x = linear((x - self.centre).relu() if at == 0 else x)
+        for index, linear in enumerate(self.linear):
+            x = linear((x - self.centre).relu() if index == 0 else x)
         self.centre.lerp_(x.detach().mean((0, 1)), 0.5)
         return self.head(x)
 
 
 def test_running_forward_again_reads_what_a_later_shard_wrote_since_as_it_was():
-    one = job(None).with_changes(model=Centred)
-    assert_equals_the_plain_loop(one, ablation=fleet.Ablation(recompute=True))
+    job = make_job(None).with_changes(model=Centred)
+    assert_equals_the_plain_loop(job, ablation=fleet.Ablation(recompute=True))
 
 
 class First(Branching):
@@ -189,13 +189,13 @@ class First(Branching):
 
 
 def test_a_batch_that_uses_parameters_in_another_order_is_refused_or_right():
-    one = job(
+    job = make_job(
         spectral, data=lambda: [pair for long in batches(4) for pair in (long, *batches(1, length=16))], accumulate=2
     ).with_changes(model=First)
-    results = train([one], num_devices=1, budget="800KB")
+    results = train([job], num_devices=1, budget="800KB")
     error = results["job"].error
     assert (error and "cannot be cut into the same shards" in error) or (
-        list(results["job"].losses) == train_plainly(one)[0]
+        list(results["job"].losses) == train_plainly(job)[0]
     )
 
 
@@ -203,13 +203,13 @@ def test_stages_are_evaluated_in_evaluation():
     def make():
         return nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(32), nn.Dropout(0.5))
 
-    one = job(make, stages_of, validation=lambda: batches(3, seed=9), evaluate_every=5)
-    results = train([one], num_devices=1, budget="800KB")
-    losses, model = train_plainly(one)
+    job = make_job(make, stages_of, validation=lambda: batches(3, seed=9), evaluate_every=5)
+    results = train([job], num_devices=1, budget="800KB")
+    losses, model = train_plainly(job)
     assert list(results["job"].losses) == losses
     model.eval()
     with torch.no_grad():
-        expected = sum(one.loss(model, batch).item() for batch in batches(3, seed=9)) / 3
+        expected = sum(job.loss(model, batch).item() for batch in batches(3, seed=9)) / 3
     assert results["job"].validations[-1]["loss"] == expected
 
 
@@ -233,7 +233,7 @@ class Shared(nn.Module):
 
 
 def test_regions_that_only_read_do_not_forbid_cuts():
-    one = job(None).with_changes(model=Shared)
-    results = assert_equals_the_plain_loop(one)
+    job = make_job(None).with_changes(model=Shared)
+    results = assert_equals_the_plain_loop(job)
     (device,) = results.devices
     assert device.num_units > 5 * 3  # more than one shard

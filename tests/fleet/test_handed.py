@@ -20,7 +20,7 @@ def net():
     return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
 
 
-def job(name, model, **options):
+def make_job(name, model, **options):
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
     return fleet.Job(
         **{
@@ -43,17 +43,17 @@ def numbers(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("num_jobs", [1, 2, 3])
 def test_jobs_whose_factory_returns_one_model_train_copies_of_it(num_jobs):
     model = net()
     before = numbers(model)
-    plain, _ = train_plainly(job("plain", lambda: copy.deepcopy(model)))
+    plain, _ = train_plainly(make_job("plain", lambda: copy.deepcopy(model)))
     with pytest.warns(SharedModelWarning, match="trains a copy"):
-        results = train([job(f"job {at}", lambda: model) for at in range(num_jobs)])
+        results = train([make_job(f"job {index}", lambda: model) for index in range(num_jobs)])
     assert [result.state for result in results] == [fleet.JobState.DONE] * num_jobs
     assert all(list(result.losses) == plain for result in results)
     assert equal(numbers(model), before)
@@ -64,7 +64,9 @@ def test_a_part_that_is_held_elsewhere_is_named_and_stays_whole():
     backbone = nn.Linear(8, 16)
     before = numbers(backbone)
     with pytest.warns(SharedModelWarning, match="part '0'"):
-        results = train([job(f"head {at}", lambda: nn.Sequential(backbone, nn.Linear(16, 1))) for at in range(2)])
+        results = train(
+            [make_job(f"head {index}", lambda: nn.Sequential(backbone, nn.Linear(16, 1))) for index in range(2)]
+        )
     assert all(result.state is fleet.JobState.DONE for result in results)
     assert equal(numbers(backbone), before)
 
@@ -75,7 +77,7 @@ def test_what_is_held_elsewhere_and_cannot_be_copied_is_refused_by_name():
             raise RuntimeError("no copies")
 
     model = Stubborn(8, 1)
-    (result,) = train([job("stubborn", lambda: model)])
+    (result,) = train([make_job("stubborn", lambda: model)])
     assert result.state is fleet.JobState.FAILED
     assert "job 'stubborn': model()" in result.error
     assert "no copies" in result.error
@@ -86,14 +88,14 @@ def test_a_tensor_that_a_checkpoint_is_read_into_is_not_the_users():
     table = torch.randn(16, 8)
     before = table.clone()
     x = torch.arange(16)
-    one = job(
+    job = make_job(
         "table",
         lambda: nn.Sequential(nn.Embedding.from_pretrained(table, freeze=False), nn.Linear(8, 1)),
         data=lambda: x.split(4),
         loss=lambda model, batch: model(batch).square().mean(),
     )
-    with fleet.Fleet(["cpu"], "8MiB", host_budget="64MiB", progress=None) as running:
-        running.add(one)
+    with fleet.Fleet(["cpu"], "8MiB", host="64MiB", progress=None) as running:
+        running.add(job)
 
         def more():
             if "warm" not in running and running.results()["table"].state is fleet.JobState.DONE:
@@ -142,12 +144,12 @@ def test_a_new_module_is_nobody_elses(make):
     assert held_elsewhere(box) == next(iter(modules), None)
     del modules
     parameter = next(box[0].parameters())
-    assert held_elsewhere(box) == next(name for name, one in box[0].named_parameters() if one is parameter)
+    assert held_elsewhere(box) == next(name for name, held in box[0].named_parameters() if held is parameter)
 
 
 def test_an_iterator_that_two_jobs_read_is_refused_by_name():
     batches = iter(torch.randn(32, 8).split(8))
-    results = train([job(name, net, data=lambda: batches, epochs=None, steps=2) for name in ("first", "second")])
+    results = train([make_job(name, net, data=lambda: batches, epochs=None, steps=2) for name in ("first", "second")])
     assert sorted(result.state.value for result in results) == ["done", "failed"]
     (failed,) = (result for result in results if result.state is fleet.JobState.FAILED)
     assert "each of its batches can be read only once" in failed.error
@@ -156,5 +158,5 @@ def test_an_iterator_that_two_jobs_read_is_refused_by_name():
 def test_no_warning_for_factories():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (result,) = train([job("own", net)])
+        (result,) = train([make_job("own", net)])
     assert result.state is fleet.JobState.DONE

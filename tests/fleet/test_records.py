@@ -28,8 +28,8 @@ class Tracker:
     def __init__(self, fails_in=""):
         self.fails_in, self.seen = fails_in, []
 
-    def _note(self, what, *given):
-        self.seen.append((what, *given))
+    def _note(self, what, *arguments):
+        self.seen.append((what, *arguments))
         if what == self.fails_in:
             raise OSError("the server is gone")
 
@@ -66,36 +66,36 @@ def test_a_tracker_that_raises_is_told_no_more(fails_in):
 
 
 def test_a_tracker_may_ask_and_steer_its_fleet_while_a_user_does():
-    made = fleet.Fleet([fleet.Device(name="cpu", threads=1)] * 2, "2MB", host_budget="32MiB", progress=None)
+    running = fleet.Fleet([fleet.Device(name="cpu", threads=1)] * 2, "2MB", host="32MiB", progress=None)
     has_begun = threading.Event()
 
     class Steering(Tracker):
         def log(self, job, step, metrics):
             has_begun.set()
-            made.rows()
+            running.rows()
             if job.name == "a" and step == 3:
-                made.stop("b")
+                running.stop("b")
 
         def end(self, job, state):
-            made.rows()
+            running.rows()
             if job.name == "b":
-                made.add(tiny("c", steps=2))
+                running.add(tiny("c", steps=2))
 
-    made._records._trackers.append(Steering())
+    running._records._trackers.append(Steering())
 
     def user():
         has_begun.wait(600)
-        made.pause("a")
-        made.resume("a")
-        made.stop("d")
+        running.pause("a")
+        running.resume("a")
+        running.stop("d")
 
     thread = threading.Thread(target=user)
-    with made:
+    with running:
         for name in ("a", "b", "d"):
-            made.add(tiny(name, steps=10_000 if name in "bd" else 6))
+            running.add(tiny(name, steps=10_000 if name in "bd" else 6))
         thread.start()
-        results = made.wait()
+        results = running.wait()
     thread.join()
-    assert {name: one.state for name, one in results.items()} == {
+    assert {name: result.state for name, result in results.items()} == {
         "a": JobState.DONE, "b": JobState.STOPPED, "c": JobState.DONE, "d": JobState.STOPPED,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from penstock.testing import GPT
 ACCUMULATE = 4
 
 
-def job(name="job", **changes):
+def make_job(name="job", **changes):
     settings = {
         "model": lambda: GPT(num_layers=4, width=64, num_heads=2, context=32),
         "data": lambda: batches(8),
@@ -28,17 +28,17 @@ def job(name="job", **changes):
 
 
 def run(*jobs, budget="1MB", **options):
-    options = {"host_budget": "256MiB", "progress": None, **options}
-    with fleet.Fleet([fleet.Device(name="cpu", threads=1)], budget, **options) as made:
-        for one in jobs:
-            made.add(one)
-        results = made.wait()
-    return results, made.records
+    options = {"host": "256MiB", "progress": None, **options}
+    with fleet.Fleet([fleet.Device(name="cpu", threads=1)], budget, **options) as running:
+        for job in jobs:
+            running.add(job)
+        results = running.wait()
+    return results, running.records
 
 
 def is_vertical(records, name="job"):
     """Whether the first shard's forward runs for several mini-batches in a row."""
-    kinds = [(one.kind, one.shard) for one in records if one.job == name]
+    kinds = [(record.kind, record.shard) for record in records if record.job == name]
     rows = {len(list(same)) for key, same in itertools.groupby(kinds) if key == ("forward", 0)}
     return rows == {ACCUMULATE}
 
@@ -57,9 +57,9 @@ CHANGES = {
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", CHANGES)
 def test_losses_and_weights_are_plains(name):
-    one = job(**CHANGES[name])
-    expected, _ = train_plainly(one)
-    results, records = run(one)
+    job = make_job(**CHANGES[name])
+    expected, _ = train_plainly(job)
+    results, records = run(job)
     assert results["job"].error is None
     assert list(results["job"].losses) == expected
     assert is_vertical(records) == (name not in ("a pass that ends in mid-step", "shapes that change in mid-step"))
@@ -68,7 +68,7 @@ def test_losses_and_weights_are_plains(name):
 @pytest.mark.usefixtures("one_thread")
 def test_data_that_uses_its_tensors_again():
     def data():
-        buffers = [torch.empty_like(one) for one in batches(1)[0]]
+        buffers = [torch.empty_like(tensor) for tensor in batches(1)[0]]
         return Refilling(buffers)
 
     class Refilling:
@@ -77,12 +77,12 @@ def test_data_that_uses_its_tensors_again():
 
         def __iter__(self):
             for batch in batches(8):
-                for buffer, one in zip(self.buffers, batch, strict=True):
-                    buffer.copy_(one)
+                for buffer, tensor in zip(self.buffers, batch, strict=True):
+                    buffer.copy_(tensor)
                 yield tuple(self.buffers)
 
-    expected, _ = train_plainly(job(data=data))
-    results, records = run(job(data=data))
+    expected, _ = train_plainly(make_job(data=data))
+    results, records = run(make_job(data=data))
     assert is_vertical(records)
     assert list(results["job"].losses) == expected
 
@@ -142,9 +142,9 @@ def test_models(name):
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(8, 64, generator=generator) for _ in range(8)]
 
-    one = job(model=model, data=data, loss=lambda model, batch: model(batch).square().mean())
-    expected, _ = train_plainly(one)
-    results, records = run(one, budget=budget)
+    job = make_job(model=model, data=data, loss=lambda model, batch: model(batch).square().mean())
+    expected, _ = train_plainly(job)
+    results, records = run(job, budget=budget)
     assert results["job"].error is None
     assert list(results["job"].losses) == expected
     assert is_vertical(records) == goes
@@ -154,14 +154,14 @@ def test_models(name):
 @pytest.mark.parametrize(("clip_norm", "budget"), [(None, "8MB"), (0.5, "7MB")])
 def test_fewer_bytes_move(clip_norm, budget):
     def bytes_a_step(goes, **changes):
-        one = job(
+        job = make_job(
             model=lambda: GPT(num_layers=3, width=256, num_heads=4, context=32),
             data=lambda: batches(8, batch=1),
             steps=3,
             clip_norm=clip_norm,
             **changes,
         )
-        results, records = run(one, budget=budget, ablation=Ablation(vertical=goes))
+        results, records = run(job, budget=budget, ablation=Ablation(vertical=goes))
         assert is_vertical(records) == (goes and not changes)
         (device,) = results.devices
         assert device.measured_peak_bytes <= device.budget_bytes
@@ -175,35 +175,35 @@ def test_fewer_bytes_move(clip_norm, budget):
 
 @pytest.mark.usefixtures("one_thread")
 def test_several_jobs_keep_the_budget_and_resume(tmp_path):
-    jobs = [job("a", seed=1), job("b", seed=2, clip_norm=0.5), job("c", seed=3, accumulate=1)]
-    expected = {one.name: train_plainly(one)[0] for one in jobs}
+    jobs = [make_job("a", seed=1), make_job("b", seed=2, clip_norm=0.5), make_job("c", seed=3, accumulate=1)]
+    expected = {job.name: train_plainly(job)[0] for job in jobs}
     options = {"run_dir": tmp_path, "checkpoint_every": 1, "verify": True}
     with fleet.Fleet(
-        [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host_budget="256MiB", progress=None, **options
-    ) as made:
-        for one in jobs:
-            made.add(one)
-        log = made._upkeep.stepped
+        [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host="256MiB", progress=None, **options
+    ) as running:
+        for job in jobs:
+            running.add(job)
+        log = running._engine.upkeep.stepped
 
         def stepped(run):
             log(run)
             if run.training.position.step == 2 and run.job.name == "b":
-                with made._engine.condition:
-                    made._engine.is_stopping = True
+                with running._engine.condition:
+                    running._engine.is_stopping = True
 
-        made._upkeep.stepped = stepped
-        early = made.wait()
-    assert any(one.state is JobState.RUNNING for one in early.values())
+        running._engine.upkeep.stepped = stepped
+        early = running.wait()
+    assert any(result.state is JobState.RUNNING for result in early.values())
     results = fleet.run(
-        jobs, [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host_budget="256MiB", progress=None, resume=True,
+        jobs, [fleet.Device(name="cpu", threads=1)] * 2, "1MB", host="256MiB", progress=None, resume=True,
         **options,
     )  # fmt: skip
-    assert {name: list(one.losses) for name, one in results.items()} == expected
+    assert {name: list(result.losses) for name, result in results.items()} == expected
     for device in results.devices:
         assert device.measured_peak_bytes <= device.budget_bytes * 1.005
 
 
 def test_without_room_below_mini_batches_go_one_after_the_other(monkeypatch):
     monkeypatch.setattr(vertical, "handed_bytes", lambda _: 2**40)
-    _, records = run(job())
+    _, records = run(make_job())
     assert not is_vertical(records)

@@ -11,7 +11,7 @@ from penstock.integrations import OptunaStopper, search
 
 optuna = pytest.importorskip("optuna")
 TrialState = optuna.trial.TrialState
-OPTIONS = {"budget": "64MiB", "host_budget": "64MiB", "progress": None}
+OPTIONS = {"budget": "64MiB", "host": "64MiB", "progress": None}
 X = torch.linspace(-1, 1, 16).reshape(8, 2)
 Y = X @ torch.tensor([[2.0], [-1.0]])
 

@@ -24,7 +24,7 @@ def case(tmp_path, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     edge_index = torch.randint(NUM_NODES, (2, 4000), generator=generator)
     x = torch.randn(NUM_NODES, 16, generator=generator)
-    features = unified.TieredFeatures(x, host_budget=4 * NUM_NODES + 100 * 68, in_flight=0, disk=tmp_path)
+    features = unified.TieredFeatures(x, host=4 * NUM_NODES + 100 * 68, in_flight=0, disk=tmp_path)
     assert features.plan.num_disk_rows == 200
     yield Data(edge_index=edge_index, num_nodes=NUM_NODES), x, features
     features.close()

@@ -31,7 +31,7 @@ def case(request, tmp_path, monkeypatch):
         yield Data(edge_index=edge_index, x=unified.wrap(plain), y=torch.arange(NUM_NODES)), plain
         return
     budget = 4 * NUM_NODES + 100 * 68
-    with unified.TieredFeatures(plain, host_budget=budget, in_flight=0, disk=tmp_path) as features:
+    with unified.TieredFeatures(plain, host=budget, in_flight=0, disk=tmp_path) as features:
         assert features.plan.num_disk_rows == 200
         yield Data(edge_index=edge_index, x=features, y=torch.arange(NUM_NODES)), plain
 

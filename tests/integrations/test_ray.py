@@ -23,7 +23,7 @@ pytestmark = [
 OPTIONS = {
     "devices_per_node": [fleet.Device(name="cpu", threads=1)],
     "budget": "32MiB",
-    "host_budget": "64MiB",
+    "host": "64MiB",
     "checkpoint_every": 2,
     "progress": None,
 }

@@ -9,7 +9,7 @@ import torch
 from penstock import fleet
 from penstock.integrations import MLflowTracker, TensorBoardTracker
 
-OPTIONS = {"budget": "64MiB", "host_budget": "64MiB", "progress": None}
+OPTIONS = {"budget": "64MiB", "host": "64MiB", "progress": None}
 X = torch.linspace(-1, 1, 16).reshape(8, 2)
 Y = X @ torch.tensor([[2.0], [-1.0]])
 

@@ -25,7 +25,7 @@ def sample_and_read(disk):
     graph = unified.Graph(torch.randint(500, (2, 4000)), 500)
     sample = unified.NeighborSampler(graph, [4, 4]).sample(torch.arange(20))
     table, rows = torch.randn(4000, 600).half(), 8 * sample.nodes
-    with unified.TieredFeatures(table, disk=disk, host_budget="3MiB") as features:
+    with unified.TieredFeatures(table, disk=disk, host="3MiB") as features:
         assert torch.equal(features[rows], table[rows])
 
 

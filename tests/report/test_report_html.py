@@ -195,7 +195,7 @@ def test_results(tmp_path):
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         steps=5,
     )
-    results = fleet.run([job], devices=["cpu"], budget="64MiB", host_budget="64MiB", progress=None)
+    results = fleet.run([job], devices=["cpu"], budget="64MiB", host="64MiB", progress=None)
     page = page_of(tmp_path, results)
     assert page.table("Jobs").line("a line")[1:3] == ["done", "5"]
     assert page.says(f"{results.devices[0].num_units} units ran on 1 device")
@@ -208,7 +208,7 @@ def test_results(tmp_path):
 def test_features(tmp_path, disk):
     table = torch.arange(4000 * 256, dtype=torch.float32).view(4000, 256)
     scores = torch.arange(4000, 0, -1)
-    with unified.TieredFeatures(table, host_budget="3500KiB", disk=disk, scores=scores, progress=False) as features:
+    with unified.TieredFeatures(table, host="3500KiB", disk=disk, scores=scores, progress=False) as features:
         assert page_of(tmp_path, features).says("No row has been read yet")
         features[torch.arange(0, 4000, 40)]
         page, counted = page_of(tmp_path, features), features.statistics()

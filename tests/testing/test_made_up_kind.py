@@ -56,7 +56,7 @@ job = fleet.Job(
     name="one", model=lambda: GPT(num_layers=2, width=64, num_heads=2, context=32), data=lambda: [(tokens, tokens)],
     loss=lambda model, batch: model(*batch), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=3,
 )
-found = fleet.run([job], ["acme:0"], "2MiB", host_budget="64MiB", progress=None)["one"]
+found = fleet.run([job], ["acme:0"], "2MiB", host="64MiB", progress=None)["one"]
 assert found.error is None and list(found.losses) == expected, (found.losses, expected)
 assert probe.peak_bytes(lambda: train(make()), device="acme").peak_bytes > 0
 assert "acme" in kinds() and backend_of("acme:0").streams is not None

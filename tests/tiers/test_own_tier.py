@@ -100,7 +100,7 @@ def test_a_fleet_keeps_its_models_there(store, tmp_path):
             steps=4,
         )
 
-    in_memory = fleet.run([job("a")], ["cpu"], "64MiB", host_budget="64MiB", progress=None)
+    in_memory = fleet.run([job("a")], ["cpu"], "64MiB", host="64MiB", progress=None)
     results = fleet.run([job("a")], ["cpu"], Budget(device="2MiB", tiers=[store]), progress=None)
     assert results["a"].losses == in_memory["a"].losses
     assert results.devices[0].parked_bytes > 0

@@ -21,7 +21,7 @@ def test_sectors_are_read_once_and_amplification_is_told(tmp_path):
     path = unified.write_features(tmp_path / "x.rows", plain)
     apart = torch.arange(0, 20_000, 40)
     for source, least, most in ((path, 1.0, 1.0), (tmp_path / "x.npy", 1.0, 2.0)):
-        with unified.TieredFeatures(source, host_budget=4 * 20_000, in_flight=0) as features:
+        with unified.TieredFeatures(source, host=4 * 20_000, in_flight=0) as features:
             sector = features._store.files.align_bytes
             assert torch.equal(features[apart], plain[apart])
             statistics = features.statistics()
@@ -42,7 +42,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
     else:
         np.save(tmp_path / "x.npy", large_table().numpy())
         path = tmp_path / "x.npy"
-    with unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(path, host=room(3000, large_table(), 10), in_flight=0) as features:
         os.truncate(path, 20_000)
         with pytest.raises(TierReadError, match="the file ends before that") as caught:
             features[torch.arange(3000)]
@@ -51,7 +51,7 @@ def test_a_file_that_shrinks_is_told(either, tmp_path, kind):
 
 def test_a_failed_read_is_told(either, tmp_path):
     path = unified.write_features(tmp_path / "x", large_table())
-    with unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(path, host=room(3000, large_table(), 10), in_flight=0) as features:
         descriptor = os.open(tmp_path, os.O_RDONLY)  # a folder: reading it fails
         os.dup2(descriptor, features._store.files._descriptors[0])
         with pytest.raises(TierReadError, match="directory") as caught:
@@ -71,7 +71,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
     path = unified.write_features(tmp_path / "x", large_table())
     monkeypatch.setattr(os, "open", refusing)
     with pytest.warns(TierDegradedWarning, match="refuses O_DIRECT") as caught:
-        features = unified.TieredFeatures(path, host_budget=room(3000, large_table(), 10), in_flight=0)
+        features = unified.TieredFeatures(path, host=room(3000, large_table(), 10), in_flight=0)
     assert caught[0].filename == __file__
     assert torch.equal(features[torch.arange(3000)], large_table())
     features.close()
@@ -80,7 +80,7 @@ def test_a_file_system_without_direct_reads(tmp_path, monkeypatch):
 def test_a_disk_with_large_sectors(either, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "_can_read", lambda descriptor, size: size == 4096)
     np.save(tmp_path / "x.npy", large_table().numpy())
-    with unified.TieredFeatures(tmp_path / "x.npy", host_budget=room(3000, large_table(), 10), in_flight=0) as features:
+    with unified.TieredFeatures(tmp_path / "x.npy", host=room(3000, large_table(), 10), in_flight=0) as features:
         assert features._store.files.align_bytes in (1, 4096)
         index = torch.randint(3000, (500,))
         assert torch.equal(features[index], large_table()[index])

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_buffers")
 def test_a_disk_in_main_memory_is_warned_of_where_features_are_made(monkeypatch, tmp_path):
     monkeypatch.setattr("penstock.directio.memory_file_system", lambda path: "tmpfs")
     with pytest.warns(TierDegradedWarning, match="`disk` names main memory") as caught:
-        unified.TieredFeatures(
-            large_table(), host_budget=room(3000, large_table(), 5), in_flight=0, disk=tmp_path
-        ).close()
+        unified.TieredFeatures(large_table(), host=room(3000, large_table(), 5), in_flight=0, disk=tmp_path).close()
     assert caught[0].filename == __file__
 
 
@@ -36,7 +34,7 @@ def test_a_failure_gives_back_what_was_charged(tmp_path, monkeypatch):
     assert budget.peak_bytes(str(tmp_path)) == 3000 * 64  # 36 bytes a row, 64 apart
     monkeypatch.undo()
     with pytest.raises(BudgetError, match=r"of rows do not fit into .* which may hold 100 B: disk=\{"):
-        unified.TieredFeatures(torch.zeros(100_000, 40), host_budget="4MiB", disk={tmp_path: 100})
+        unified.TieredFeatures(torch.zeros(100_000, 40), host="4MiB", disk={tmp_path: 100})
 
 
 def test_damage_is_found_where_it_is_asked(tmp_path):
@@ -88,9 +86,7 @@ def test_tables_that_are_found_stay_as_they_were(tmp_path):
     before = (tmp_path / "x.npy").read_bytes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TierDegradedWarning)
-        with unified.TieredFeatures(
-            tmp_path / "x.npy", host_budget=room(3000, large_table(), 10), in_flight=0
-        ) as features:
+        with unified.TieredFeatures(tmp_path / "x.npy", host=room(3000, large_table(), 10), in_flight=0) as features:
             features[torch.arange(100)]
     assert (tmp_path / "x.npy").read_bytes() == before
     assert find_table(tmp_path / "x.npy").shape == (3000, 9)

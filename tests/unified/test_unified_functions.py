@@ -28,7 +28,7 @@ def table(request, tmp_path, monkeypatch):
     if request.param == "unified":
         yield unified.wrap(plain())
         return
-    options = {"host_budget": 4 * NUM_ROWS + 20 * 16, "in_flight": 0, "disk": tmp_path}
+    options = {"host": 4 * NUM_ROWS + 20 * 16, "in_flight": 0, "disk": tmp_path}
     with unified.TieredFeatures(plain(), **(options if request.param == "disk" else {})) as features:
         assert features.plan.num_disk_rows == (40 if request.param == "disk" else 0)
         yield features

@@ -149,7 +149,7 @@ def test_bytes_in_flight_stay_below_what_features_allow(tmp_path, monkeypatch, i
     monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
     plain, loader = parts(batch_size=4, ahead=6)
     with unified.TieredFeatures(
-        plain, host_budget=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path
+        plain, host=4 * NUM_NODES + 2000 + in_flight, in_flight=in_flight, disk=tmp_path
     ) as features:
         assert features.in_flight_bytes == in_flight
         loader.features, most, held, lock = features, [0], [0], threading.Condition()
@@ -187,7 +187,7 @@ def test_an_interrupt_while_rows_wait_for_room(tmp_path, monkeypatch):
     """Whatever is raised between two mini-batches, nothing hangs."""
     monkeypatch.setattr(_tiered, "buffer_bytes_for", lambda stride_bytes: 0)
     plain, loader = parts(batch_size=4, ahead=6)
-    with unified.TieredFeatures(plain, host_budget=4 * NUM_NODES + 2000, in_flight=0, disk=tmp_path) as features:
+    with unified.TieredFeatures(plain, host=4 * NUM_NODES + 2000, in_flight=0, disk=tmp_path) as features:
         loader.features = features
         release = threading.Semaphore.release
 

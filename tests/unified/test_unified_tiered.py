@@ -65,9 +65,7 @@ def test_values_are_those_of_plain_indexing(either, tmp_path, index, dtype, shap
     with (
         tiered(tmp_path, plain, hot, scores=scores, **options)
         if given_source is plain
-        else unified.TieredFeatures(
-            given_source, host_budget=room(300, plain, hot), scores=scores, in_flight=0
-        ) as features
+        else unified.TieredFeatures(given_source, host=room(300, plain, hot), scores=scores, in_flight=0) as features
     ):
         if isinstance(index, tuple) and not shape:
             with pytest.raises(IndexError):
@@ -103,15 +101,15 @@ def test_budget_is_kept_and_shared(tmp_path, monkeypatch):
     gc.collect()
     assert budget.held_bytes("host") == 0
     with pytest.raises(BudgetError, match="disk='/nvme'"):
-        unified.TieredFeatures(plain, host_budget=20_000)
+        unified.TieredFeatures(plain, host=20_000)
     monkeypatch.undo()
     for options in ({}, {"in_flight": 500}):
-        with pytest.raises(BudgetError, match="`host_budget` must be at least") as caught:
-            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=5000, disk=tmp_path, **options)
+        with pytest.raises(BudgetError, match="`host` must be at least") as caught:
+            unified.TieredFeatures(torch.zeros(10_000, 100), host=5000, disk=tmp_path, **options)
         least = int(str(caught.value).split("at least ")[1].split(",")[0])
-        unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least, disk=tmp_path, **options).close()
+        unified.TieredFeatures(torch.zeros(10_000, 100), host=least, disk=tmp_path, **options).close()
         with pytest.raises(BudgetError):
-            unified.TieredFeatures(torch.zeros(10_000, 100), host_budget=least - 2, disk=tmp_path, **options)
+            unified.TieredFeatures(torch.zeros(10_000, 100), host=least - 2, disk=tmp_path, **options)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,7 +168,7 @@ def test_lazy_conjugates(tmp_path):
 
 def test_what_is_left_of_the_budget_is_in_flight():
     budget = tiers.Budget(host="1MiB")
-    with unified.TieredFeatures(large_table(), host_budget="200KiB", budget=budget) as features:
+    with unified.TieredFeatures(large_table(), host="200KiB", budget=budget) as features:
         assert features.in_flight_bytes == 200 * 1024 - 3000 * 36 == budget.held_bytes("host")
         assert features.host_bytes == 200 * 1024
     budget = tiers.Budget()
@@ -179,7 +177,7 @@ def test_what_is_left_of_the_budget_is_in_flight():
 
 
 def test_arguments_that_do_not_go_together(tmp_path):
-    with pytest.raises(ValueError, match="`host_budget` alone"):
+    with pytest.raises(ValueError, match="`host` alone"):
         unified.TieredFeatures(large_table(), device_budget="1MiB")
     with pytest.raises(ValueError, match="in host memory"):
         unified.TieredFeatures(torch.ones(3, 3, device="meta"))
@@ -191,7 +189,7 @@ def test_arguments_that_do_not_go_together(tmp_path):
 
 @pytest.fixture
 def features(tmp_path):
-    with unified.TieredFeatures(ROWS, host_budget=20 * 1024, in_flight=4096, disk=tmp_path) as table:
+    with unified.TieredFeatures(ROWS, host=20 * 1024, in_flight=4096, disk=tmp_path) as table:
         yield table
 
 
@@ -211,3 +209,10 @@ def test_sizes_are_asked_for_by_number(features):
     assert features.size(1) == 16
     with pytest.raises(TypeError, match="`dim` must be an int or None"):
         features.size("0")
+
+
+def test_the_limit_of_host_memory_is_still_known_by_its_earlier_name():
+    with pytest.warns(DeprecationWarning, match="`host_budget` is now called `host`") as caught:
+        features = unified.TieredFeatures(torch.ones(8, 2), host_budget="1MiB")
+    assert caught[0].filename == __file__
+    features.close()

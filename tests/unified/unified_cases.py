@@ -28,7 +28,7 @@ def room(rows, table, hot):
 
 def tiered(tmp_path, table, hot, **options):
     options = {"disk": tmp_path, "in_flight": 0, **options}
-    return unified.TieredFeatures(table, host_budget=room(len(table), table, hot), **options)
+    return unified.TieredFeatures(table, host=room(len(table), table, hot), **options)
 
 
 def random_graph(num_nodes=200, num_edges=3000, seed=0):

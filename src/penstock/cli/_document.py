@@ -5,6 +5,7 @@ Scalars follow YAML 1.2: ``1e-4`` is a number, ``no`` is text. Tags cannot build
 
 import json
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from penstock.arguments import warn_renamed
 from penstock.files import read_text
 from penstock.units import parse_bytes
 
@@ -27,6 +29,13 @@ _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?")
 _INFINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+
+
+def say_renamed(old: str, new: str) -> None:
+    """Show a warning about an earlier name. Python hides it elsewhere, unless a script has used the name."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", DeprecationWarning)
+        warn_renamed(old, new)
 
 
 class Strict(BaseModel):

@@ -8,6 +8,7 @@ import typer
 from penstock.cli._answer import Answer
 from penstock.cli._choices import Scheduler, job_names
 from penstock.cli._command import command
+from penstock.cli._document import say_renamed
 from penstock.cli._paths import FOLDER, INPUT, OUTPUT
 from penstock.cli._progress import Steps
 
@@ -28,12 +29,13 @@ def run(
     sweep: _Sweep,
     devices: Annotated[str | None, typer.Option(help="Devices to train on, such as cuda:0,cuda:1 or cpu,cpu.")] = None,
     budget: Annotated[str | None, typer.Option(help="Limit on peak memory per device, such as 40GiB.")] = None,
-    host_budget: Annotated[str | None, typer.Option(help="Limit on host memory for what is not on a device.")] = None,
+    host: Annotated[str | None, typer.Option(help="Limit on host memory for what is not on a device.")] = None,
     disk: Annotated[
         list[str] | None, typer.Option(help="Directory on an SSD for what is not on a device. Repeatable.")
     ] = None,
     run_dir: Annotated[str | None, typer.Option(help="Folder for checkpoints, metrics and state.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the fleet in the run's folder.")] = False,
+    host_budget: Annotated[str | None, typer.Option(hidden=True, help="The earlier name of --host.")] = None,
 ) -> Answer:
     """Train the jobs of a sweep. Command-line options override the file. Exit code 1 if a job failed.
 
@@ -43,9 +45,12 @@ def run(
     """
     from penstock.cli import _fleet
 
+    if host_budget is not None:
+        say_renamed("--host-budget", "--host")
+        host = host_budget if host is None else host
     names = None if devices is None else [one.strip() for one in devices.split(",")]
     given = {
-        "devices": names, "budget": budget, "host_budget": host_budget, "disk": disk or None, "run_dir": run_dir,
+        "devices": names, "budget": budget, "host": host, "disk": disk or None, "run_dir": run_dir,
     }  # fmt: skip
     return _fleet.run(sweep, given, resume, steps)
 

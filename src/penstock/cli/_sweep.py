@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, ValidationError, model_validator
 
-from penstock.cli._document import Document, Strict, message_of, read, to_bytes
+from penstock.cli._document import Document, Strict, message_of, read, say_renamed, to_bytes
 from penstock.cli._fault import Misuse
 from penstock.fleet import Device, SchedulerName
 
@@ -71,7 +71,7 @@ class FleetSettings(Strict):
     """Devices to train on; none: all GPUs, or one CPU device if there are none."""
     budget: Bytes | None = None
     """Limit on peak bytes per device; none: the free memory."""
-    host_budget: Bytes | None = None
+    host: Bytes | None = None
     """Limit on bytes of host memory for what is not on a device."""
     disk: Annotated[dict[str, Bytes | None], BeforeValidator(_directories)] | None = None
     """Directories to offload to: one, a list, or a mapping to the bytes that each may hold."""
@@ -85,6 +85,14 @@ class FleetSettings(Strict):
     """Number of checkpoints kept per job."""
     verify: bool = False
     """Whether to check every fetch from disk and measure the memory of every unit, with one unit at a time."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_earlier_names(cls, given: Any) -> Any:  # any: what stands in the file
+        if isinstance(given, dict) and "host_budget" in given and "host" not in given:
+            say_renamed("host_budget", "host")
+            return {"host" if key == "host_budget" else key: value for key, value in given.items()}
+        return given
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments for `penstock.fleet.Fleet`."""

@@ -15,9 +15,6 @@
 - `verify`: an independent check of a schedule. `Ablation`: parts of the engine, switched off for comparison.
 """
 
-from penstock.fleet._bounds import lower_bound_s as lower_bound_s
-from penstock.fleet._bounds import model_parallel_s as model_parallel_s
-from penstock.fleet._bounds import pipeline_s as pipeline_s
 from penstock.fleet._job import Ablation as Ablation
 from penstock.fleet._job import Device as Device
 from penstock.fleet._job import Job as Job
@@ -40,6 +37,9 @@ from penstock.fleet._run import run as run
 from penstock.fleet._schedule import DeviceUse as DeviceUse
 from penstock.fleet._schedule import Schedule as Schedule
 from penstock.fleet._schedule import ScheduledUnit as ScheduledUnit
+from penstock.fleet._schedule import lower_bound_s as lower_bound_s
+from penstock.fleet._schedule import model_parallel_s as model_parallel_s
+from penstock.fleet._schedule import pipeline_s as pipeline_s
 from penstock.fleet._schedulers import Progress as Progress
 from penstock.fleet._schedulers import Scheduler as Scheduler
 from penstock.fleet._schedulers import SchedulerName as SchedulerName
@@ -47,6 +47,6 @@ from penstock.fleet._show import jobs_table as jobs_table
 from penstock.fleet._simulate import simulate as simulate
 from penstock.fleet._state import FleetState as FleetState
 from penstock.fleet._state import JobRow as JobRow
+from penstock.fleet._unit_log import UnitRecord as UnitRecord
 from penstock.fleet._upkeep import Stopper as Stopper
 from penstock.fleet._verify import verify as verify
-from penstock.fleet._worker import UnitRecord as UnitRecord

@@ -17,7 +17,7 @@ from penstock.errors import CaptureError
 from penstock.storages import id_of, storage_id
 
 
-class Watch(TorchDispatchMode):
+class HollowWatch(TorchDispatchMode):
     """A dispatch mode that asks for the hollow tensors which an operator uses.
 
     ``names`` maps hollow storages, by identity, to the names of their tensors in ``tensors``. ``bring(names)`` is
@@ -70,8 +70,8 @@ class Watch(TorchDispatchMode):
         return True
 
     def _hollow(self, tensors: Iterable[Any]) -> list[str]:
-        found = (self._names.get(storage_id(tensor)) for tensor in tensors_in(tensors))
-        return [name for name in found if name is not None]
+        names = (self._names.get(storage_id(tensor)) for tensor in tensors_in(tensors))
+        return [name for name in names if name is not None]
 
     def filled(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or the same view of the filled storage for a hollow alias (``parameter.data``)."""
@@ -85,6 +85,9 @@ class Watch(TorchDispatchMode):
 class Made:
     """Storages that operators made and that are still alive."""
 
+    # Not looked up in the garbage collector's list: while other threads run, that breaks Python, because a tuple that
+    # is being built cannot be resized if something else refers to it (SystemError: bad argument to internal function).
+
     def __init__(self) -> None:
         self._found: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -97,7 +100,7 @@ class Made:
 
     def alive_bytes(self, others: Iterable[int]) -> int:
         """Return the bytes of these storages, without those whose identities are in ``others``."""
-        self._found = {key: found for key, found in self._found.items() if not found[0].expired()}
+        self._found = {key: entry for key, entry in self._found.items() if not entry[0].expired()}
         others = set(others)
         return sum(size_bytes for key, (_, size_bytes) in self._found.items() if key not in others)
 
@@ -151,9 +154,13 @@ def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
     """Yield the tensors that an operator writes to in place."""
     if not func._schema.is_mutable:
         return
-    writes = {one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write}
-    given = zip((one.name for one in func._schema.arguments), args, strict=False)
-    yield from tensors_in([value for name, value in (*given, *kwargs.items()) if name in writes])
+    writes = {
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    values = zip((argument.name for argument in func._schema.arguments), args, strict=False)
+    yield from tensors_in([value for name, value in (*values, *kwargs.items()) if name in writes])
 
 
 def tensors_in(things: Iterable[Any]) -> Iterator[torch.Tensor]:  # any: arguments or results of operators

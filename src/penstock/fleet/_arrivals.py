@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from penstock.fleet._gradients import Gradients
 from penstock.fleet._groups import Group
 from penstock.fleet._memory import Item
 from penstock.fleet._work import Work
@@ -14,6 +15,7 @@ class Arrivals:
     """The gradients of one mini-batch. ``on_device(item)`` returns an item's storages."""
 
     def __init__(self, work: Work, on_device: Callable[[Item], list[torch.UntypedStorage]]):
+        self.gradients = Gradients(work)
         self._work, self._on_device = work, on_device
         self._open: dict[Group, set[str]] = {}
         """Groups whose gradients are arriving, and the parameters whose gradients have arrived."""
@@ -26,8 +28,8 @@ class Arrivals:
 
     def items(self) -> list[Item]:
         """Return the gradients of earlier batches that autograd is adding to."""
-        gradients = {} if self._work.behaviour.is_pilot else self._work.training.gradients
-        return [gradients[one].item for one in self._open if one in gradients]
+        gradients = {} if self._work.behaviour.is_pilot else self._work.training.open_step.gradients
+        return [gradients[group].item for group in self._open if group in gradients]
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -46,40 +48,40 @@ class Arrivals:
     def collect_complete(self) -> None:
         """Collect the groups whose gradients have all arrived."""
         tensors = self._work.training.weights.tensors
-        for one, names in list(self._open.items()):
-            if names >= {name for name in one.layouts if tensors[name].requires_grad}:
-                self._collect(one)
+        for group, names in list(self._open.items()):
+            if names >= {name for name in group.layouts if tensors[name].requires_grad}:
+                self._collect(group)
 
     def collect_all(self) -> None:
         """Collect all remaining groups. Call it after backward, when no more gradients can arrive."""
-        for one in list(self._open):
-            self._collect(one)
-        for one, packed in self._work.training.gradients.items() if self._work.steps else ():
-            if one not in self._collected:
-                self._work.measure(packed, self._on_device(packed.item))
+        for group in list(self._open):
+            self._collect(group)
+        for group, packed in self._work.training.open_step.gradients.items() if self._work.steps else ():
+            if group not in self._collected:
+                self.gradients.note_unchanged(packed, self._on_device(packed.item))
 
     def _lays_out(self, name: str) -> Callable[[torch.Tensor], None]:
         def lay_out(_: torch.Tensor) -> None:
-            one = self._work.training.group_of[name]
-            packed = self._work.training.gradients.get(one)
-            if packed is not None and one not in self._open and not self._work.behaviour.is_pilot:
-                self._work.lay_out(one, self._on_device(packed.item))
-            self._open.setdefault(one, set())
+            group = self._work.training.groups.by_name[name]
+            packed = self._work.training.open_step.gradients.get(group)
+            if packed is not None and group not in self._open and not self._work.behaviour.is_pilot:
+                self.gradients.lay_out(group, self._on_device(packed.item))
+            self._open.setdefault(group, set())
 
         return lay_out
 
     def _notes(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(_: torch.Tensor) -> None:
-            self._open[self._work.training.group_of[name]].add(name)
+            self._open[self._work.training.groups.by_name[name]].add(name)
 
         return note
 
-    def _collect(self, one: Group) -> None:
+    def _collect(self, group: Group) -> None:
         """Turn the group's gradients into an item, or put them back into theirs."""
-        del self._open[one]
-        self._collected.add(one)
-        self._work.collect(one)
-        for name in one.layouts:
+        del self._open[group]
+        self._collected.add(group)
+        self.gradients.collect(group)
+        for name in group.layouts:
             self._work.training.weights.tensors[name].grad = None
 
     def _drop(self) -> None:

@@ -30,7 +30,7 @@ Place = tuple[Item, int, int]
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class CrossValue:
     """A tensor that passes between shards: where its bytes are, and how to read them."""
 
     item: Item
@@ -42,7 +42,7 @@ class Value:
 
 
 @dataclass(slots=True, eq=False)
-class Graph:
+class ShardGraph:
     """The autograd graph that forward of a shard leaves behind for its backward."""
 
     entered: dict[str, tuple[GradientEdge, list[torch.Tensor]]] = field(default_factory=dict)
@@ -156,6 +156,7 @@ def is_large(storage: torch.UntypedStorage) -> bool:
 
 def dropping() -> AbstractContextManager[Any]:
     """Return hooks that let autograd save nothing: the same kernels run, and backward runs forward again."""
+    # Not torch.no_grad(), since some kernels give other results without autograd.
     return saved_tensors_hooks(lambda _: None, lambda _: torch.empty(0))
 
 
@@ -182,13 +183,13 @@ def forward(
     needing: Sequence[bool],
     device: torch.device,
     buffers: frozenset[str] = frozenset(),
-) -> tuple[Graph, Sequence[torch.Tensor]]:
+) -> tuple[ShardGraph, Sequence[torch.Tensor]]:
     """Run a shard on ``device`` with a graph of its own.
 
     ``travelling`` names those of its tensors that another shard owns. It may write to ``buffers``. Raises
     ``CaptureError`` if it writes to any other tensor that it is given.
     """
-    graph = Graph()
+    graph = ShardGraph()
 
     def entered(name: str, tensor: torch.Tensor) -> torch.Tensor:
         slot: list[torch.Tensor] = []
@@ -201,39 +202,39 @@ def forward(
         entered(TIED + name, tensor) if name in travelling else tensor
         for name, tensor in zip(shard.tensors, tensors, strict=True)
     ]
-    given = [
+    values = [
         entered(name, tensor) if needs else tensor
         for name, tensor, needs in zip(shard.inputs, inputs, needing, strict=True)
     ]
-    outputs = run_watched(shard, own, given, buffers, device)
+    outputs = run_watched(shard, own, values, buffers, device)
     for name, tensor in zip(shard.outputs, outputs, strict=True):
         if tensor.requires_grad:
             graph.left[name] = get_gradient_edge(tensor)
     return graph, outputs
 
 
-def backward(graph: Graph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+def backward(graph: ShardGraph, gradients: dict[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
     """Run a shard's backward from ``gradients``, which then hold the gradients of the inputs instead of the outputs.
 
     ``parameters`` are the shard's own parameters that other shards use as well. Their gradients so far are taken out of
     ``gradients``.
     """
     edges: list[GradientEdge] = []
-    given: list[torch.Tensor] = []
+    arriving: list[torch.Tensor] = []
     for name, edge in graph.left.items():
         if name in gradients:
             edges.append(edge)
-            given.append(gradients.pop(name))
+            arriving.append(gradients.pop(name))
     for name, (edge, _) in graph.entered.items():
         if name in gradients:
             edges.append(edge)
-            given.append(gradients.pop(name))
+            arriving.append(gradients.pop(name))
     for name, parameter in parameters.items():
         if TIED + name in gradients:
             edges.append(get_gradient_edge(parameter))
-            given.append(gradients.pop(TIED + name))
+            arriving.append(gradients.pop(TIED + name))
     if edges:
-        torch.autograd.backward(edges, given)
+        torch.autograd.backward(edges, arriving)
     for name, (_, slot) in graph.entered.items():
         if slot:
             gradients[name] = slot.pop()

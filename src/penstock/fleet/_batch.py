@@ -28,23 +28,23 @@ def _walk(thing: Any, tensors: list[torch.Tensor]) -> tuple[Callable[[Sequence[t
     if isinstance(thing, torch.Tensor):
         index = len(tensors)
         tensors.append(thing)
-        return lambda given: given[index], ("tensor", tuple(thing.shape), thing.stride(), str(thing.dtype))
+        return lambda tensors: tensors[index], ("tensor", tuple(thing.shape), thing.stride(), str(thing.dtype))
     if isinstance(thing, Mapping):
         keys = list(thing)
         parts = [_walk(thing[key], tensors) for key in keys]
         return (
-            lambda given: {key: part[0](given) for key, part in zip(keys, parts, strict=True)},
+            lambda tensors: {key: part[0](tensors) for key, part in zip(keys, parts, strict=True)},
             ("dict", tuple(map(str, keys)), tuple(part[1] for part in parts)),
         )
     if isinstance(thing, tuple | list):
-        parts = [_walk(one, tensors) for one in thing]
+        parts = [_walk(part, tensors) for part in thing]
         make = type(thing)
         if hasattr(thing, "_fields"):
-            return lambda given: make(*(part[0](given) for part in parts)), (
+            return lambda tensors: make(*(part[0](tensors) for part in parts)), (
                 "tuple",
                 tuple(part[1] for part in parts),
             )
-        return lambda given: make(part[0](given) for part in parts), ("list", tuple(part[1] for part in parts))
+        return lambda tensors: make(part[0](tensors) for part in parts), ("list", tuple(part[1] for part in parts))
     if thing is None or isinstance(thing, bool | int | float | str | bytes | torch.dtype | torch.device):
         return lambda _: thing, ("constant", repr(thing))
     raise TypeError(

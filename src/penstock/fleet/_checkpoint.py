@@ -24,7 +24,7 @@ from penstock.fleet._feed import Position
 from penstock.fleet._life import JobRun
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._packed import Packed
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.tensorfiles import TensorFiles
 
 FORMAT = 1
@@ -36,8 +36,8 @@ Json = dict[str, Any]  # any: what JSON holds
 
 def latest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in a job's folder."""
-    found = sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / _STATE).is_file())
-    return found[-1] if found else None
+    paths = sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / _STATE).is_file())
+    return paths[-1] if paths else None
 
 
 def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
@@ -58,10 +58,10 @@ def save(run: JobRun, memory: DeviceMemory, folder: Path, *, keep: int) -> Path:
                 if group.kind == "frozen" or group.item is None:
                     continue
                 _write(draft / f"tensors-{index:05}.safetensors", memory, group.item, group_views(group))
-                packed = training.states.get(group)
+                packed = training.states.packed.get(group)
                 if packed is not None:
                     _write(draft / f"optimizer-{index:05}.safetensors", memory, packed.item, packed.views)
-            state = json.dumps(state_of(training, wants_validation=run.wants_validation))
+            state = json.dumps(state_of(training, wants_validation=run.milestones.wants_validation))
             (draft / _STATE).write_text(state)
         for old in sorted(parent.glob("step-*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
@@ -91,7 +91,7 @@ def restore(run: JobRun, path: Path, *, warm: bool = False) -> Callable[[], None
         if warm:
             return lambda: None
         _load_state(training, state)
-        run.wants_validation = bool(state.get("wants_validation", False))
+        run.milestones.wants_validation = bool(state.get("wants_validation", False))
     except DAMAGE as error:
         raise unusable(path, error) from error
     return lambda: _restore_states(run, path)
@@ -102,8 +102,8 @@ def read_state(path: Path) -> Json:
     try:
         state = read_json(path / _STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
-            found = state.get("format") if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"its format is {found!r}, but this version of Penstock reads {FORMAT}")
+            stored = state.get("format") if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"its format is {stored!r}, but this version of Penstock reads {FORMAT}")
         if not all(isinstance(state.get(key), list) for key in ("losses", "validations")):
             raise ValueError("it has no lists of losses and validations")
         for loss in state["losses"]:
@@ -180,26 +180,27 @@ def _step_of(line: str) -> float:
         return math.inf  # a line that a killed process did not finish
 
 
-def state_of(training: Training, *, wants_validation: bool) -> Json:
+def state_of(training: JobTraining, *, wants_validation: bool) -> Json:
     """Return the part of a job's state that is not stored as tensors.
 
     ``wants_validation`` says that a validation is due before the next batch.
     """
-    master = training.optimizer.master
+    master, scheduler = training.optimizer.master, training.optimizer.scheduler
+    scale = training.open_step.scale
     return {
         "format": FORMAT,
         "position": asdict(training.position),
         "random": training.randomness.state(),
         "epoch_random": training.feed.epoch_random if training.position.batch else None,
-        "losses": training.losses,
-        "validations": training.validations,
+        "losses": training.history.losses,
+        "validations": training.history.validations,
         "wants_validation": wants_validation,
-        "scale": None if training.scale is None else [training.scale.value, training.scale.num_good],
-        "numbers": encode(training.numbers),
+        "scale": None if scale is None else [scale.value, scale.num_good],
+        "numbers": encode(training.states.numbers),
         "groups": encode(
-            [{key: value for key, value in one.items() if key != "params"} for one in master.param_groups]
+            [{key: value for key, value in group.items() if key != "params"} for group in master.param_groups]
         ),
-        "scheduler": None if training.scheduler is None else encode(training.scheduler.state_dict()),
+        "scheduler": None if scheduler is None else encode(scheduler.state_dict()),
     }
 
 
@@ -228,17 +229,18 @@ def _like(tensor: torch.Tensor, own: torch.Tensor, key: str) -> torch.Tensor:
     return tensor
 
 
-def _load_state(training: Training, state: Json) -> None:
+def _load_state(training: JobTraining, state: Json) -> None:
     master = training.optimizer.master
-    training.losses = [float(loss) for loss in state["losses"]]
-    training.validations = [dict(one) for one in state["validations"]]
-    if training.scale is not None and state["scale"] is not None:
-        training.scale.value, training.scale.num_good = float(state["scale"][0]), int(state["scale"][1])
-    training.numbers = decode(state["numbers"])
+    training.history.losses = [float(loss) for loss in state["losses"]]
+    training.history.validations = [dict(validation) for validation in state["validations"]]
+    scale = training.open_step.scale
+    if scale is not None and state["scale"] is not None:
+        scale.value, scale.num_good = float(state["scale"][0]), int(state["scale"][1])
+    training.states.numbers = decode(state["numbers"])
     for group, settings in zip(master.param_groups, decode(state["groups"]), strict=True):
         group.update(settings)
-    if training.scheduler is not None:
-        training.scheduler.load_state_dict(decode(state["scheduler"]))
+    if training.optimizer.scheduler is not None:
+        training.optimizer.scheduler.load_state_dict(decode(state["scheduler"]))
     training.position = Position(**state["position"])
     training.feed.skip_to(training.position, state["epoch_random"])
     training.randomness.load(state["random"])
@@ -249,13 +251,13 @@ def _restore_states(run: JobRun, path: Path) -> None:
     assert home is not None
     memory = home.memory
     try:
-        found = dict(TensorFiles(sorted(path.glob("optimizer-*.safetensors"))))
+        tensors = dict(TensorFiles(sorted(path.glob("optimizer-*.safetensors"))))
     except DAMAGE as error:
         raise unusable(path, error) from error
     for group in training.groups:
         if group.kind != "trained":
             continue
-        mine = {key: tensor for key, tensor in found.items() if key.rpartition("//")[0] in group.layouts}
+        mine = {key: tensor for key, tensor in tensors.items() if key.rpartition("//")[0] in group.layouts}
         if mine:
             size_bytes = sum(tensor.nbytes for tensor in mine.values())
             memory.make_room(2 * size_bytes, (), f"optimizer state of job {run.job.name!r}")
@@ -263,5 +265,5 @@ def _restore_states(run: JobRun, path: Path) -> None:
                 f"{run.job.name}: optimizer state of shard {group.owner}",
                 {key: tensor.to(memory.device, copy=True) for key, tensor in mine.items()},
             )
-            training.states[group] = packed
+            training.states.packed[group] = packed
             memory.add(packed.item)

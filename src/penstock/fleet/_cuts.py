@@ -12,14 +12,14 @@ from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure
 from penstock.fleet._job import AUTOCAST_DTYPES, Job
 from penstock.fleet._problem import Task
-from penstock.fleet._program import Captured, Program, first_line
+from penstock.fleet._program import CapturedStep, ShardProgram, first_line
 from penstock.fleet._random import Randomness
 from penstock.fleet._stages import Staged
 from penstock.fleet._tree import Tree, unchanged
 from penstock.fleet._weights import Weights
 from penstock.tiers import gate
 
-Cuttable = Captured | Staged | Tree
+Cuttable = CapturedStep | Staged | Tree
 """A step that can be cut into shards."""
 
 
@@ -33,7 +33,7 @@ class Cuts:
         """Units of the last mini-batch of each kind, if the model is run whole."""
         self._job, self._model, self._weights, self._randomness = job, model, weights, randomness
         self._modes = [(module, module.training) for module in model.modules()]
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._programs: dict[tuple[Any, ...], ShardProgram] = {}
         self._ends: tuple[int, ...] = ()
         """Where the model is cut: the last atom of each shard."""
         self._owners: dict[str, int] = {}
@@ -58,6 +58,8 @@ class Cuts:
         if not training:
             self._model.eval()
         try:
+            # Alone, since torch.export patches modules and sets flags of the process: beside another thread's trace or
+            # step, half of the traces failed, and optimizers took another path.
             with self._randomness.undisturbed(), gate.tracing():
                 if job.stages is not None:
                     return Staged(job.stages(self._model), function, leaves, structure, self._weights.names)
@@ -69,13 +71,13 @@ class Cuts:
         finally:
             self._set_modes()
 
-    def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
+    def cut(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> ShardProgram:
         """Cut the model after these atoms. The cut holds until the model is cut again."""
         self._ends, self._owners = ends, _owners(captured, ends)
         program = self._programs[structure.signature, True] = captured.cut(ends)
         return program
 
-    def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> Program:
+    def cut_alike(self, captured: Cuttable, structure: Structure, *, training: bool) -> ShardProgram:
         """Cut another graph of the model at the same places.
 
         Raises ``CaptureError`` if its shards would use other tensors.
@@ -83,7 +85,7 @@ class Cuts:
         program = self._programs[structure.signature, training] = captured.cut(self._ends_for(captured))
         return program
 
-    def known(self, structure: Structure, *, training: bool = True) -> Program | None:
+    def known(self, structure: Structure, *, training: bool = True) -> ShardProgram | None:
         """Return the shards for batches of this structure; ``None`` if none came before."""
         return self._programs.get((structure.signature, training))
 
@@ -93,12 +95,12 @@ class Cuts:
 
     def _trace(
         self, function: Callable[[Any, Any], Any], leaves: list[torch.Tensor], structure: Structure, *, trains: bool
-    ) -> Captured | Tree:
+    ) -> CapturedStep | Tree:
         """Return a graph, or the model run whole if its code depends on the values of tensors."""
         model, names = self._model, self._weights.names
         try:
             with unchanged(model, numbers=False), self._weights.in_main_memory():  # a trace computes no values
-                return Captured(model, function, leaves, structure, names, len(self._programs), trains=trains)
+                return CapturedStep(model, function, leaves, structure, names, len(self._programs), trains=trains)
         except CaptureError as refused:
             if self._programs:
                 raise
@@ -135,26 +137,26 @@ class Cuts:
         own = _owners(captured, ends)
         if _ascends(ends) and own == {name: owner for name, owner in self._owners.items() if name in own}:
             return tuple(ends)
-        found: list[int] = []
+        matched: list[int] = []
         owners: dict[str, int] = {}
         shard, busy_until = 0, 0
-        for at, atom in enumerate(captured.atoms):
+        for index, atom in enumerate(captured.atoms):
             first_uses = [name for name in atom.tensors if name in self._owners and name not in owners]
             wanted = max((self._owners[name] for name in first_uses), default=shard)
             if wanted > shard:  # shards without work in this graph end early
-                found += [busy_until + one for one in range(wanted - shard - 1)] + [at - 1]
+                matched += [busy_until + extra for extra in range(wanted - shard - 1)] + [index - 1]
                 shard = wanted
             if any(self._owners.get(name) == shard for name in atom.tensors):
-                busy_until = at
+                busy_until = index
             owners |= dict.fromkeys(atom.tensors, shard)
-        found += [busy_until + one for one in range(len(self._ends) - 1 - shard)] + [len(captured.atoms) - 1]
-        own = _owners(captured, found) if _ascends(found) else {}
+        matched += [busy_until + extra for extra in range(len(self._ends) - 1 - shard)] + [len(captured.atoms) - 1]
+        own = _owners(captured, matched) if _ascends(matched) else {}
         if not own or any(self._owners.get(name, owner) != owner for name, owner in own.items()):
             raise CaptureError(
                 f"job {self._job.name!r}: a batch has another shape than the first one, and the model cannot be cut "
                 "into the same shards for it; give all batches one shape (drop_last=True, padding)"
             )
-        return tuple(found)
+        return tuple(matched)
 
 
 def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
@@ -168,4 +170,4 @@ def _owners(captured: Cuttable, ends: Sequence[int]) -> dict[str, int]:
 
 
 def _ascends(ends: Sequence[int]) -> bool:
-    return ends[0] >= 0 and all(one < other for one, other in itertools.pairwise(ends))
+    return ends[0] >= 0 and all(end < later for end, later in itertools.pairwise(ends))

@@ -10,25 +10,26 @@ from penstock.fleet._job import Device
 from penstock.tiers import Budget, DiskSpec, Size
 
 
-def devices_of(given: Sequence[str | torch.device | Device] | None) -> list[Device]:
+def devices_of(named: Sequence[str | torch.device | Device] | None) -> list[Device]:
     """Return the given devices, or every accelerator, or else one CPU device.
 
     CPU devices share PyTorch's threads.
     """
-    if isinstance(given, str | torch.device | Device):
-        raise TypeError(f"`devices` must be a list, got {str(given)!r}: devices=[{str(given)!r}]")
-    if given is None:
-        given = [*accelerators()] or ["cpu"]
-    if not given:
+    if isinstance(named, str | torch.device | Device):
+        raise TypeError(f"`devices` must be a list, got {str(named)!r}: devices=[{str(named)!r}]")
+    if named is None:
+        named = [*accelerators()] or ["cpu"]
+    if not named:
         raise ValueError(
             "`devices` must name at least one device, got none: devices=['cuda:0'] or devices=['cpu', 'cpu']"
         )
-    devices = [one if isinstance(one, Device) else Device(name=str(one)) for one in given]
+    devices = [device if isinstance(device, Device) else Device(name=str(device)) for device in named]
     for device in devices:
         _check_is_here(device)
     share = max(1, torch.get_num_threads() // len(devices))
     return [
-        one if torch.device(one.name).type != "cpu" or one.threads else replace(one, threads=share) for one in devices
+        device if torch.device(device.name).type != "cpu" or device.threads else replace(device, threads=share)
+        for device in devices
     ]
 
 
@@ -40,10 +41,10 @@ def _check_is_here(device: Device) -> None:
 
 
 def _here() -> str:
-    found = accelerators()
-    if not found:
+    here = accelerators()
+    if not here:
         return "PyTorch finds no accelerator here: devices=['cpu']"
-    return f"there {'is' if len(found) == 1 else 'are'} {', '.join(map(str, found))} and cpu"
+    return f"there {'is' if len(here) == 1 else 'are'} {', '.join(map(str, here))} and cpu"
 
 
 def account_of(devices: list[Device], budget: Size | Budget | None, host: Size | None, disk: DiskSpec) -> Budget:
@@ -51,15 +52,15 @@ def account_of(devices: list[Device], budget: Size | Budget | None, host: Size |
     if isinstance(budget, Budget):
         if host is not None or disk is not None:
             raise ValueError(
-                "`budget` is a Budget, which sets the limits of host memory and disk itself; leave out `host_budget` "
+                "`budget` is a Budget, which sets the limits of host memory and disk itself; leave out `host` "
                 "and `disk`: Budget(device=..., host=..., disk=...)"
             )
         account, budget = budget.named("fleet"), budget.room_bytes("device")
     else:
         account = Budget(host=host, disk=disk)
-    for at, one in enumerate(devices):
-        if one.budget is None:
-            devices[at] = replace(one, budget=budget if budget is not None else _free_bytes(one, len(devices)))
+    for index, device in enumerate(devices):
+        if device.budget is None:
+            devices[index] = replace(device, budget=budget if budget is not None else _free_bytes(device, len(devices)))
     are_accelerators = torch.device(devices[0].name).type != "cpu"
     if account.host_bytes is None and (not (account.disk_bytes or account.tiers) or are_accelerators):
         account = account.named("fleet")  # a budget of its own, so that its limit applies to the fleet alone

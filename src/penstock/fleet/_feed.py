@@ -1,5 +1,6 @@
 """The batches of a job in the order of a training script, and its position in them."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,47 @@ class Position:
         return self.step >= job.steps if job.steps is not None else self.epoch >= (job.epochs or 0)
 
 
+class DataReaders:
+    """Data that only one job of a fleet may read, each with that job. The engine's lock, ``condition``, guards it."""
+
+    def __init__(self, condition: threading.Condition):
+        self._condition = condition
+        self._readers: list[tuple[object, str]] = []
+
+    def add(self, name: str, feed: "Feed") -> None:
+        """Add the data of a job. Raise ``ValueError`` if another job already reads it and only one job can."""
+        for field, data in (("data", feed.data), ("validation", feed.validation)):
+            if not (isinstance(data, Iterator) or getattr(data, "persistent_workers", False)):
+                continue  # each job has its own iterator over it
+            with self._condition:
+                reader = next((reader for known, reader in self._readers if known is data), name)
+                self._readers.append((data, name))
+            if reader != name:
+                raise ValueError(
+                    f"job {name!r}: {field}() returned the {type(data).__name__} that job {reader!r} already "
+                    f"reads, and each of its batches can be read only once. Make one per job: {field}=lambda: "
+                    "DataLoader(dataset)"
+                )
+
+    def remove(self, name: str) -> None:
+        """Let others read the data of a job. The caller holds the lock."""
+        self._readers = [reader for reader in self._readers if reader[1] != name]
+
+
 class Feed:
     """The batches of ``data`` from ``position`` on. It advances ``position``."""
 
-    def __init__(self, job: Job, data: Iterable[Any], randomness: Randomness, position: Position):
+    def __init__(
+        self,
+        job: Job,
+        data: Iterable[Any],
+        validation: Iterable[Any] | None,
+        randomness: Randomness,
+        position: Position,
+    ):
         self.data = data
+        self.validation = validation
+        """The validation batches; ``None``: no validation."""
         self.epoch_random: dict[str, Any] | None = None
         """The job's random state at the start of the current pass."""
         self._job, self._randomness, self._position = job, randomness, position
@@ -58,7 +95,7 @@ class Feed:
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
             return peeked
-        at = self._position
+        position = self._position
         if self._batches is None:
             self.epoch_random = self._randomness.state()
         with self._randomness.swapped_in():
@@ -66,15 +103,15 @@ class Feed:
                 self._batches = iter(self.data)
             batch = next(self._batches, _END)
         if batch is not _END:
-            at.batch += 1
+            position.batch += 1
             return flatten(batch)
-        if not at.batch:
+        if not position.batch:
             raise ValueError(
-                f"job {self._job.name!r}: its data yields no batch in epoch {at.epoch}; data() must return something "
-                "that can be iterated again, such as a list or a DataLoader, not a generator"
+                f"job {self._job.name!r}: its data yields no batch in epoch {position.epoch}; data() must return "
+                "something that can be iterated again, such as a list or a DataLoader, not a generator"
             )
         self._batches = None
-        at.epoch, at.batch = at.epoch + 1, 0
+        position.epoch, position.batch = position.epoch + 1, 0
         return None
 
     def count_steps(self) -> int:

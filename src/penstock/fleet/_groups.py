@@ -5,7 +5,7 @@ changes the second, and forward changes the third. Jobs with the same frozen par
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,7 @@ Kind = Literal["trained", "frozen", "buffer"]
 
 
 @dataclass(slots=True, eq=False)
-class Twin:
+class GroupTwin:
     """Copies of a group's tensors, some in half precision, that travel in place of the tensors."""
 
     item: Item
@@ -46,7 +46,7 @@ class Group:
     """Size of that storage."""
     item: Item | None = field(default=None, repr=False)
     """Where the bytes are; ``None`` until they were put anywhere."""
-    twin: Twin | None = field(default=None, repr=False)
+    twin: GroupTwin | None = field(default=None, repr=False)
     """Copies that travel in training, in place of ``item``."""
 
     @property
@@ -62,6 +62,25 @@ class Group:
     def views(self, storage: torch.UntypedStorage) -> dict[str, torch.Tensor]:
         """Return the tensors over ``storage``."""
         return {name: layout.rebuild(storage) for name, layout in self.layouts.items()}
+
+
+class JobGroups:
+    """The groups of a job's tensors. Each tensor is in one of them."""
+
+    def __init__(self, groups: Iterable[Group] = ()):
+        self._groups: list[Group] = []
+        self.by_name: dict[str, Group] = {}
+        """Groups by the name of a tensor."""
+        for group in groups:
+            self.add(group)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def add(self, group: Group) -> None:
+        """Add a group of tensors that are in no group yet."""
+        self._groups.append(group)
+        self.by_name |= dict.fromkeys(group.layouts, group)
 
 
 def packed_layouts(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, ViewLayout], int]:
@@ -108,7 +127,7 @@ def bundled(storages: Iterable[torch.UntypedStorage], device: torch.device) -> t
         return torch.cat(parts).untyped_storage(), starts
 
 
-def group(
+def group_tensors(
     tensors: Mapping[str, torch.Tensor],
     trained: Iterable[str],
     buffers: Iterable[str],
@@ -123,8 +142,8 @@ def group(
         apart = name if kind == "trained" and not shards else ""  # another shape of batch may use it, in some shard
         members.setdefault((kind, shards, apart), {})[name] = tensor
     groups = []
-    for (kind, shards, _), found in members.items():
-        layouts, size_bytes = packed_layouts(found)
+    for (kind, shards, _), together in members.items():
+        layouts, size_bytes = packed_layouts(together)
         groups.append(Group(kind=kind, shards=shards, layouts=layouts, size_bytes=size_bytes))
     return groups
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.fleet._groups import Group, Twin, packed_layouts, span_bytes
+from penstock.fleet._groups import Group, GroupTwin, packed_layouts, span_bytes
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.storages import storage_id
 
@@ -41,44 +41,44 @@ class CastWatch(TorchDispatchMode):
     ) -> Any:  # any: PyTorch's
         options = kwargs or {}
         is_cast = func is _CAST and options.get("dtype") is self._dtype
-        for one in tree_leaves((args, options)):
-            if isinstance(one, torch.Tensor) and one.layout is torch.strided:
-                for name in self._by_storage.get(storage_id(one), ()):
+        for argument in tree_leaves((args, options)):
+            if isinstance(argument, torch.Tensor) and argument.layout is torch.strided:
+                for name in self._by_storage.get(storage_id(argument), ()):
                     tensor = self._tensors[name]
-                    if is_cast and _is_same(one, tensor) and one.dtype is torch.float32:
+                    if is_cast and _is_same(argument, tensor) and argument.dtype is torch.float32:
                         self._cast.add(name)
-                    elif _overlap(one, tensor):
+                    elif _overlap(argument, tensor):
                         self._other.add(name)
         return func(*args, **options)
 
 
-def make_twin(memory: DeviceMemory, job: str, one: Group, casts: Collection[str], dtype: torch.dtype) -> None:
+def make_twin(memory: DeviceMemory, job: str, group: Group, casts: Collection[str], dtype: torch.dtype) -> None:
     """Give a group a twin, if host memory has room, in which ``casts`` have type ``dtype``. It has no values yet."""
     shapes = {
         name: torch.empty_strided(
             layout.shape, layout.stride, dtype=dtype if name in casts else layout.dtype, device="meta"
         )
-        for name, layout in one.layouts.items()
+        for name, layout in group.layouts.items()
     }
     layouts, size_bytes = packed_layouts(shapes)
-    handle = memory.waterfall.reserve(size_bytes, f"{job}: weights of shard {one.owner} in half precision")
+    handle = memory.waterfall.reserve(size_bytes, f"{job}: weights of shard {group.owner} in half precision")
     if handle is not None:
-        one.twin = Twin(Item.below(handle), layouts)
+        group.twin = GroupTwin(Item.below(handle), layouts)
 
 
-def drop_twin(memory: DeviceMemory, one: Group) -> None:
+def drop_twin(memory: DeviceMemory, group: Group) -> None:
     """Free the twin of a group, which no longer stands for its weights."""
-    if one.twin is not None:
-        if one.twin.item.pending is not None:
-            one.twin.item.pending.finish()  # the weights are still needed
-        memory.discard(one.twin.item)
-        one.twin = None
+    if group.twin is not None:
+        if group.twin.item.pending is not None:
+            group.twin.item.pending.finish()  # the weights are still needed
+        memory.discard(group.twin.item)
+        group.twin = None
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+def _is_same(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (view.data_ptr(), view.shape, view.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    start, end = one.data_ptr(), one.data_ptr() + span_bytes(one)
-    return start < other.data_ptr() + span_bytes(other) and other.data_ptr() < end
+def _overlap(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    start, end = view.data_ptr(), view.data_ptr() + span_bytes(view)
+    return start < tensor.data_ptr() + span_bytes(tensor) and tensor.data_ptr() < end

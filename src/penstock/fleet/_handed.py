@@ -25,6 +25,8 @@ def own_model(box: list[nn.Module], job: str) -> nn.Module:
 
     Only the box may refer to it. Raises ``ValueError`` for a module that is held elsewhere and cannot be copied.
     """
+    # Not copied without need: that would double the memory of every model while it is made. Two jobs that trained one
+    # module crashed PyTorch.
     shared = held_elsewhere(box)
     if shared is None:
         return box.pop()

@@ -14,7 +14,7 @@ from penstock.fleet._halves import make_twin
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._stepper import FIELD_OF
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.host_stepping import (
     FEWEST_TRIED,
     HostLane,
@@ -44,39 +44,41 @@ class HostSteps:
         self._queued: list[GroupStep] = []
         """Steps that the thread has, or has had."""
 
-    def can_step(self, training: Training, one: Group) -> bool:
+    def can_step(self, training: JobTraining, group: Group) -> bool:
         """Whether the host could step a group: its optimizer and what that keeps are such that a CPU can use them."""
         master = training.optimizer.master
         if master._optimizer_step_pre_hooks or master._optimizer_step_post_hooks:
             return False  # they are the user's, and belong to a thread that computes
-        numbers = (training.numbers.get(name, {}) for name in one.layouts)
+        numbers = (training.states.numbers.get(name, {}) for name in group.layouts)
         return may_step(master) and all(is_number(value) for state in numbers for value in state.values())
 
-    def takes(self, training: Training, one: Group) -> bool:
+    def takes(self, training: JobTraining, group: Group) -> bool:
         """Whether the host will step a group that it can step, as far as is known before it begins.
 
         The group was stepped before, so that its states exist, and not everything is on the device at this moment.
         """
-        if training.update != "host" or one.item is None:
+        # A first step runs on the device, since only the optimizer knows which states it makes.
+        if training.update != "host" or group.item is None:
             return False
-        states, gradients, items = training.states.get(one), training.gradients.get(one), _items(training, one)
+        states, gradients = training.states.packed.get(group), training.open_step.gradients.get(group)
+        items = _items(training, group)
         needed = () if gradients is None else gradients.places
-        if training.stepped.isdisjoint(one.layouts) or not training.stepped.issuperset(needed):
+        if training.states.stepped.isdisjoint(group.layouts) or not training.states.stepped.issuperset(needed):
             return False
-        stays = states is not None or not one.item.has_copy_below
+        stays = states is not None or not group.item.has_copy_below
         if stays and all(item.storages is not None for item in items):
             return False  # nothing of it has to cross the link
         return all(map(_may_be_in_memory, items))
 
-    def begin(self, training: Training, one: Group, factor: torch.Tensor | None) -> bool:
+    def begin(self, training: JobTraining, group: Group, factor: torch.Tensor | None) -> bool:
         """Let a group's tensors, gradients and states leave the device, and step it when they have left.
 
         Returns whether it will be stepped here, for which all of them have to be in host memory. ``factor`` scales the
         gradients.
         """
-        if not (self.takes(training, one) and self.can_step(training, one)):
+        if not (self.takes(training, group) and self.can_step(training, group)):
             return False
-        items = _items(training, one)
+        items = _items(training, group)
         for item in items:
             if item.storages is not None or any(
                 handle is not None and handle.state is HandleState.ARRIVING for handle in item.handles or ()
@@ -84,30 +86,30 @@ class HostSteps:
                 self.memory.evict(item)
         if not all(_may_be_in_memory(item) for item in items):
             return False
-        if one.twin is None:
-            self._make_twin(training, one)
-        self._waiting.append(GroupStep(self, training, one, factor))
-        del training.gradients[one]
+        if group.twin is None:
+            self._make_twin(training, group)
+        self._waiting.append(GroupStep(self, training, group, factor))
+        del training.open_step.gradients[group]
         self.poll()
         return True
 
-    def _make_twin(self, training: Training, one: Group) -> None:
+    def _make_twin(self, training: JobTraining, group: Group) -> None:
         dtype = AUTOCAST_DTYPES.get(training.job.precision)
-        if dtype is None or len(one.shards) != 1:
+        if dtype is None or len(group.shards) != 1:
             return
         casts = [
             name
-            for name in one.layouts
-            if training.casts.get(name) and not _has_hooks(training.weights.parameters[name])
+            for name in group.layouts
+            if training.weights.casts.get(name) and not _has_hooks(training.weights.parameters[name])
         ]
         if casts:
-            make_twin(self.memory, training.job.name, one, casts, dtype)
+            make_twin(self.memory, training.job.name, group, casts, dtype)
 
     def poll(self) -> None:
         """Hand on steps whose tensors have left, and note those that have ended."""
-        for step in [one for one in self._waiting if one.is_ready]:
+        for step in [step for step in self._waiting if step.is_ready]:
             self._hand_over(step)
-        for step in [one for one in self._queued if one.is_done and one.error is None]:
+        for step in [step for step in self._queued if step.is_done and step.error is None]:
             self.end(step)
 
     def wait_for(self, step: "GroupStep") -> None:
@@ -130,7 +132,7 @@ class HostSteps:
         step.close()
         self.memory.discard(step.gradients.item)
 
-    def decide(self, training: Training) -> None:
+    def decide(self, training: JobTraining) -> None:
         """Choose the faster processor for a job with ``update="auto"``, once both have been measured."""
         out, back = self.memory.waterfall.rates_bytes_per_s()
         tried = _tried_state(training)
@@ -159,10 +161,11 @@ class HostSteps:
 class GroupStep(HostStep):
     """The step of one group in host memory."""
 
-    def __init__(self, host: HostSteps, training: Training, group: Group, factor: torch.Tensor | None):
+    def __init__(self, host: HostSteps, training: JobTraining, group: Group, factor: torch.Tensor | None):
         super().__init__()
         self._host, self._training, self._group, self._factor = host, training, group, factor
-        self.gradients, self._states, self._twin = training.gradients[group], training.states.get(group), group.twin
+        self.gradients, self._states = training.open_step.gradients[group], training.states.packed.get(group)
+        self._twin = group.twin
         self._items = _items(training, group)
         self._settings = settings_of(training.optimizer.master)
         self._numbers: dict[str, State] = {}
@@ -213,7 +216,7 @@ class GroupStep(HostStep):
     def close(self) -> None:
         """Keep the numbers that the step has changed, and let its tensors be used again."""
         for name, changed in self._numbers.items():
-            self._training.numbers[name] |= changed
+            self._training.states.numbers[name] |= changed
         for item in self._items:  # last, since another device may take the job from here on
             item.pending = None
 
@@ -225,7 +228,7 @@ class GroupStep(HostStep):
     def _step(self) -> None:
         training, group = self._training, self._group
         assert group.item is not None
-        states: dict[str, State] = {name: dict(training.numbers.get(name, {})) for name in group.layouts}
+        states: dict[str, State] = {name: dict(training.states.numbers.get(name, {})) for name in group.layouts}
         if self._states is not None:
             for key, (index, layout) in self._states.places.items():
                 name, _, field = key.rpartition(FIELD_OF)
@@ -249,30 +252,30 @@ class GroupStep(HostStep):
                 _view(self._twin.item, 0, layout).copy_(weights[name])
 
 
-def _items(training: Training, one: Group) -> list[Item]:
+def _items(training: JobTraining, group: Group) -> list[Item]:
     """Return the items of a group: its tensors, gradients, states and twin, as far as they exist."""
-    found = [training.gradients.get(one), training.states.get(one), one.twin]
-    return [item for item in (one.item, *(part.item for part in found if part is not None)) if item is not None]
+    parts = [training.open_step.gradients.get(group), training.states.packed.get(group), group.twin]
+    return [item for item in (group.item, *(part.item for part in parts if part is not None)) if item is not None]
 
 
 def _may_be_in_memory(item: Item) -> bool:
     """Whether all bytes of an item are in host memory, or on the device without a place in a tier."""
-    handles = [one for one in item.handles or () if one is not None]
-    return all(one.is_in_memory for one in handles) and (bool(handles) or item.storages is not None)
+    handles = [handle for handle in item.handles or () if handle is not None]
+    return all(handle.is_in_memory for handle in handles) and (bool(handles) or item.storages is not None)
 
 
-def _tried_state(training: Training) -> tuple[torch.Tensor, State] | None:
+def _tried_state(training: JobTraining) -> tuple[torch.Tensor, State] | None:
     """Return a parameter of moderate size that has a state, and that state with tensors without bytes."""
-    found: dict[str, State] = {name: dict(training.numbers.get(name, {})) for name in training.stepped}
-    for packed in training.states.values():
+    states: dict[str, State] = {name: dict(training.states.numbers.get(name, {})) for name in training.states.stepped}
+    for packed in training.states.packed.values():
         for key, (_, layout) in packed.places.items():
             name, _, field = key.rpartition(FIELD_OF)
-            found[name][field] = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    sizes = {name: training.weights.parameters[name].numel() for name in found}
+            states[name][field] = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    sizes = {name: training.weights.parameters[name].numel() for name in states}
     if not sizes:
         return None
-    name = min(sizes, key=lambda one: (sizes[one] < FEWEST_TRIED, abs(sizes[one] - FEWEST_TRIED)))
-    return training.weights.parameters[name], found[name]
+    name = min(sizes, key=lambda candidate: (sizes[candidate] < FEWEST_TRIED, abs(sizes[candidate] - FEWEST_TRIED)))
+    return training.weights.parameters[name], states[name]
 
 
 def _has_hooks(parameter: torch.Tensor) -> bool:

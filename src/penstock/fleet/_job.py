@@ -48,7 +48,8 @@ class Job:
             optimizer.step()
             optimizer.zero_grad()
 
-    Raises ``TypeError`` or ``ValueError`` if a field cannot be used.
+    The record is wide because it holds all that such a loop decides. Raises ``TypeError`` or ``ValueError`` if a field
+    cannot be used.
     """
 
     name: str
@@ -115,10 +116,10 @@ class Job:
                 "empty or begin or end with a space or a dot, for instance 'lr=3e-4'"
             )
         for key in ("model", "data", "loss", "optimizer"):
-            given = getattr(self, key)
-            if not callable(given) or (key == "model" and isinstance(given, nn.Module)):
+            factory = getattr(self, key)
+            if not callable(factory) or (key == "model" and isinstance(factory, nn.Module)):
                 raise TypeError(
-                    f"job {self.name!r}: `{key}` must be a function, got {type(given).__name__}; for instance "
+                    f"job {self.name!r}: `{key}` must be a function, got {type(factory).__name__}; for instance "
                     f"{_EXAMPLES[key]}"
                 )
         if (self.epochs is None) == (self.steps is None):

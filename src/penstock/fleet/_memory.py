@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.devices import backend_of
 from penstock.errors import BudgetError
 from penstock.storages import id_of
 from penstock.tiers import Handle, HandleState, Waterfall
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 * 1024
 """Size below which storages are not worth a copy of their own. Where it matters, they are packed."""
 _TRIES = 4
+# Sums of the tensors alone named budgets at which AdamW failed in its second step.
 _SLACK_BYTES = 4096
 """Bytes that an aligned allocation may take in addition to its own."""
 
@@ -54,7 +56,7 @@ class Item:
     They are in ``storages`` while on the device, and in ``handles`` while a tier has them.
     """
 
-    __slots__ = ("_stays", "handles", "is_stale", "label", "next_use", "pending", "size_bytes", "sizes", "storages")
+    __slots__ = ("handles", "is_stale", "label", "next_use", "pending", "size_bytes", "sizes", "staying", "storages")
 
     def __init__(self, label: str, storages: Sequence[torch.UntypedStorage]):
         self.label = label
@@ -68,7 +70,8 @@ class Item:
         """Whether the job has gone to another device, so that this copy no longer counts."""
         self.pending: Pending | None = None
         """A step of the host that works on it."""
-        self._stays = [None if one.nbytes() else one for one in storages]  # storages without bytes are not moved
+        self.staying = [None if storage.nbytes() else storage for storage in storages]
+        """Per storage, the storage itself if it has no bytes: there is nothing to move."""
 
     def __repr__(self) -> str:
         return f"<Item {self.label!r} {self.size_bytes} bytes{'' if self.storages is None else ' on the device'}>"
@@ -77,31 +80,44 @@ class Item:
     def has_copy_below(self) -> bool:
         """Whether dropping it from the device loses nothing, now or once its copy has ended."""
         return self.handles is not None and all(
-            one is None or one.state is not HandleState.KEPT for one in self.handles
+            handle is None or handle.state is not HandleState.KEPT for handle in self.handles
         )
 
     @property
     def is_settled(self) -> bool:
         """Whether another device may take it."""
         is_free = self.handles is not None and self.pending is None
-        return is_free and all(one is not None and one.is_settled for one in self.handles or ())
+        return is_free and all(handle is not None and handle.is_settled for handle in self.handles or ())
 
     def held_bytes(self) -> int:
         """Return the bytes of the device that it takes now."""
         if self.storages is not None:
             return self.size_bytes
-        held = sum(one.nbytes() for one in self._stays if one is not None)
+        held = sum(storage.nbytes() for storage in self.staying if storage is not None)
         for handle in self.handles or ():
             if handle is not None and handle.state is not HandleState.PARKED:
                 held += handle.size_bytes + _SLACK_BYTES
         return held
+
+    def before_write(self) -> None:
+        """Wait for copies out that still read it. Call it before the item is written to on the device."""
+        for handle in self.handles or ():
+            if handle is not None:
+                handle.before_write()
+
+    def release_copies(self) -> None:
+        """Give back its copies in lower tiers."""
+        for handle in self.handles or ():
+            if handle is not None:
+                handle.release()
+        self.handles = None
 
     @staticmethod
     def below(handle: Handle) -> "Item":
         """Return an item of one storage that is in a lower tier."""
         item = Item(handle.label, ())
         item.sizes, item.size_bytes = (handle.size_bytes,), counted_bytes([handle.size_bytes])
-        item.storages, item.handles, item._stays = None, [handle], [None]
+        item.storages, item.handles, item.staying = None, [handle], [None]
         return item
 
     def borrowed(self, waterfall: Waterfall) -> "Item":
@@ -118,7 +134,7 @@ class Item:
         other = Item(self.label, ())
         other.sizes, other.size_bytes = self.sizes, self.size_bytes
         assert self.handles is not None
-        other.storages, other._stays = None, [None] * len(self.sizes)
+        other.storages, other.staying = None, [None] * len(self.sizes)
         other.handles = [waterfall.borrow(handle) for handle in self.handles if handle is not None]
         return other
 
@@ -131,6 +147,7 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device, waterfall: Waterfall, budget_bytes: int):
         self.device = device
+        self.backend = backend_of(device)
         self.waterfall = waterfall
         self.budget_bytes = budget_bytes
         self.library_bytes = 0
@@ -175,19 +192,14 @@ class DeviceMemory:
             item.pending.abandon()
         self._items.pop(item, None)
         self._leaving.pop(item, None)
-        for handle in item.handles or ():
-            if handle is not None:
-                handle.release()
-        item.storages, item.handles = None, None
+        item.release_copies()
+        item.storages = None
 
     def changed(self, item: Item) -> None:
         """Drop copies in lower tiers, which are outdated since the bytes on the device were written to."""
         assert item.storages is not None, f"{item.label} was written to after it had left"
         self._leaving.pop(item, None)
-        for handle in item.handles or ():
-            if handle is not None:
-                handle.release()
-        item.handles = None
+        item.release_copies()
 
     def prefetch(self, item: Item) -> None:
         """Begin to copy in what is not on the device, unless the host still works on it."""
@@ -212,7 +224,7 @@ class DeviceMemory:
             self._leaving.pop(item, None)
             assert item.handles is not None
             storages = []
-            for handle, stays in zip(item.handles, item._stays, strict=True):
+            for handle, stays in zip(item.handles, item.staying, strict=True):
                 storage = stays if handle is None else handle.get()
                 assert storage is not None
                 storages.append(storage)
@@ -222,12 +234,6 @@ class DeviceMemory:
             self.stall_s += time.perf_counter() - start_s
         return item.storages
 
-    def before_write(self, item: Item) -> None:
-        """Wait for copies out that still read the item. Call it before the item is written to on the device."""
-        for handle in item.handles or ():
-            if handle is not None:
-                handle.before_write()
-
     def write(self, item: Item) -> None:
         """Begin to copy out an item that has no copy in a lower tier. It stays usable on the device."""
         if item.storages is not None and not item.has_copy_below:
@@ -236,7 +242,7 @@ class DeviceMemory:
             assert item.storages is not None
             item.handles = [
                 None if stays is not None else self.waterfall.park(storage, item.label)
-                for storage, stays in zip(item.storages, item._stays, strict=True)
+                for storage, stays in zip(item.storages, item.staying, strict=True)
             ]
 
     def evict(self, item: Item) -> None:
@@ -313,11 +319,11 @@ class DeviceMemory:
         self.waterfall.reap()
         if self.host is not None:
             self.host.poll()
-        for item in [one for one in self._items if one.is_stale]:
+        for item in [item for item in self._items if item.is_stale]:
             self._items.pop(item)
             self._leaving.pop(item, None)
             item.storages = item.handles = None
-        for item in [one for one in self._items if one.storages is None and not one.held_bytes()]:
+        for item in [item for item in self._items if item.storages is None and not item.held_bytes()]:
             del self._items[item]  # all of it is in lower tiers
             self._leaving.pop(item, None)
 
@@ -344,7 +350,7 @@ class DeviceMemory:
         self._leaving.pop(item, None)
         raise BudgetError(
             f"{item.label} ({format_bytes(item.size_bytes)}) could not leave {self.device}: the tiers below are "
-            "full or failed. Give more host memory or disk: fleet.run(..., host_budget='64GiB', disk='/nvme')"
+            "full or failed. Give more host memory or disk: fleet.run(..., host='64GiB', disk='/nvme')"
         )
 
     def _refuse(self, size_bytes: int, why: str) -> None:

@@ -16,7 +16,7 @@ from penstock.fleet._memory import DeviceMemory
 from penstock.probe import record_memory
 
 
-class Meter:
+class UnitMeter:
     """Peaks per unit: ``with meter.recording(): ... meter.go_on(index) ... meter.pause()``, then read ``peaks``."""
 
     def __init__(self, memory: DeviceMemory):
@@ -82,15 +82,15 @@ class Meter:
     def _read(self, blocks: list[tuple[int, int, int]]) -> None:
         own: dict[int, int] = {}
         """Bytes of what units allocated, by address."""
-        at = 0
+        position = 0
         for start_ns, end_ns, index, alive_bytes, items_bytes in self._spans:
-            while at < len(blocks) and blocks[at][0] < start_ns:
-                own.pop(blocks[at][1], None)
-                at += 1
+            while position < len(blocks) and blocks[position][0] < start_ns:
+                own.pop(blocks[position][1], None)
+                position += 1
             held = most = alive_bytes
-            while at < len(blocks) and blocks[at][0] <= end_ns:
-                _, address, change = blocks[at]
-                at += 1
+            while position < len(blocks) and blocks[position][0] <= end_ns:
+                _, address, change = blocks[position]
+                position += 1
                 if change > 0:
                     own[address] = change
                     held += change

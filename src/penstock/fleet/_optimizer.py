@@ -6,18 +6,39 @@ changes. `penstock.stepping` performs a shard's step on the shard's parameters.
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from penstock.fleet._groups import Group
+from penstock.fleet._packed import Packed
 from penstock.stepping import State, refuse_whole_optimizers, state_share, step_part
+
+
+@dataclass(slots=True)
+class OptimizerStates:
+    """A job's optimizer states between its steps."""
+
+    packed: dict[Group, Packed] = field(default_factory=dict)
+    """State that is worth moving."""
+    numbers: dict[str, State] = field(default_factory=dict)
+    """State that is not worth moving: numbers, and tensors of one element."""
+    stepped: set[str] = field(default_factory=set)
+    """Parameters that were stepped in this process, so that their states are known."""
 
 
 class ShardedOptimizer:
     """The master optimizer, and its steps on parts of the parameters."""
 
-    def __init__(self, master: torch.optim.Optimizer, names: Mapping[int, str]):
+    def __init__(
+        self,
+        master: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        lr_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None,
+    ):
         if not isinstance(master, torch.optim.Optimizer):
             raise TypeError(
                 f"the optimizer factory must return a torch.optim.Optimizer, got {type(master).__name__}; for instance "
@@ -25,21 +46,34 @@ class ShardedOptimizer:
             )
         refuse_whole_optimizers(master, "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4)")
         self.master = master
-        unknown = [one for group in master.param_groups for one in group["params"] if id(one) not in names]
+        unknown = [
+            parameter for group in master.param_groups for parameter in group["params"] if id(parameter) not in names
+        ]
         if unknown:
             raise ValueError(
                 "the optimizer holds parameters that the model does not have; use the parameters that the factory "
                 "receives"
             )
-        self.trained = {names[id(one)] for group in master.param_groups for one in group["params"] if one.requires_grad}
-        self._initial = {names[id(one)]: dict(state) for one, state in master.state.items() if id(one) in names}
+        self.trained = {
+            names[id(parameter)]
+            for group in master.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        self._initial = {
+            names[id(parameter)]: dict(state) for parameter, state in master.state.items() if id(parameter) in names
+        }
         """States that the factory made, each kept until its parameter's first step."""
         master.state = defaultdict(dict)
+        self.scheduler = None if lr_scheduler is None else lr_scheduler(master)
+        """The scheduler of the master's learning rates."""
 
     def state_share(self, named: Mapping[str, nn.Parameter]) -> float:
         """Return bytes of state per byte of parameters, measured on a copy of a medium-sized parameter."""
-        trained = {name: one for name, one in named.items() if name in self.trained}
-        states: dict[torch.Tensor, State] = {one: self._first(name, one) for name, one in trained.items()}
+        trained = {name: parameter for name, parameter in named.items() if name in self.trained}
+        states: dict[torch.Tensor, State] = {
+            parameter: self._first(name, parameter) for name, parameter in trained.items()
+        }
         return state_share(self.master, trained.values(), states)
 
     def step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
@@ -47,18 +81,20 @@ class ShardedOptimizer:
 
         An empty state is that of a first step.
         """
-        begun = {name: states.get(name) or self._first(name, one) for name, one in parameters.items()}
-        found = self._step(parameters, begun)
+        begun = {name: states.get(name) or self._first(name, parameter) for name, parameter in parameters.items()}
+        after = self._step(parameters, begun)
         for name in parameters:
             self._initial.pop(name, None)
-        return found
+        return after
 
     def try_step(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, State]:
         """Try the first step of ``parameters`` and return the states that it would leave.
 
         The master stays as it was.
         """
-        return self._step(parameters, {name: copy.deepcopy(self._first(name, one)) for name, one in parameters.items()})
+        return self._step(
+            parameters, {name: copy.deepcopy(self._first(name, parameter)) for name, parameter in parameters.items()}
+        )
 
     def _first(self, name: str, parameter: nn.Parameter) -> State:
         """Return the initial state on the parameter's device. Numbers, such as counts of steps, stay where they are."""
@@ -69,5 +105,5 @@ class ShardedOptimizer:
 
     def _step(self, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> dict[str, State]:
         by_parameter: dict[torch.Tensor, State] = {parameters[name]: state for name, state in states.items()}
-        found = step_part(self.master, parameters.values(), by_parameter)
-        return {name: dict(found[parameter]) for name, parameter in parameters.items()}
+        after = step_part(self.master, parameters.values(), by_parameter)
+        return {name: dict(after[parameter]) for name, parameter in parameters.items()}

@@ -56,13 +56,13 @@ def partition(problem: PartitionProblem) -> tuple[int, ...]:
     Raises ``BudgetError`` that names the atom which does not fit the budget.
     """
     for num_others in (2, 1, 0):  # with memory for the next shard and the previous one, for the next only, for none
-        found = [
+        paths = [
             path
             for share in (_SHARES if num_others else (1.0,))
             if (path := _shortest(problem, share * problem.budget_bytes, num_others)) is not None
         ]
-        if found:
-            return min(found)[1]
+        if paths:
+            return min(paths)[1]
     most, worst = _largest_atom(problem)
     raise BudgetError(
         f"{problem.atoms[worst].label} alone takes about {format_bytes(most)} for parameters, gradients, optimizer "
@@ -77,7 +77,7 @@ def largest_atom_bytes(problem: PartitionProblem) -> float:
 
 
 def _largest_atom(problem: PartitionProblem) -> tuple[float, int]:
-    return max((_Need(problem, at).add(at), at) for at in range(len(problem.atoms)))
+    return max((_Need(problem, index).add(index), index) for index in range(len(problem.atoms)))
 
 
 def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) -> tuple[float, tuple[int, ...]] | None:
@@ -101,10 +101,10 @@ def _shortest(problem: PartitionProblem, other_bytes: float, num_others: int) ->
                 best[last + 1], before[last + 1] = length, first
     if best[-1] == float("inf"):
         return None
-    ends, at = [], len(atoms)
-    while at:
-        ends.append(at - 1)
-        at = before[at]
+    ends, end = [], len(atoms)
+    while end:
+        ends.append(end - 1)
+        end = before[end]
     return best[-1], tuple(reversed(ends))
 
 
@@ -124,9 +124,9 @@ class _Need:
         """Bytes of parameters, state and activations, which come in for its backward."""
         return self._waiting_bytes + self._activation_bytes
 
-    def add(self, at: int) -> float:
-        """Add atom ``at`` as the shard's last, and return the bytes at the shard's peak."""
-        atom = self._problem.atoms[at]
+    def add(self, index: int) -> float:
+        """Add atom ``index`` as the shard's last, and return the bytes at the shard's peak."""
+        atom = self._problem.atoms[index]
         for name, size in atom.tensors.items():
             if name not in self._seen:
                 self._seen.add(name)
@@ -146,18 +146,18 @@ def merged(atoms: Sequence[AtomCost], most: int) -> tuple[list[AtomCost], list[i
     """
     if len(atoms) <= most:
         return list(atoms), list(range(len(atoms)))
-    inner = sorted(range(len(atoms) - 1), key=lambda at: (atoms[at].crossing_bytes, at))[: most - 1]
+    inner = sorted(range(len(atoms) - 1), key=lambda index: (atoms[index].crossing_bytes, index))[: most - 1]
     ends = [*sorted(inner), len(atoms) - 1]
-    found, first = [], 0
+    merged_atoms, first = [], 0
     for end in ends:
         part = atoms[first : end + 1]
-        found.append(
+        merged_atoms.append(
             AtomCost(
-                tensors={name: size for one in part for name, size in one.tensors.items()},
-                activation_bytes=sum(one.activation_bytes for one in part),
+                tensors={name: size for atom in part for name, size in atom.tensors.items()},
+                activation_bytes=sum(atom.activation_bytes for atom in part),
                 crossing_bytes=part[-1].crossing_bytes,
                 label=part[-1].label,
             )
         )
         first = end + 1
-    return found, ends
+    return merged_atoms, ends

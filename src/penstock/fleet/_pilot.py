@@ -6,6 +6,7 @@ numbers and the position in the data are as before. Shards that compute the same
 the largest figures of any of them.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +22,13 @@ from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
 from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import ShardCost, UnitKind
-from penstock.fleet._program import BATCH, Program
+from penstock.fleet._program import BATCH, ShardProgram
 from penstock.fleet._random import Draws
 from penstock.fleet._stepper import is_worth_moving
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 from penstock.fleet._tree import unchanged
 from penstock.fleet._units import MiniBatch
 from penstock.fleet._whole import WholeBatch
@@ -41,7 +42,10 @@ _SLACK_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMeasure:
-    """Measures of one shard on one device. Bytes are in addition to those that the unit finds there."""
+    """Measures of one shard on one device. Bytes are in addition to those that the unit finds there.
+
+    The record is wide because each kind of unit has its own figures.
+    """
 
     forward_s: float = 0.0
     """Seconds of forward."""
@@ -104,65 +108,100 @@ class ShardMeasure:
         )
 
 
-def required_bytes(one: ShardMeasure, *, saves: bool, accumulates: bool, waits: bool) -> int:
+def required_bytes(shard: ShardMeasure, *, saves: bool, accumulates: bool, waits: bool) -> int:
     """Return the bytes of the device that no unit of the shard exceeds in any step, without the next shard.
 
     ``accumulates`` says whether gradients of earlier batches exist, ``waits`` whether the optimizer has units of its
     own.
     """
-    forward = one.forward_needs_bytes + (one.saving_bytes if saves else one.dropping_bytes)
-    needs = one.backward_needs_bytes if saves else one.again_needs_bytes
-    transient = one.backward_bytes if saves else one.again_bytes
-    gradients = one.accumulated_bytes + one.others_accumulated_bytes if accumulates else 0
+    forward = shard.forward_needs_bytes + (shard.saving_bytes if saves else shard.dropping_bytes)
+    needs = shard.backward_needs_bytes if saves else shard.again_needs_bytes
+    transient = shard.backward_bytes if saves else shard.again_bytes
+    gradients = shard.accumulated_bytes + shard.others_accumulated_bytes if accumulates else 0
     if waits:  # the bytes of a step already include the gradients, but not as items
-        step = one.accumulated_bytes + max(one.step_bytes, one.state_bytes + one.later_step_bytes)
+        step = shard.accumulated_bytes + max(shard.step_bytes, shard.state_bytes + shard.later_step_bytes)
         return max(forward, needs + gradients + transient, step + _SLACK_BYTES)
-    first = max(transient, one.step_bytes + one.handed_bytes)
-    later = one.state_bytes + max(transient, one.later_step_bytes + one.handed_bytes)
+    first = max(transient, shard.step_bytes + shard.handed_bytes)
+    later = shard.state_bytes + max(transient, shard.later_step_bytes + shard.handed_bytes)
     return max(forward, needs + gradients + max(first, later))
 
 
 def measure(
-    training: Training,
+    training: JobTraining,
     memory: DeviceMemory,
-    program: Program,
+    program: ShardProgram,
     leaves: Sequence[torch.Tensor],
     structure: Structure,
     known: dict[tuple[Any, ...], ShardMeasure],
 ) -> list[ShardMeasure]:
     """Measure every shard that ``known`` lacks. Raise ``BudgetError`` if one cannot run within the budget."""
     keys = [
-        (one, *_neighbours(training, program, at), *_circumstances(training, memory))
-        for at, one in enumerate(program.fingerprints)
+        (fingerprint, *_neighbours(training, program, index), *_circumstances(training, memory))
+        for index, fingerprint in enumerate(program.fingerprints)
     ]
     if not all(key in known for key in keys):
         pilot = _Pilot(training, memory, program, leaves, structure)
-        for key, found in zip(keys, pilot.run(), strict=True):
-            known[key] = _with_most_bytes(known.get(key, found), found)
+        for key, measured in zip(keys, pilot.run(), strict=True):
+            known[key] = _with_most_bytes(known.get(key, measured), measured)
     measures = [known[key] for key in keys]
-    for one, shard in zip(measures, program.shards, strict=True):
-        _learn_casts(training, memory, shard.tensors, one.casts)
+    for measured, shard in zip(measures, program.shards, strict=True):
+        _learn_casts(training, memory, shard.tensors, measured.casts)
     return measures
 
 
-def _learn_casts(training: Training, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
+class Pilots:
+    """The pilot runs of a fleet, one at a time, and the settings by which jobs are cut.
+
+    ``recompute`` and ``vertical`` are those of `Ablation`. ``lane_rate`` returns the bytes per second out of a device
+    and back.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        recompute: bool | None,
+        vertical: bool,
+        lane_rate: Callable[[], tuple[float, float]],
+    ):
+        self.budget_bytes, self.recompute, self.vertical, self.lane_rate = budget_bytes, recompute, vertical, lane_rate
+        self.end_jobs = False
+        """Whether jobs end as soon as their shards are measured."""
+        self.lock = threading.Lock()
+        """A lock that is held while memory is measured."""
+        self._known: dict[tuple[Any, ...], ShardMeasure] = {}
+
+    def measure(
+        self,
+        training: JobTraining,
+        memory: DeviceMemory,
+        program: ShardProgram,
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+    ) -> list[ShardMeasure]:
+        """Measure every shard that is not known yet. Raise ``BudgetError`` if one cannot run within the budget."""
+        with self.lock:
+            return measure(training, memory, program, leaves, structure, self._known)
+
+
+def _learn_casts(training: JobTraining, memory: DeviceMemory, names: Sequence[str], casts: Sequence[bool]) -> None:
     for name, is_cast in zip(names, casts, strict=False):
-        training.casts[name] = is_cast and training.casts.get(name, True)
-        group = training.group_of[name]
-        if not training.casts[name] or len(group.shards) > 1:
+        training.weights.casts[name] = is_cast and training.weights.casts.get(name, True)
+        group = training.groups.by_name[name]
+        if not training.weights.casts[name] or len(group.shards) > 1:
             drop_twin(memory, group)
 
 
-def _with_most_bytes(one: ShardMeasure, other: ShardMeasure) -> ShardMeasure:
-    """Return ``one`` with the larger bytes of ``one`` and ``other`` in each field.
+def _with_most_bytes(first: ShardMeasure, second: ShardMeasure) -> ShardMeasure:
+    """Return ``first`` with the larger bytes of ``first`` and ``second`` in each field.
 
     Kernels may take more memory with another alignment.
     """
     names = [field.name for field in fields(ShardMeasure) if field.name.endswith("_bytes")]
-    return replace(one, **{name: max(getattr(one, name), getattr(other, name)) for name in names})
+    return replace(first, **{name: max(getattr(first, name), getattr(second, name)) for name in names})
 
 
-def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
+def _circumstances(training: JobTraining, memory: DeviceMemory) -> tuple[Any, ...]:
     master = training.optimizer.master
     shaping = {
         key: value for key, value in master.defaults.items() if key not in ("lr", "weight_decay", "betas", "eps")
@@ -176,40 +215,41 @@ def _circumstances(training: Training, memory: DeviceMemory) -> tuple[Any, ...]:
     )
 
 
-def _neighbours(training: Training, program: Program, at: int) -> tuple[Any, ...]:
+def _neighbours(training: JobTraining, program: ShardProgram, index: int) -> tuple[Any, ...]:
     """Return a key of what a shard works on in addition to its own tensors.
 
     It is equal for shards that take the same bytes.
     """
     if program.whole is not None:  # gradients of the other shards wait for each other, wherever the model is cut
-        return at, *program.fingerprints
-    shard, later = program.shards[at], program.shards[at + 1 :]
-    groups = dict.fromkeys(training.group_of[name] for name in shard.tensors)
+        return index, *program.fingerprints
+    shard, later = program.shards[index], program.shards[index + 1 :]
+    groups = dict.fromkeys(training.groups.by_name[name] for name in shard.tensors)
     return (
-        tuple((name.startswith(BATCH), any(name in one.inputs for one in later)) for name in shard.inputs),
-        tuple(any(name in one.inputs for one in later[1:]) for name in shard.outputs),
-        tuple((one.kind, one.size_bytes, one.owner == at, len(one.shards) > 1) for one in groups),
+        tuple((name.startswith(BATCH), any(name in after.inputs for after in later)) for name in shard.inputs),
+        tuple(any(name in after.inputs for after in later[1:]) for name in shard.outputs),
+        tuple((group.kind, group.size_bytes, group.owner == index, len(group.shards) > 1) for group in groups),
     )
 
 
 class _Pilot:
     def __init__(
         self,
-        training: Training,
+        training: JobTraining,
         memory: DeviceMemory,
-        program: Program,
+        program: ShardProgram,
         leaves: Sequence[torch.Tensor],
         structure: Structure,
     ):
         self._training, self._memory, self._program = training, memory, program
         self._leaves = leaves
         self._work = Work(training, memory, program, structure, Behaviour(is_pilot=True))
-        self._found = [ShardMeasure(parameter_bytes=self._size_bytes(at)) for at in range(len(program.shards))]
+        self._found = [ShardMeasure(parameter_bytes=self._size_bytes(shard)) for shard in range(len(program.shards))]
 
     def run(self) -> list[ShardMeasure]:
         training = self._training
         mark, cuda = training.randomness.mark(), training.randomness.cuda
-        mode, scale, norms = training.is_finite, training.scale, dict(training.norms)
+        open_step = training.open_step
+        mode, scale, norms = open_step.is_finite, open_step.scale, dict(open_step.norms)
         training.weights.make_hollow_on(self._memory.device)
         try:
             if self._program.whole is not None:
@@ -217,18 +257,17 @@ class _Pilot:
             else:
                 self._pass(saves=True)
                 self._pass(saves=False)
-            for at in range(len(self._program.shards)):
-                self._step(at)
+            for shard in range(len(self._program.shards)):
+                self._step(shard)
         finally:
             training.randomness.cpu, training.randomness.cuda = mark[0], cuda
-            training.is_finite, training.scale, training.norms = mode, scale, norms
+            open_step.is_finite, open_step.scale, open_step.norms = mode, scale, norms
         return self._found
 
-    def _size_bytes(self, at: int) -> int:
+    def _size_bytes(self, shard: int) -> int:
         """Return the bytes of the groups that the shard uses."""
-        return sum(
-            one.size_bytes for one in {self._training.group_of[name] for name in self._program.shards[at].tensors}
-        )
+        by_name = self._training.groups.by_name
+        return sum(group.size_bytes for group in {by_name[name] for name in self._program.shards[shard].tensors})
 
     def _pass(self, *, saves: bool) -> None:
         cut = CutBatch(self._work, self._leaves, [saves] * len(self._program.shards))
@@ -238,63 +277,62 @@ class _Pilot:
                 randomness = self._training.randomness
                 before_draws = randomness.num_draws, randomness.num_host_draws
                 mark = randomness.mark(self._memory.device)
-                needs_bytes = self._bring_in(mini, index)
-                taken_s, peak_bytes = _measured(self._memory.device, lambda at=index: mini.run(at))  # type: ignore[misc]
+                needs_bytes = self.bring_in(mini, index)
+                taken_s, peak_bytes = _measured(self._memory.device, lambda position=index: mini.run(position))  # type: ignore[misc]
                 before = self._found[task.shard]
                 if task.kind is UnitKind.FORWARD:
                     before = replace(before, forward_needs_bytes=max(before.forward_needs_bytes, needs_bytes))
-                    found = _after_forward(cut, before, task.shard, taken_s, peak_bytes, saves)
+                    measured = _after_forward(cut, before, task.shard, taken_s, peak_bytes, saves)
                 else:
                     if task.kind is UnitKind.FUSED or saves:
                         before = replace(before, backward_needs_bytes=max(before.backward_needs_bytes, needs_bytes))
                     if task.kind is UnitKind.FUSED or not saves:
                         before = replace(before, again_needs_bytes=max(before.again_needs_bytes, needs_bytes))
-                    found = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
-                    found = replace(found, handed_bytes=max(found.handed_bytes, cut.values.gradient_bytes()))
+                    measured = _after_backward(before, task.kind, taken_s, peak_bytes, saves)
+                    measured = replace(measured, handed_bytes=max(measured.handed_bytes, cut.values.gradient_bytes()))
                 if task.kind is not UnitKind.BACKWARD:
-                    found = replace(
-                        found,
+                    measured = replace(
+                        measured,
                         draws=randomness.draws_since(*before_draws),
                         draws_nothing=randomness.is_at(mark),
                         casts=cut.casts(task.shard),
                     )
-                self._found[task.shard] = found
+                self._found[task.shard] = measured
         finally:
             mini.abandon()
 
     def _run_whole(self) -> None:
         """Run a model that is not cut once. Its backward uses what forward saved."""
         mini = WholeBatch(self._work, self._leaves)
-        mini.meter, units = Meter(self._memory), _Units(self, mini)
+        mini.meter, units = UnitMeter(self._memory), _PilotUnits(self, mini)
         try:
             with (
                 _out_of_memory_said(self._memory.device),
                 gate.computing(),
-                unchanged(self._training.model, numbers=False),
+                unchanged(self._training.weights.model, numbers=False),
             ):
                 mini.run_all(units)
         finally:
             mini.abandon()
         for index, task in enumerate(mini.tasks):
-            needs_bytes = sum(item.size_bytes for item in mini.used[index])
+            needs_bytes = sum(item.size_bytes for item in mini.uses[index].items)
             self._found[task.shard] = _after_visit(
                 self._found[task.shard], task.kind, needs_bytes, mini.meter.peaks[index], units.seconds[index]
             )
-            others_bytes = sum(
-                _gradient_bytes(one) for one in mini.open_groups.get(index, ()) if one.owner != task.shard
-            )
+            others = [group for group in mini.uses[index].open_groups if group.owner != task.shard]
+            others_bytes = sum(map(_gradient_bytes, others))
             before = self._found[task.shard]
             others_bytes = max(before.others_accumulated_bytes, others_bytes)
             self._found[task.shard] = replace(before, others_accumulated_bytes=others_bytes)
-        for at, size_bytes in mini.saved_by_shard.items():
-            self._found[at] = replace(self._found[at], activation_bytes=size_bytes)
+        for shard, size_bytes in mini.saved_by_shard.items():
+            self._found[shard] = replace(self._found[shard], activation_bytes=size_bytes)
         most = ShardMeasure(
-            saving_bytes=max(one.saving_bytes for one in self._found),
-            backward_bytes=max(one.backward_bytes for one in self._found),
+            saving_bytes=max(shard.saving_bytes for shard in self._found),
+            backward_bytes=max(shard.backward_bytes for shard in self._found),
         )
-        self._found = [_as_others(one, most) for one in self._found]
+        self._found = [_as_others(shard, most) for shard in self._found]
 
-    def _bring_in(self, mini: MiniBatch, index: int) -> int:
+    def bring_in(self, mini: MiniBatch, index: int) -> int:
         """Bring what a unit needs, and nothing else, to the device, and return the bytes."""
         memory, needs = self._memory, mini.needs(index)
         shard = self._program.shards[mini.tasks[index].shard]
@@ -306,20 +344,21 @@ class _Pilot:
         memory.flush(keep=needs)
         return sum(item.size_bytes for item in needs)
 
-    def _step(self, at: int) -> None:
+    def _step(self, shard: int) -> None:
         training, memory = self._training, self._memory
-        groups = [one for one in training.groups if one.kind == "trained" and one.owner == at]
-        gradient_bytes = sum(one.size_bytes for one in groups)  # gradients of all groups exist while each is stepped
-        for one in groups:
-            assert one.item is not None
-            memory.flush(keep=[one.item])
-            (storage,) = memory.get(one.item)
-            copies = {name: view.clone() for name, view in one.views(storage).items()}
+        groups = [group for group in training.groups if group.kind == "trained" and group.owner == shard]
+        # Gradients of all groups exist while each is stepped.
+        gradient_bytes = sum(group.size_bytes for group in groups)
+        for group in groups:
+            assert group.item is not None
+            memory.flush(keep=[group.item])
+            (storage,) = memory.get(group.item)
+            copies = {name: view.clone() for name, view in group.views(storage).items()}
             del storage
-            if memory.held_bytes() + 3 * one.size_bytes > memory.budget_bytes:
+            if memory.held_bytes() + 3 * group.size_bytes > memory.budget_bytes:
                 memory.flush()  # the copies replace it
             training.weights.bind(copies)
-            parameters = {name: training.weights.parameters[name] for name in one.layouts}
+            parameters = {name: training.weights.parameters[name] for name in group.layouts}
             for parameter in parameters.values():
                 parameter.grad = torch.zeros_like(parameter)
             states: dict[str, Any] = {}
@@ -329,31 +368,31 @@ class _Pilot:
                 Packed.of("", _tensors_of(states))
 
             taken_s, peak_bytes = _measured(memory.device, step)
-            gradients = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+            gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
             accumulated_bytes = Packed.bytes_of(gradients)
-            training.weights.unbind(one.layouts)
-            made = _tensors_of(states)
-            made_bytes = sum(value.nbytes for value in made.values())
-            kept = {name: value for name, value in made.items() if is_worth_moving(value, memory.device)}
-            found = self._found[at]
-            self._found[at] = replace(
-                found,
-                step_s=found.step_s + taken_s,
-                step_bytes=max(found.step_bytes, gradient_bytes + found.state_bytes + peak_bytes),
-                later_step_bytes=max(found.later_step_bytes, gradient_bytes + peak_bytes - made_bytes),
-                state_bytes=found.state_bytes + Packed.bytes_of(kept),
+            training.weights.unbind(group.layouts)
+            new = _tensors_of(states)
+            new_bytes = sum(value.nbytes for value in new.values())
+            kept = {name: value for name, value in new.items() if is_worth_moving(value, memory.device)}
+            before = self._found[shard]
+            self._found[shard] = replace(
+                before,
+                step_s=before.step_s + taken_s,
+                step_bytes=max(before.step_bytes, gradient_bytes + before.state_bytes + peak_bytes),
+                later_step_bytes=max(before.later_step_bytes, gradient_bytes + peak_bytes - new_bytes),
+                state_bytes=before.state_bytes + Packed.bytes_of(kept),
                 stepped_bytes=gradient_bytes,
-                accumulated_bytes=found.accumulated_bytes + accumulated_bytes,
+                accumulated_bytes=before.accumulated_bytes + accumulated_bytes,
             )
-            del copies, states, parameters, gradients, made, kept
+            del copies, states, parameters, gradients, new, kept
 
 
-def _gradient_bytes(one: Group) -> int:
+def _gradient_bytes(group: Group) -> int:
     """Return the bytes of an item with the gradients of all parameters of the group."""
     return Packed.bytes_of(
         {
             name: torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            for name, layout in one.layouts.items()
+            for name, layout in group.layouts.items()
         }
     )
 
@@ -365,14 +404,14 @@ def _tensors_of(states: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _after_forward(
-    cut: CutBatch, before: ShardMeasure, at: int, taken_s: float, peak_bytes: int, saves: bool
+    cut: CutBatch, before: ShardMeasure, shard: int, taken_s: float, peak_bytes: int, saves: bool
 ) -> ShardMeasure:
-    found = replace(
-        before, forward_s=min(taken_s, before.forward_s or taken_s), boundary_bytes=cut.values.value_bytes(at)
+    after = replace(
+        before, forward_s=min(taken_s, before.forward_s or taken_s), boundary_bytes=cut.values.value_bytes(shard)
     )
     if not saves:
-        return replace(found, dropping_bytes=peak_bytes)
-    return replace(found, saving_bytes=peak_bytes, activation_bytes=cut.values.saved_bytes(at))
+        return replace(after, dropping_bytes=peak_bytes)
+    return replace(after, saving_bytes=peak_bytes, activation_bytes=cut.values.saved_bytes(shard))
 
 
 def _after_backward(before: ShardMeasure, kind: UnitKind, taken_s: float, peak_bytes: int, saves: bool) -> ShardMeasure:
@@ -408,22 +447,22 @@ def _after_visit(
     )
 
 
-def _as_others(one: ShardMeasure, most: ShardMeasure) -> ShardMeasure:
+def _as_others(shard: ShardMeasure, most: ShardMeasure) -> ShardMeasure:
     """Fill in the measure of a shard that the pilot did not reach: assume as much as the others take."""
-    forward, backward = one.saving_bytes or most.saving_bytes, one.backward_bytes or most.backward_bytes
+    forward, backward = shard.saving_bytes or most.saving_bytes, shard.backward_bytes or most.backward_bytes
     return replace(
-        one,
+        shard,
         saving_bytes=forward,
         dropping_bytes=forward,
         backward_bytes=backward,
         again_bytes=backward,
-        forward_needs_bytes=one.forward_needs_bytes or one.parameter_bytes,
-        backward_needs_bytes=one.backward_needs_bytes or one.parameter_bytes,
-        again_needs_bytes=one.again_needs_bytes or one.parameter_bytes,
+        forward_needs_bytes=shard.forward_needs_bytes or shard.parameter_bytes,
+        backward_needs_bytes=shard.backward_needs_bytes or shard.parameter_bytes,
+        again_needs_bytes=shard.again_needs_bytes or shard.parameter_bytes,
     )
 
 
-class _Units:
+class _PilotUnits:
     """The units of a pilot that runs a model whole."""
 
     def __init__(self, pilot: _Pilot, mini: WholeBatch):
@@ -431,7 +470,7 @@ class _Units:
         self.seconds: dict[int, float] = {}
 
     def begin(self, index: int) -> int:
-        self._pilot._bring_in(self._mini, index)
+        self._pilot.bring_in(self._mini, index)
         self.seconds[index] = -time.perf_counter()
         return 0
 

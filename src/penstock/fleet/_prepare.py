@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,19 +10,16 @@ from penstock.errors import BudgetError
 from penstock.fleet._batch import Structure
 from penstock.fleet._cuts import Cuttable
 from penstock.fleet._devices import free_bytes
+from penstock.fleet._engine import Engine
 from penstock.fleet._groups import content_key
 from penstock.fleet._life import JobRun, JobState
-from penstock.fleet._memory import Item
 from penstock.fleet._partition import AtomCost, PartitionProblem, largest_atom_bytes, merged, partition
-from penstock.fleet._pilot import ShardMeasure, measure, required_bytes
-from penstock.fleet._program import Program
+from penstock.fleet._pilot import ShardMeasure, required_bytes
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._vertical import is_cheaper, is_possible, parked_bytes
 from penstock.fleet._worker import Worker
 from penstock.tiers import gate, trim_freed_memory
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.fleet._engine import Engine
 
 _MOST_ATOMS = 300
 _PLACING_BYTES = 2**16
@@ -38,7 +34,7 @@ Beyond it, each atom is a shard.
 class Preparation:
     """Preparation of one job on one device."""
 
-    def __init__(self, engine: "Engine", run: JobRun, worker: Worker):
+    def __init__(self, engine: Engine, run: JobRun, worker: Worker):
         self.engine, self.run_of, self.worker = engine, run, worker
 
     def run(self) -> None:
@@ -46,30 +42,32 @@ class Preparation:
         run, engine = self.run_of, self.engine
         training = run.training
         with engine.condition:
-            run.state, run.started_s = JobState.RUNNING, time.time()
+            run.state, run.milestones.started_s = JobState.RUNNING, time.time()
             run.home = self.worker
         training.build()
         if self.worker.memory.host is None:
             training.update = "device"
-        engine.refuse_shared_data(run)
+        engine.readers.add(run.job.name, training.feed)
         resume = engine.upkeep.restore(run)
         leaves, structure = training.feed.peek()
-        run.leaf_bytes = sum(one.nbytes for one in leaves)
+        run.plan.leaf_bytes = sum(leaf.nbytes for leaf in leaves)
         captured = training.cuts.capture(leaves, structure, training=True)
         training.weights.learn(captured.constants)
         self._cut(captured, leaves, structure)
         training.weights.let_originals_go()
         if resume is not None:
             resume()
-        run.num_steps = training.feed.count_steps()
+        run.plan.num_steps = training.feed.count_steps()
         trim_freed_memory()  # a model was made and traced; otherwise a dozen prepared jobs hold gigabytes of fragments
         with engine.condition:
-            run.is_prepared = True
+            run.plan.is_ready = True
 
     def place_constants(self) -> None:
         """Put the constants of a new graph into a group of their own."""
         training = self.run_of.training
-        fresh = {name: tensor for name, tensor in training.weights.originals.items() if name not in training.group_of}
+        fresh = {
+            name: tensor for name, tensor in training.weights.originals.items() if name not in training.groups.by_name
+        }
         if fresh:
             training.add_group(fresh)
             self._place()
@@ -85,10 +83,10 @@ class Preparation:
         chosen: tuple[int, ...] = ()
         while True:
             problem = PartitionProblem(
-                atoms=tuple(_scaled(one, factor) for one in costs),
+                atoms=tuple(_scaled(cost, factor) for cost in costs),
                 trained=frozenset(training.optimizer.trained),
                 state_share=share,
-                budget_bytes=int(self._room_bytes * 0.7**run.num_times_smaller),
+                budget_bytes=int(self._room_bytes * 0.7**run.plan.num_times_smaller),
             )
             try:
                 chosen = partition(problem) if factor < _MOST_FACTOR else finest
@@ -97,11 +95,11 @@ class Preparation:
                 chosen = finest  # those were estimates; only pilots know
             program = training.use(captured, structure, tuple(ends[end] for end in chosen))
             try:
+                # What cannot be cut finer is measured above the budget too, so that the error can name one that works.
                 with memory.unbounded() if chosen == finest else nullcontext():
                     self._place()
-                    with self.engine.pilot_lock:
-                        run.measures = measure(training, memory, program, leaves, structure, self.engine.measures)
-                self._check(run.measures, program)  # if it raises, a finer cut is tried
+                    run.plan.measures = self.engine.pilots.measure(training, memory, program, leaves, structure)
+                self._check(run.plan.measures, program)  # if it raises, a finer cut is tried
                 break
             except BudgetError:
                 self._take_away()
@@ -109,32 +107,33 @@ class Preparation:
                     raise
                 factor *= 1.5
         self.engine.let_frozen_go()  # those of cuts that were tried
-        run.measures_of = {structure.signature: run.measures}
-        run.saves = choose_saves(
-            run.measures,
+        run.plan.measures_of = {structure.signature: run.plan.measures}
+        run.plan.saves = choose_saves(
+            run.plan.measures,
             self._room_bytes,
-            self.engine.lane_rate(),
-            False if program.whole is not None else self.engine.recompute,
+            self.engine.pilots.lane_rate(),
+            False if program.whole is not None else self.engine.pilots.recompute,
             required=self._required,
         )
-        run.is_vertical = self.goes_vertically(program, run.measures)
-        run.vertical_of = {structure.signature: run.is_vertical}
-        run.seconds_per_step = run.job.accumulate * sum(one.forward_s + one.backward_s for one in run.measures)
-        run.seconds_per_step += sum(one.step_s for one in run.measures)
+        run.plan.is_vertical = self.goes_vertically(program, run.plan.measures)
+        run.plan.vertical_of = {structure.signature: run.plan.is_vertical}
+        per_batch_s = sum(shard.forward_s + shard.backward_s for shard in run.plan.measures)
+        step_s = sum(shard.step_s for shard in run.plan.measures)
+        run.plan.seconds_per_step = run.job.accumulate * per_batch_s + step_s
 
-    def goes_vertically(self, program: Program, measures: Sequence[ShardMeasure]) -> bool:
+    def goes_vertically(self, program: ShardProgram, measures: Sequence[ShardMeasure]) -> bool:
         """Whether a step goes shard by shard.
 
         It must be possible, move fewer bytes, and leave room in the lower tiers for what exists at once.
         """
         run, count = self.run_of, self.run_of.job.accumulate
-        if count < 2 or not self.engine.vertical or not is_possible(run.training, program, measures):
+        if count < 2 or not self.engine.pilots.vertical or not is_possible(run.training, program, measures):
             return False
         if not is_cheaper(measures, count, self._room_bytes):
             return False
         tiers = self.worker.memory.waterfall.tiers
         below = sum(tier.capacity_bytes - tier.used_bytes for tier in tiers) / max(1, len(self.engine.workers))
-        return parked_bytes(measures, run.saves, count) <= below / 2
+        return parked_bytes(measures, run.plan.saves, count) <= below / 2
 
     def _costs(self, captured: Cuttable) -> tuple[list[AtomCost], list[int]]:
         """Return estimated costs of not too many atoms, and the index of the last original atom in each."""
@@ -153,31 +152,31 @@ class Preparation:
     @property
     def _room_bytes(self) -> int:
         """The budget minus what the device's libraries keep. Devices are assumed to be alike."""
-        return self.engine.budget_bytes - self.worker.memory.library_bytes
+        return self.engine.pilots.budget_bytes - self.worker.memory.library_bytes
 
-    def _required(self, one: ShardMeasure, saves: bool) -> int:
+    def _required(self, shard: ShardMeasure, saves: bool) -> int:
         job = self.run_of.job
         training, accumulates = self.run_of.training, job.accumulate > 1
         waits = job.clip_norm is not None or job.precision == "float16" or training.cuts.tree is not None
         ways = [True] if waits or training.update == "host" else [False, True] if training.update == "auto" else [False]
-        return max(required_bytes(one, saves=saves, accumulates=accumulates, waits=one_waits) for one_waits in ways)
+        return max(required_bytes(shard, saves=saves, accumulates=accumulates, waits=one_waits) for one_waits in ways)
 
-    def _check(self, measures: Sequence[ShardMeasure], program: Program) -> None:
+    def _check(self, measures: Sequence[ShardMeasure], program: ShardProgram) -> None:
         """Raise ``BudgetError`` if a unit takes more than the budget, without the next shard.
 
         With the budget that the error names, every unit of every step fits, as long as batches are like the first.
         """
-        saving = [True] if program.whole is not None else [False] if self.engine.recompute else [True, False]
-        needs = [min(self._required(one, saves) for saves in saving) for one in measures]
+        saving = [True] if program.whole is not None else [False] if self.engine.pilots.recompute else [True, False]
+        needs = [min(self._required(shard, saves) for saves in saving) for shard in measures]
         needs[-1] = self._required(measures[-1], saves=True)  # forward and backward are one unit
         largest = max(group.size_bytes for group in self.run_of.training.groups) + _PLACING_BYTES
-        most, at = max((size_bytes, at) for at, size_bytes in enumerate(needs))
+        most, worst = max((size_bytes, index) for index, size_bytes in enumerate(needs))
         if max(most, largest) <= self._room_bytes:
             return
         least = max(most, largest) + self.worker.memory.library_bytes
         raise BudgetError(
             f"`budget` must be at least {least} ({format_bytes(least)}) for job {self.run_of.job.name!r}, got "
-            f"{format_bytes(self.engine.budget_bytes)}: the shard {program.shards[at].label} takes "
+            f"{format_bytes(self.engine.pilots.budget_bytes)}: the shard {program.shards[worst].label} takes "
             f"{format_bytes(most)} and cannot be cut further. This holds for batches like the first; smaller batches "
             "(accumulate=) take less"
         )
@@ -201,10 +200,9 @@ class Preparation:
             if group.kind == "frozen":
                 key = content_key({name: training.weights.originals[name] for name in group.layouts}, group.layouts)
                 with self.engine.condition:
-                    places = self.engine.frozen.get(key)
-                    if places and (found := self._shared(places)) is not None:
-                        group.item = found
-                        continue
+                    group.item = self.engine.frozen.find(key, self.worker.index, memory)
+                if group.item is not None:
+                    continue
             memory.make_room(
                 group.size_bytes + _PLACING_BYTES, (), f"shard {group.owner} of job {self.run_of.job.name!r}"
             )
@@ -212,16 +210,7 @@ class Preparation:
             if group.kind == "frozen":
                 memory.write(group.item)
                 with self.engine.condition:
-                    self.engine.frozen.setdefault(key, {})[self.worker.index] = group.item
-
-    def _shared(self, places: dict[int, Item]) -> Item | None:
-        if self.worker.index in places:
-            return places[self.worker.index]
-        settled = next((item for item in places.values() if item.is_settled), None)
-        if settled is None:
-            return None
-        places[self.worker.index] = settled.shared(self.worker.memory.waterfall)
-        return places[self.worker.index]
+                    self.engine.frozen.put(key, self.worker.index, group.item)
 
     def _take_away(self) -> None:
         training, memory = self.run_of.training, self.worker.memory
@@ -258,29 +247,29 @@ def choose_saves(
     the one that makes the mini-batch shortest.
     """
     last = len(measures) - 1
-    can_save = [required(one, True) <= budget_bytes for one in measures]
+    can_save = [required(shard, True) <= budget_bytes for shard in measures]
     saves = [can and recompute is not True for can in can_save]
     saves[last] = True  # forward and backward are one unit
     if recompute is not None:
         return saves
-    order = sorted(range(last), key=lambda at: measures[at].forward_s / max(1, measures[at].activation_bytes))
-    whole = sum(2 * one.parameter_bytes + one.state_bytes + one.activation_bytes for one in measures)
-    if whole + max(one.backward_bytes for one in measures) <= budget_bytes:
+    order = sorted(range(last), key=lambda index: measures[index].forward_s / max(1, measures[index].activation_bytes))
+    whole = sum(2 * shard.parameter_bytes + shard.state_bytes + shard.activation_bytes for shard in measures)
+    if whole + max(shard.backward_bytes for shard in measures) <= budget_bytes:
         return saves
 
     def length_s(chosen: Sequence[bool]) -> float:
-        compute_s = sum(one.forward_s + one.backward_s + one.step_s for one in measures)
-        in_bytes = sum(2 * one.parameter_bytes + one.state_bytes + one.boundary_bytes for one in measures)
-        out_bytes = sum(one.parameter_bytes + one.state_bytes + one.boundary_bytes for one in measures)
-        for keeps, one in zip(chosen, measures, strict=True):
-            compute_s += 0.0 if keeps else one.forward_s
-            in_bytes += one.activation_bytes if keeps else 0
-            out_bytes += one.activation_bytes if keeps else 0
+        compute_s = sum(shard.forward_s + shard.backward_s + shard.step_s for shard in measures)
+        in_bytes = sum(2 * shard.parameter_bytes + shard.state_bytes + shard.boundary_bytes for shard in measures)
+        out_bytes = sum(shard.parameter_bytes + shard.state_bytes + shard.boundary_bytes for shard in measures)
+        for keeps, shard in zip(chosen, measures, strict=True):
+            compute_s += 0.0 if keeps else shard.forward_s
+            in_bytes += shard.activation_bytes if keeps else 0
+            out_bytes += shard.activation_bytes if keeps else 0
         return max(compute_s, out_bytes / rates[0], in_bytes / rates[1])
 
     best, best_s = saves, length_s(saves)
-    for at in order:
-        saves = [keeps and other != at for other, keeps in enumerate(saves)]
+    for index in order:
+        saves = [keeps and other != index for other, keeps in enumerate(saves)]
         taken_s = length_s(saves)
         if taken_s < best_s:
             best, best_s = saves, taken_s

@@ -154,8 +154,8 @@ class JobCost:
     @property
     def plain_work_s(self) -> float:
         """Seconds of all units without recomputation, as on a device that holds the whole model."""
-        per_batch = sum(one.forward_s + one.backward_s for one in self.shards)
-        step_s = 0.0 if self.on_host else sum(one.step_s for one in self.shards)
+        per_batch = sum(shard.forward_s + shard.backward_s for shard in self.shards)
+        step_s = 0.0 if self.on_host else sum(shard.step_s for shard in self.shards)
         return self.num_steps * (self.accumulate * per_batch + step_s)
 
     @checked("job.unit(0)", index=0)
@@ -188,30 +188,33 @@ class JobCost:
 
     def _forward(self, shard: int) -> Unit:
         cost = self.shards[shard]
-        given = self.shards[shard - 1].boundary_bytes if shard else 0
+        entering_bytes = self.shards[shard - 1].boundary_bytes if shard else 0
         return Unit(
             kind=UnitKind.FORWARD,
             shard=shard,
             compute_s=cost.forward_s,
-            in_bytes=cost.parameter_bytes + given,
-            kept_bytes=given,
-            own_bytes=given if self.vertical else 0,
+            in_bytes=cost.parameter_bytes + entering_bytes,
+            kept_bytes=entering_bytes,
+            own_bytes=entering_bytes if self.vertical else 0,
             out_bytes=cost.boundary_bytes + (0 if cost.recomputes else cost.activation_bytes),
-            resident_bytes=cost.parameter_bytes + given + cost.boundary_bytes + cost.activation_bytes,
+            resident_bytes=cost.parameter_bytes + entering_bytes + cost.boundary_bytes + cost.activation_bytes,
         )
 
     def _backward(self, shard: int, batch: int) -> Unit:
         cost, is_last = self.shards[shard], shard == len(self.shards) - 1
         steps = batch == self.accumulate - 1 and not (self.clips or self.on_host)
-        given = self.shards[shard - 1].boundary_bytes if shard else 0
+        entering_bytes = self.shards[shard - 1].boundary_bytes if shard else 0
         gradients = cost.parameter_bytes
         taken = cost.parameter_bytes + (gradients if batch else 0) + (cost.state_bytes if steps else 0)
         if is_last:
-            kept, inside = given, 0
+            kept, inside = entering_bytes, 0
         else:
-            kept, inside = cost.boundary_bytes, given if cost.recomputes else cost.activation_bytes
+            kept, inside = cost.boundary_bytes, entering_bytes if cost.recomputes else cost.activation_bytes
         runs_forward = is_last or cost.recomputes
-        leaves = not self.vertical or batch == self.accumulate - 1  # gradients leave once they are complete
+        if steps:
+            leaving_bytes = cost.parameter_bytes + cost.state_bytes
+        else:  # shard by shard, gradients leave once they are complete
+            leaving_bytes = gradients if not self.vertical or batch == self.accumulate - 1 else 0
         return Unit(
             kind=UnitKind.FUSED if is_last else UnitKind.BACKWARD,
             shard=shard,
@@ -219,9 +222,9 @@ class JobCost:
             in_bytes=taken + kept + inside,
             kept_bytes=kept,
             own_bytes=kept + inside + (cost.state_bytes if steps and batch else 0) if self.vertical else 0,
-            out_bytes=given + (cost.parameter_bytes + cost.state_bytes if steps else gradients if leaves else 0),
+            out_bytes=entering_bytes + leaving_bytes,
             resident_bytes=(
-                cost.parameter_bytes + gradients + given + cost.boundary_bytes + cost.activation_bytes
+                cost.parameter_bytes + gradients + entering_bytes + cost.boundary_bytes + cost.activation_bytes
                 + (cost.state_bytes if steps else 0)
             ),
         )  # fmt: skip
@@ -284,11 +287,11 @@ class FleetProblem:
             )
         for job in self.jobs:
             most = max(unit.resident_bytes for unit in job.step_units)
-            if not any(one.budget_bytes is None or most <= one.budget_bytes for one in self.devices):
+            if not any(device.budget_bytes is None or most <= device.budget_bytes for device in self.devices):
+                largest = max(device.budget_bytes or 0 for device in self.devices)
                 raise BudgetError(
                     f"no device is large enough for job {job.name!r}: one of its units needs {most} bytes, and the "
-                    f"largest budget is {max(one.budget_bytes or 0 for one in self.devices)} bytes. Cut the job into "
-                    "smaller shards"
+                    f"largest budget is {largest} bytes. Cut the job into smaller shards"
                 )
 
     @checked("problem.may_run(job=0, device=0)", job=0, device=0)

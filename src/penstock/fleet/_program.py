@@ -1,9 +1,9 @@
 """A step of a model as shards: functions of tensors and values, cut from a graph that ``torch.export`` traced.
 
-`Captured` is one graph, for one shape of batch, in training or evaluation. `cut` turns it into a `Program`. Values that
-cross a cut have names. A cut is legal if every value that crosses it is a tensor that nothing changes in place later.
-Values may skip shards. The operators are those that the model calls (ATen, before decomposition), and autograd runs
-them as usual. Results and gradients are therefore bit-identical to the model's own.
+`CapturedStep` is one graph, for one shape of batch, in training or evaluation. `cut` turns it into a `ShardProgram`.
+Values that cross a cut have names. A cut is legal if every value that crosses it is a tensor that nothing changes in
+place later. Values may skip shards. The operators are those that the model calls (ATen, before decomposition), and
+autograd runs them as usual. Results and gradients are therefore bit-identical to the model's own.
 """
 
 import copy
@@ -28,7 +28,7 @@ BATCH = "batch."
 """Prefix of the names of values that come from the batch."""
 
 
-class Run(Protocol):
+class ShardFunction(Protocol):
     """A function that computes a shard."""
 
     def __call__(
@@ -44,7 +44,7 @@ class Run(Protocol):
 class Shard:
     """Consecutive layers that are on a device together."""
 
-    run: Run
+    run: ShardFunction
     """Its computation."""
     tensors: tuple[str, ...]
     """Names of parameters, buffers and constants that it reads or writes."""
@@ -59,7 +59,7 @@ class Shard:
 
 
 @dataclass(slots=True)
-class Whole:
+class WholeStep:
     """A step that runs from its first line to its last, in the model's own code."""
 
     function: Callable[[Any, Any], Any]
@@ -74,7 +74,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class ShardProgram:
     """A step as shards in order."""
 
     shards: tuple[Shard, ...]
@@ -87,7 +87,7 @@ class Program:
     Equal for shards that compute the same with tensors of the same shapes and strides, of which the same need
     gradients.
     """
-    whole: Whole | None = None
+    whole: WholeStep | None = None
     """The step that runs instead of the shards' own functions if the model could not be traced."""
 
 
@@ -107,7 +107,7 @@ class Atom:
     """The module of its last operator, for messages."""
 
 
-class Captured:
+class CapturedStep:
     """One graph of ``function(model, batch)``, for batches with the same signature as the given one.
 
     ``names`` maps the ``id`` of parameters and buffers to their names. Constants of the graph are added to
@@ -130,13 +130,14 @@ class Captured:
         self._number = number
         results: list[Structure] = []
 
-        def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            tensors, result = flatten(function(model, structure.rebuild(given)))
+        def flat(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            tensors, result = flatten(function(model, structure.rebuild(inputs)))
             results.append(result)
             return tuple(tensors)
 
         step = _Step(model, flat)
-        whole = tuple(one.clone() if one._is_view() else one for one in leaves)  # sizes of a view's base become symbols
+        # Clones, because the sizes of a view's base would become symbols.
+        whole = tuple(leaf.clone() if leaf._is_view() else leaf for leaf in leaves)
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
 
         try:
@@ -158,13 +159,12 @@ class Captured:
         self.nodes = [node for node in self._graph.nodes if node.op in ("call_function", "get_attr")]
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         self._results: list[fx.Node] = list(output.args[0])
-        self._position = {node: at for at, node in enumerate(self.nodes)}
-        self._last_use = {node: self._last_use_of(node) for node in self.nodes}
-        trained = {names[id(one)] for one in step.parameters() if one.requires_grad}
+        self._last_use = _last_uses(self.nodes)
+        trained = {names[id(parameter)] for parameter in step.parameters() if parameter.requires_grad}
         self._needing = _needing(self._graph, {node for node, name in self._tensor_of.items() if name in trained})
         self.atoms = self._find_atoms()
 
-    def cut(self, ends: Sequence[int]) -> Program:
+    def cut(self, ends: Sequence[int]) -> ShardProgram:
         """Return shards that end after the atoms with these indexes. The last atom ends the last shard."""
         bounds = [-1, *(self.atoms[end].end for end in ends)]
         shards, fingerprints = [], []
@@ -172,7 +172,7 @@ class Captured:
             shard, fingerprint = self._shard(first + 1, last)
             shards.append(shard)
             fingerprints.append(fingerprint)
-        return Program(shards=tuple(shards), rebuild_result=self.result.rebuild, fingerprints=tuple(fingerprints))
+        return ShardProgram(shards=tuple(shards), rebuild_result=self.result.rebuild, fingerprints=tuple(fingerprints))
 
     def _name_placeholders(self, exported: Any, step: "_Step", names: dict[int, str]) -> None:
         specs = exported.graph_signature.input_specs
@@ -197,43 +197,41 @@ class Captured:
                     "or a buffer; cut the model with stages="
                 )
 
-    def _last_use_of(self, node: fx.Node) -> int:
-        uses = [self._position[user] if user.op != "output" else len(self.nodes) for user in node.users]
-        return max(uses, default=self._position[node])
-
     def _find_atoms(self) -> list[Atom]:
         last_change = self._last_changes()
         atoms: list[Atom] = []
         open_atom = Atom(end=0)
         alive: set[fx.Node] = set()
         known: set[int] = set()
-        for at, node in enumerate(self.nodes):
-            open_atom.end = at
+        for index, node in enumerate(self.nodes):
+            open_atom.end = index
             for used in node.all_input_nodes:
                 if used in self._tensor_of and self._tensor_of[used] not in open_atom.tensors:
                     open_atom.tensors.append(self._tensor_of[used])
-            for one in _tensors_of(node):
-                if storage_id(one) not in known:
-                    known.add(storage_id(one))
-                    open_atom.activation_bytes += one.untyped_storage().nbytes()
-            alive = {one for one in alive | {node} if self._last_use[one] > at}
-            is_end = at == len(self.nodes) - 1
-            if is_end or all(_may_cross(one, last_change, at) for one in alive):
-                crossing = [one for one in alive if not is_end and one.op != "get_attr"]
-                open_atom.crossing_bytes = sum({storage_id(one.meta["val"]): _size(one) for one in crossing}.values())
+            for tensor in _tensors_of(node):
+                if storage_id(tensor) not in known:
+                    known.add(storage_id(tensor))
+                    open_atom.activation_bytes += tensor.untyped_storage().nbytes()
+            alive = {value for value in alive | {node} if self._last_use[value] > index}
+            is_end = index == len(self.nodes) - 1
+            if is_end or all(_may_cross(value, last_change, index) for value in alive):
+                crossing = [value for value in alive if not is_end and value.op != "get_attr"]
+                open_atom.crossing_bytes = sum(
+                    {storage_id(value.meta["val"]): _size(value) for value in crossing}.values()
+                )
                 open_atom.label = _label(node)
                 atoms.append(open_atom)
-                open_atom = Atom(end=at)
+                open_atom = Atom(end=index)
         return atoms
 
     def _last_changes(self) -> dict[int, int]:
         """Return, per storage, the last node that writes to it in place."""
-        found: dict[int, int] = {}
-        for at, node in enumerate(self.nodes):
-            for given in _written_by(node):
-                for one in _tensors_of(given):
-                    found[storage_id(one)] = at
-        return found
+        last: dict[int, int] = {}
+        for index, node in enumerate(self.nodes):
+            for argument in _written_by(node):
+                for tensor in _tensors_of(argument):
+                    last[storage_id(tensor)] = index
+        return last
 
     def _shard(self, first: int, last: int) -> tuple[Shard, str]:
         graph = fx.Graph()
@@ -241,10 +239,12 @@ class Captured:
         members = set(inside)
         is_last = last == len(self.nodes) - 1
         outputs = (
-            self._results if is_last else [one for one in inside if one.op != "get_attr" and self._last_use[one] > last]
+            self._results
+            if is_last
+            else [node for node in inside if node.op != "get_attr" and self._last_use[node] > last]
         )
-        used = [one for node in inside for one in node.all_input_nodes]
-        outer = [one for one in dict.fromkeys([*used, *outputs]) if one not in members]
+        used = [used_node for node in inside for used_node in node.all_input_nodes]
+        outer = [node for node in dict.fromkeys([*used, *outputs]) if node not in members]
         tensors = [node for node in outer if node in self._tensor_of]
         inputs = [node for node in outer if node not in self._tensor_of and node.op != "get_attr"]
         attributes = [
@@ -262,10 +262,12 @@ class Captured:
             run=_GraphRun(module),
             tensors=tuple(self._tensor_of[node] for node in tensors),
             inputs=tuple(self._batch_of.get(node, node.name) for node in inputs),
-            outputs=tuple(f"result.{at}" if is_last else node.name for at, node in enumerate(outputs)),
+            outputs=tuple(f"result.{index}" if is_last else node.name for index, node in enumerate(outputs)),
             label=span(_label(inside[0]), _label(inside[-1])),
             writes_buffers=any(_may_write(node) for node in inside),
         )
+        # Strides and gradients count too: a layer norm of a transposed value copies it, and a convolution whose input
+        # needs no gradient computes none. Shards that differ in them do not take the same bytes.
         layouts = [(*_layout(node.meta["val"]), node in self._needing) for node in (*tensors, *inputs)]
         return shard, _fingerprint(module, layouts)
 
@@ -312,7 +314,7 @@ def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
             continue
         for node in child.graph.nodes:
             node.args, node.kwargs = fx.node.map_aggregate(
-                (node.args, node.kwargs), lambda one: device if isinstance(one, torch.device) else one
+                (node.args, node.kwargs), lambda argument: device if isinstance(argument, torch.device) else argument
             )
             if "wrap_with_autocast" in str(node.target):
                 node.args = (device.type, *node.args[1:])
@@ -320,17 +322,24 @@ def _on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     return module
 
 
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return, per node, the position of its last user; one behind the end for results."""
+    position = {node: index for index, node in enumerate(nodes)}
+    uses = {node: [position.get(user, len(nodes)) for user in node.users] for node in nodes}
+    return {node: max(users, default=position[node]) for node, users in uses.items()}
+
+
 def _written_by(node: fx.Node) -> list[fx.Node]:
     """Return what the operator writes to in place, itself or in the graph that it runs."""
-    inner = next((one for one in node.all_input_nodes if one.op == "get_attr"), None)
+    inner = next((argument for argument in node.all_input_nodes if argument.op == "get_attr"), None)
     if inner is not None:
         return _written_inside(node, inner)
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    arguments = {one.name: one.alias_info for one in schema.arguments}
-    given = [*zip(arguments, node.args, strict=False), *node.kwargs.items()]
-    written = [one for name, one in given if arguments[name] is not None and arguments[name].is_write]
+    arguments = {argument.name: argument.alias_info for argument in schema.arguments}
+    values = [*zip(arguments, node.args, strict=False), *node.kwargs.items()]
+    written = [value for name, value in values if arguments[name] is not None and arguments[name].is_write]
     return _nodes_in(written)
 
 
@@ -338,46 +347,48 @@ def _written_inside(node: fx.Node, inner: fx.Node) -> list[fx.Node]:
     """Return those arguments of an operator that runs a graph to whose storage the graph writes."""
     module = inner.graph.owning_module
     graph = getattr(getattr(module, str(inner.target), None), "graph", None)
-    given = [one for one in _nodes_in(node.args) if one.op != "get_attr"]
+    arguments = [argument for argument in _nodes_in(node.args) if argument.op != "get_attr"]
     if graph is None:
-        return given
-    places = [one for one in graph.nodes if one.op == "placeholder"]
-    if len(places) != len(given) or not all(map(_tensors_of, places)):
-        return given
-    written = {storage_id(tensor) for one in graph.nodes for used in _written_by(one) for tensor in _tensors_of(used)}
+        return arguments
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(places) != len(arguments) or not all(map(_tensors_of, places)):
+        return arguments
+    written = {storage_id(tensor) for node in graph.nodes for used in _written_by(node) for tensor in _tensors_of(used)}
     return [
-        one for one, place in zip(given, places, strict=True) if written & {storage_id(t) for t in _tensors_of(place)}
+        argument
+        for argument, place in zip(arguments, places, strict=True)
+        if written & {storage_id(t) for t in _tensors_of(place)}
     ]
 
 
-def _nodes_in(given: Any) -> list[fx.Node]:  # any: arguments of an operator
-    found: dict[fx.Node, None] = {}
-    fx.map_arg(given, found.setdefault)
-    return list(found)
+def _nodes_in(arguments: Any) -> list[fx.Node]:  # any: arguments of an operator
+    nodes: dict[fx.Node, None] = {}
+    fx.map_arg(arguments, nodes.setdefault)
+    return list(nodes)
 
 
 def _may_write(node: fx.Node) -> bool:
     """Whether the operator may change its arguments. The schema of batch norm does not tell."""
-    runs_a_graph = any(one.op == "get_attr" for one in node.all_input_nodes)
+    runs_a_graph = any(argument.op == "get_attr" for argument in node.all_input_nodes)
     return runs_a_graph or bool(_written_by(node)) or "_norm" in str(node.target)
 
 
-def _may_cross(node: fx.Node, last_change: dict[int, int], at: int) -> bool:
+def _may_cross(node: fx.Node, last_change: dict[int, int], index: int) -> bool:
     value = node.meta.get("val")
     if node.op == "get_attr":
         return True  # a submodule: copied into every shard that calls it
-    return isinstance(value, torch.Tensor) and last_change.get(storage_id(value), -1) <= at
+    return isinstance(value, torch.Tensor) and last_change.get(storage_id(value), -1) <= index
 
 
 def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return [value]
-    return [one for one in value if isinstance(one, torch.Tensor)] if isinstance(value, tuple | list) else []
+    return [tensor for tensor in value if isinstance(tensor, torch.Tensor)] if isinstance(value, tuple | list) else []
 
 
 def _size(node: fx.Node) -> int:
-    return sum(one.untyped_storage().nbytes() for one in _tensors_of(node)) if node.op != "get_attr" else 0
+    return sum(tensor.untyped_storage().nbytes() for tensor in _tensors_of(node)) if node.op != "get_attr" else 0
 
 
 def _label(node: fx.Node) -> str:
@@ -393,13 +404,13 @@ def _needing(graph: fx.Graph, trained: set[fx.Node]) -> set[fx.Node]:
 
     Only the names of operators are examined.
     """
-    found = set(trained)
+    needing = set(trained)
     for node in graph.nodes:
         is_cut = "detach" in str(node.target) or ("set_grad_enabled" in str(node.target) and not node.args[0])
-        has_derivatives = any(one.is_floating_point() or one.is_complex() for one in _tensors_of(node))
-        if has_derivatives and not is_cut and found.intersection(node.all_input_nodes):
-            found.add(node)
-    return found
+        has_derivatives = any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors_of(node))
+        if has_derivatives and not is_cut and needing.intersection(node.all_input_nodes):
+            needing.add(node)
+    return needing
 
 
 def _layout(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
@@ -407,12 +418,12 @@ def _layout(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]
 
 
 def _fingerprint(module: fx.GraphModule, layouts: list[tuple[Any, ...]]) -> str:
-    numbers = {node: at for at, node in enumerate(module.graph.nodes)}
+    numbers = {node: index for index, node in enumerate(module.graph.nodes)}
     text = repr(layouts)
     for node in module.graph.nodes:
-        given = fx.map_arg((node.args, node.kwargs), lambda one: numbers[one])
+        arguments = fx.map_arg((node.args, node.kwargs), lambda argument: numbers[argument])
         target = getattr(module, node.target).code if node.op == "get_attr" else node.target
-        text += f"{node.op if node.op == 'placeholder' else target} {given}\n"
+        text += f"{node.op if node.op == 'placeholder' else target} {arguments}\n"
     return hashlib.sha256(text.encode()).hexdigest()
 
 

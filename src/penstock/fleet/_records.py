@@ -14,7 +14,8 @@ from typing import Protocol
 from penstock.errors import TrackerWarning
 from penstock.fleet._job import Job
 from penstock.fleet._life import JobState
-from penstock.fleet._worker import UnitRecord, Worker
+from penstock.fleet._unit_log import UnitRecord
+from penstock.fleet._worker import Worker
 
 _MOST_RECORDS = 100_000
 """Units of a device that stay in memory. The file has all of them."""
@@ -71,11 +72,11 @@ class Records:
         """Write the units that ran since the last call."""
         lines = []
         for worker in workers:
-            fresh = worker.records[self._num_written.get(worker.index, 0) :]
-            excess = max(0, len(worker.records) - _MOST_RECORDS)
-            del worker.records[:excess]
+            fresh = worker.log.records[self._num_written.get(worker.index, 0) :]
+            excess = max(0, len(worker.log.records) - _MOST_RECORDS)
+            del worker.log.records[:excess]
             self._num_written[worker.index] = self._num_written.get(worker.index, 0) + len(fresh) - excess
-            lines += [json.dumps({key: getattr(one, key) for key in UnitRecord.__slots__}) for one in fresh]
+            lines += [json.dumps({key: getattr(record, key) for key in UnitRecord.__slots__}) for record in fresh]
         if lines:
             try:
                 with (self._run_dir / "units.jsonl").open("a") as file:

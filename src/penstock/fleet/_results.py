@@ -105,7 +105,7 @@ class Results(Mapping[str, JobResult]):
         """Statistics of each device."""
         self.run_dir = run_dir
         """Folder of checkpoints, metrics and the fleet's state."""
-        self._results = {one.name: replace(one, keeps=keeps) for one in results}
+        self._results = {result.name: replace(result, keeps=keeps) for result in results}
         self._keeps = keeps  # a temporary folder, if the user named none
 
     def __getitem__(self, name: str) -> JobResult:
@@ -125,7 +125,7 @@ class Results(Mapping[str, JobResult]):
     @checked("results.best('loss', mode='min')")
     def best(self, metric: str = "loss", mode: Literal["min", "max"] = "min") -> JobResult:
         """Return the job with the smallest or largest last ``metric``. Raise ``ValueError`` if no job has it."""
-        known = [(value, one) for one in self._results.values() if (value := one.value(metric)) is not None]
+        known = [(value, result) for result in self._results.values() if (value := result.value(metric)) is not None]
         if not known:
             raise ValueError(f"no job has a metric {metric!r}; give jobs validation= and metric=")
         pick = min if mode == "min" else max
@@ -136,27 +136,29 @@ class Results(Mapping[str, JobResult]):
         table = Table()
         for heading in ("job", "state", "steps", "loss", "validation", "s/step", "error"):
             table.add_column(heading)
-        for one in self._results.values():
+        for result in self._results.values():
             last = {
-                key: value for key, value in (one.validations[-1] if one.validations else {}).items() if key != "step"
+                key: value
+                for key, value in (result.validations[-1] if result.validations else {}).items()
+                if key != "step"
             }
             table.add_row(
-                escape(one.name),
-                one.state.value,
-                str(len(one.losses)),
-                f"{one.losses[-1]:.4f}" if one.losses else "",
+                escape(result.name),
+                result.state.value,
+                str(len(result.losses)),
+                f"{result.losses[-1]:.4f}" if result.losses else "",
                 ", ".join(f"{key} {value:.4f}" for key, value in last.items()),
-                f"{one.seconds_per_step:.3g}",
-                escape(one.error or ""),
+                f"{result.seconds_per_step:.3g}",
+                escape(result.error or ""),
             )
         return table
 
     def __repr__(self) -> str:
         lines = []
-        for one in self._results.values():
-            loss = f", loss {one.losses[-1]:.4f}" if one.losses else ""
-            error = f", {one.error}" if one.error else ""
-            lines.append(f"{one.name}: {one.state.value} after {len(one.losses)} steps{loss}{error}")
+        for result in self._results.values():
+            loss = f", loss {result.losses[-1]:.4f}" if result.losses else ""
+            error = f", {result.error}" if result.error else ""
+            lines.append(f"{result.name}: {result.state.value} after {len(result.losses)} steps{loss}{error}")
         for device in self.devices:
             peak, budget = format_bytes(device.peak_bytes), format_bytes(device.budget_bytes)
             lines.append(f"{device.name}: held {peak} of {budget} at most, {device.num_units} units")

@@ -11,8 +11,9 @@ from penstock.fleet._life import JobRun, JobState
 from penstock.fleet._records import Records
 from penstock.fleet._results import JobResult, stored_result
 from penstock.fleet._state import Command, FleetState, JobRow
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 
+_WRITE_S = 0.5
 _WAITS_S = 1.0
 """Time between two turns after which a job is shown as waiting."""
 
@@ -30,6 +31,11 @@ class Roster:
         self._sources: dict[str, JobSource] = {}
         self._over: dict[str, JobResult] = {}
         self._num_places = 0
+
+    def recall(self, state: FleetState) -> None:
+        """Read what an earlier process knew about its jobs, if the fleet resumes."""
+        if self._resume:
+            self.known = {row.name: row for row in state.jobs()}
 
     def __contains__(self, name: object) -> bool:
         return name in self._over or any(run.job.name == name for run in self._engine.runs)
@@ -55,7 +61,7 @@ class Roster:
                 state = JobState(known.state)
                 self._over[job.name] = stored_result(job, folder, state, known.error, known.seconds_per_step)
                 return
-            run = JobRun(job=job, place=place, training=Training(job))
+            run = JobRun(job=job, place=place, training=JobTraining(job))
             if known is not None and known.state == JobState.PAUSED.value:
                 run.state = JobState.PAUSED
             self._engine.add(run)
@@ -101,14 +107,14 @@ class Roster:
     def rows(self) -> list[JobRow]:
         """Return what is known now about the jobs of this process, in the order in which they were added."""
         with self._engine.condition:
-            found = [self._row_of(run) for run in self._engine.runs]
-        return sorted([*found, *(self.known[name] for name in self._over)], key=lambda row: row.place)
+            rows = [self._row_of(run) for run in self._engine.runs]
+        return sorted([*rows, *(self.known[name] for name in self._over)], key=lambda row: row.place)
 
     def results(self) -> list[JobResult]:
         """Return the results so far, in the same order."""
-        found = [self._result_of(run) for run in self._engine.runs] + list(self._over.values())
+        results = [self._result_of(run) for run in self._engine.runs] + list(self._over.values())
         order = {row.name: row.place for row in self.rows()}
-        return sorted(found, key=lambda one: order.get(one.name, len(order)))
+        return sorted(results, key=lambda result: order.get(result.name, len(order)))
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of parameters, gradients and optimizer state of each job that has started."""
@@ -126,18 +132,19 @@ class Roster:
 
     def _row_of(self, run: JobRun) -> JobRow:
         training, source, known = run.training, self._sources.get(run.job.name), self.known.get(run.job.name)
+        losses, validations = training.history.losses, training.history.validations
         is_fresh = run.is_prepared or known is None
         return JobRow(
             name=run.job.name,
             place=run.place,
             state=self._shown_state(run).value,
             step=training.position.step if is_fresh or known is None else known.step,
-            num_steps=run.num_steps or (known.num_steps if known else run.job.steps or 0),
+            num_steps=run.plan.num_steps or (known.num_steps if known else run.job.steps or 0),
             epoch=training.position.epoch,
-            loss=training.losses[-1] if training.losses else (known.loss if known and not is_fresh else None),
-            validation=dict(training.validations[-1]) if training.validations else {},
+            loss=losses[-1] if losses else (known.loss if known and not is_fresh else None),
+            validation=dict(validations[-1]) if validations else {},
             device="" if run.home is None else f"{run.home.device} #{run.home.index}",
-            seconds_per_step=run.seconds_per_step,
+            seconds_per_step=run.plan.seconds_per_step,
             error=run.error,
             tags=dict(run.job.tags),
             source=None if source is None else {"path": source.path, "parameters": dict(source.parameters)},
@@ -152,21 +159,34 @@ class Roster:
         return JobResult(
             job=run.job,
             state=run.state,
-            losses=tuple(run.training.losses),
-            validations=tuple(run.training.validations),
+            losses=tuple(run.training.history.losses),
+            validations=tuple(run.training.history.validations),
             error=run.error,
-            seconds_per_step=run.seconds_per_step,
+            seconds_per_step=run.plan.seconds_per_step,
             checkpoint=_checkpoint.latest(self._records.folder(run.job)),
         )
 
 
-class Commands:
-    """Requests of other processes to a fleet, carried out by the thread that waits for it."""
+class Board:
+    """A view of a fleet for other processes, and their requests to it. The thread that waits for the fleet keeps it."""
 
     def __init__(self, state: FleetState, roster: Roster):
         self._state, self._roster = state, roster
+        self._written_s = 0.0
 
-    def obey(self) -> None:
+    def update(self) -> None:
+        """Carry out requests, and write the state twice a second."""
+        self._obey()
+        if time.time() - self._written_s > _WRITE_S:
+            self.write()
+
+    def write(self) -> None:
+        """Write the state."""
+        self._written_s = time.time()
+        self._state.say_alive()
+        self._state.write(self._roster.rows())
+
+    def _obey(self) -> None:
         """Carry out the requests that have arrived, and answer them."""
         for command in self._state.commands():
             try:

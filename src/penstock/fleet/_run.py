@@ -8,24 +8,28 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from penstock.arguments import checked
+from penstock.arguments import checked, renamed
 from penstock.fleet._devices import account_of, devices_of
 from penstock.fleet._engine import Engine
 from penstock.fleet._job import Ablation, Device, Job, JobSource
 from penstock.fleet._life import JobState
+from penstock.fleet._pilot import Pilots
 from penstock.fleet._records import Records, Tracker
 from penstock.fleet._results import DeviceStatistics, Results
-from penstock.fleet._roster import Commands, Roster
+from penstock.fleet._roster import Board, Roster
 from penstock.fleet._schedulers import Scheduler, SchedulerName, scheduler_of
 from penstock.fleet._state import FleetState, JobRow
+from penstock.fleet._turn import JobTurns
+from penstock.fleet._unit_log import UnitRecord
 from penstock.fleet._upkeep import Stopper, Upkeep
-from penstock.fleet._worker import UnitRecord, Worker, trains_jobs
+from penstock.fleet._worker import Worker, trains_jobs
 from penstock.links import DISK
 from penstock.probe import bandwidths, can_record, record_memory
 from penstock.tiers import (
@@ -43,7 +47,6 @@ from penstock.tiers import (
 from penstock.units import parse_bytes
 
 _TICK_S = 0.1
-_WRITE_S = 0.5
 _HOST_RATE = 4e9
 _LEAST_SLACK_BYTES = 512 * 2**20
 """Bytes that heaps of CPU devices may grow beyond live data before they are trimmed."""
@@ -51,6 +54,7 @@ _SWITCH_S = 5e-4
 """Longest time between switches of Python's threads: a device's thread must not wait 5 ms for the interpreter."""
 
 
+@renamed(host_budget="host")
 @checked("penstock.fleet.run(jobs, devices=['cuda:0'], budget='40GiB')")
 def run(
     jobs: Iterable[Job],
@@ -72,44 +76,45 @@ def run(
     ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     ...     steps=50,
     ... )
-    >>> results = fleet.run([job], devices=["cpu"], budget="64MiB", host_budget="64MiB", progress=None)
+    >>> results = fleet.run([job], devices=["cpu"], budget="64MiB", host="64MiB", progress=None)
     >>> results["a line"].losses[-1] < 1e-4
     True
     """
     jobs = list(jobs)
     if not jobs:
         raise ValueError("`jobs` must have at least one job, got none: fleet.run([job], devices=['cuda:0'])")
-    with Fleet(devices, budget, **options) as made:
+    with Fleet(devices, budget, **options) as running:
         for job in jobs:
-            made.add(job)
-        return made.wait()
+            running.add(job)
+        return running.wait()
 
 
 class Fleet:
     """Devices that train jobs. You can add more jobs while it runs: ``with Fleet(...) as fleet: fleet.add(job)``.
 
-    ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true peak
-    memory per device. ``host_budget`` and ``disk``: where jobs are while they are not on a device; host memory fills
-    first. By default host memory takes up to 60% of what is free, if no disk is given. ``run_dir``: folder of
-    checkpoints, metrics and state, on a local disk; by default a temporary one that is deleted with the results.
-    ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues with what an earlier process
-    left there; otherwise a folder that holds a fleet is refused. ``scheduler``: chooses the job that a free device
-    takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees every validation and may stop the job.
-    ``checkpoint_every``: steps between checkpoints of a job; by default ten minutes. ``keep``: checkpoints kept per
-    job. ``trackers``: receivers of metrics in addition to the folder. ``progress``: ``"auto"`` shows a live table on a
-    terminal and lines elsewhere, ``None`` nothing. ``verify=True`` checks a checksum on every fetch from disk and
-    measures the memory of every unit, one at a time.
+    ``devices``: names or `Device`s, by default all accelerators, else one CPU device. ``budget``: bytes of true
+    peak memory per device. ``host`` (bytes of host memory) and ``disk``: where jobs are while they are not on a
+    device; host memory fills first. By default host memory takes up to 60% of what is free, if no disk is given.
+    ``run_dir``: folder of checkpoints, metrics and state, on a local disk; by default a temporary one that is
+    deleted with the results. ``jobs_dir``: another folder for checkpoints and metrics. ``resume=True`` continues
+    with what an earlier process left there; otherwise a folder that holds a fleet is refused. ``scheduler``:
+    chooses the job that a free device takes; by default all have equal turns, see `Scheduler`. ``stopper``: sees
+    every validation and may stop the job. ``checkpoint_every``: steps between checkpoints of a job; by default ten
+    minutes. ``keep``: checkpoints kept per job. ``trackers``: receivers of metrics in addition to the folder.
+    ``progress``: ``"auto"`` shows a live table on a terminal and lines elsewhere, ``None`` nothing. ``verify=True``
+    checks a checksum on every fetch from disk and measures the memory of every unit, one at a time.
 
     Raises ``ValueError`` or ``TypeError`` for settings that cannot work, and what `tiers` raises for its directories.
     """
 
+    @renamed(host_budget="host")
     @checked("fleet.Fleet(['cuda:0'], '40GiB')", checkpoint_every=1, keep=1)
     def __init__(
         self,
         devices: Sequence[str | torch.device | Device] | None = None,
         budget: Size | Budget | None = None,
         *,
-        host_budget: Size | None = None,
+        host: Size | None = None,
         disk: DiskSpec = None,
         run_dir: str | Path | None = None,
         jobs_dir: str | Path | None = None,
@@ -123,41 +128,33 @@ class Fleet:
         verify: bool = False,
         ablation: Ablation | None = None,
     ):
-        self._devices = devices_of(devices)
-        self._budget = account_of(self._devices, budget, host_budget, disk)
+        places = devices_of(devices)
+        account = account_of(places, budget, host, disk)
         self._charges = Charges(budget if isinstance(budget, Budget) else None, "fleet")
         self._progress = progress
-        self._resume = resume
         self._temporary = None if run_dir is not None else _TemporaryFolder()
         self.run_dir = Path(self._temporary.path if self._temporary is not None else str(run_dir))
         """Folder of checkpoints, metrics and the fleet's state."""
-        self.host_bytes = None if self._budget.disk_bytes or self._budget.tiers else self._budget.host_bytes
+        self.host_bytes = None if account.disk_bytes or account.tiers else account.host_bytes
         """Bytes that jobs may take while they are not on a device; ``None``: a disk takes what exceeds host memory."""
         self.state = FleetState(self.run_dir)
         self.state.refuse_strangers(resume=resume)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._records = Records(self.run_dir, trackers, jobs_dir)
         self._news = threading.Event()
-        self._upkeep = Upkeep(
-            self._records, stopper, every=checkpoint_every, keep=keep, resume=resume, ended=self._news.set
-        )
+        upkeep = Upkeep(self._records, stopper, every=checkpoint_every, keep=keep, resume=resume, ended=self._news.set)
         ablation = ablation or Ablation()
-        self._engine = Engine(
-            scheduler_of(scheduler),
-            self._upkeep,
-            budget_bytes=min(parse_bytes(one.budget) for one in self._devices if one.budget is not None),
-            sharp=ablation.sharp,
+        pilots = Pilots(
+            budget_bytes=min(parse_bytes(device.budget) for device in places if device.budget is not None),
             recompute=ablation.recompute,
             vertical=ablation.vertical,
-            lane_rate=_LaneRates(self._budget, len(self._devices)),
+            lane_rate=_LaneRates(account, len(places)),
         )
-        self._engine.workers = _workers(self._engine, self._devices, self._budget, ablation, verify=verify)
+        self._engine = Engine(scheduler_of(scheduler), upkeep, pilots, sharp=ablation.sharp)
+        self._engine.workers = _workers(self._engine, places, account, ablation, verify=verify)
         self._roster = Roster(self._engine, self._records, resume=resume)
-        self._commands = Commands(self.state, self._roster)
-        self._taken: contextlib.ExitStack | None = None
-        """Everything that ends with the fleet; set once the fleet is entered."""
-        self._is_started = self._has_ended = False
-        self._started_s = self._written_s = 0.0
+        self._board = Board(self.state, self._roster)
+        self._session = _Session()
 
     def __enter__(self) -> Self:
         if trains_jobs():
@@ -165,7 +162,7 @@ class Fleet:
                 "a fleet cannot train inside a job of another fleet, because that job's device would have to wait for "
                 "it"
             )
-        if self._taken is not None:
+        if self._session.taken is not None:
             raise ValueError(
                 "a fleet can be entered only once; create a new one: with fleet.Fleet(devices, budget) as running:"
             )
@@ -178,27 +175,27 @@ class Fleet:
             stack.callback(_close, [worker.memory.waterfall for worker in self._engine.workers])
             self._charges.enter(Footprint(step_bytes=max(sizes), runs_beside=True))
             self.state.create()
-            self._roster.known = {row.name: row for row in self.state.jobs()} if self._resume else {}
+            self._roster.recall(self.state)
             sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-            self._started_s = time.time()
+            self._session.started_s = time.time()
             if can_record("cpu"):
                 with record_memory("cpu", this_thread_only=True):  # starts the profiler; pilots are other threads
                     pass
-            self._taken = stack.pop_all()
+            self._session.taken = stack.pop_all()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._has_ended = True
+        self._session.has_ended = True
         with contextlib.ExitStack() as stack:
             stack.callback(self.state.say_ended)
-            stack.callback(self._write_state)  # late, since the folder may be gone
+            stack.callback(self._board.write)  # late, since the folder may be gone
             stack.callback(self._records.close)
-            if self._taken is not None:
-                stack.enter_context(self._taken)
+            if self._session.taken is not None:
+                stack.enter_context(self._session.taken)
             with self._engine.condition:
                 self._engine.is_stopping = True
                 self._engine.condition.notify_all()
-            if self._is_started:
+            if self._session.is_started:
                 with gate.released():  # a worker may be waiting to trace
                     for worker in self._engine.workers:
                         worker.join()
@@ -206,7 +203,7 @@ class Fleet:
     @checked("running.add(job)")
     def add(self, job: Job, source: JobSource | None = None) -> None:
         """Add a job. Raise ``ValueError`` if its name is taken, or outside of ``with``."""
-        self._refuse_outside()
+        self._session.refuse_outside()
         self._roster.add(job, source)
 
     def __contains__(self, name: object) -> bool:
@@ -240,7 +237,7 @@ class Fleet:
         For a job that was added with its `JobSource`, ``changes`` are parameters of that function; for any other they
         are fields of `Job`. Raises ``ValueError`` or ``TypeError`` for changes that the job cannot have.
         """
-        self._refuse_outside()
+        self._session.refuse_outside()
         self._roster.clone(name, new_name, warm=warm, **changes)
 
     def wait(self, more: Callable[[], bool] | None = None) -> Results:
@@ -254,13 +251,13 @@ class Fleet:
 
         from penstock.fleet._show import Show
 
-        self._refuse_outside()
-        if self._is_started:
+        self._session.refuse_outside()
+        if self._session.is_started:
             raise ValueError(
                 "wait() was already called on this fleet and its devices have stopped; create a new fleet for more jobs"
             )
         self._ask(more)
-        self._is_started = True
+        self._session.is_started = True
         with FakeTensorMode():  # without a GPU, CUDA builds lose with their first thread what later traces use
             pass
         for worker in self._engine.workers:
@@ -270,15 +267,13 @@ class Fleet:
                 self._news.wait(_TICK_S)
                 self._news.clear()
                 self._ask(more)
-                self._commands.obey()
-                if time.time() - self._written_s > _WRITE_S:
-                    self._write_state()
+                self._board.update()
                 self._records.write_units(self._engine.workers)
                 show.update()
                 if any(worker.error is not None for worker in self._engine.workers):
                     with self._engine.condition:
                         self._engine.is_stopping = True
-        self._write_state()
+        self._board.write()
         self._records.write_units(self._engine.workers)
         for worker in self._engine.workers:
             if worker.error is not None:
@@ -287,7 +282,7 @@ class Fleet:
 
     def results(self) -> Results:
         """Return the results so far."""
-        devices = [_statistics_of(worker, self._started_s) for worker in self._engine.workers]
+        devices = [_statistics_of(worker, self._session.started_s) for worker in self._engine.workers]
         return Results(self._roster.results(), devices, self.run_dir, self._temporary)
 
     def rows(self) -> list[JobRow]:
@@ -301,7 +296,7 @@ class Fleet:
     @property
     def records(self) -> list[UnitRecord]:
         """Units that ran, on all devices."""
-        return [record for worker in self._engine.workers for record in list(worker.records)]
+        return [record for worker in self._engine.workers for record in list(worker.log.records)]
 
     # The thread that waits
 
@@ -310,27 +305,37 @@ class Fleet:
         with self._engine.condition:
             self._engine.accepts_jobs = may_come
 
-    def _refuse_outside(self) -> None:
-        if self._taken is None or self._has_ended:
+
+@dataclass(slots=True)
+class _Session:
+    """How far a fleet is: entered, started by `Fleet.wait`, ended."""
+
+    taken: contextlib.ExitStack | None = None
+    """Everything that ends with the fleet; set once the fleet is entered."""
+    is_started: bool = False
+    has_ended: bool = False
+    started_s: float = 0.0
+
+    def refuse_outside(self) -> None:
+        """Raise ``ValueError`` unless the fleet is entered."""
+        if self.taken is None or self.has_ended:
             raise ValueError(
                 "a fleet must be entered before it can take and train jobs: with fleet.Fleet(devices, budget) as "
                 "running: running.add(job); running.wait()"
             )
-
-    def _write_state(self) -> None:
-        self._written_s = time.time()
-        self.state.say_alive()
-        self.state.write(self.rows())
 
 
 def _workers(
     engine: Engine, devices: Sequence[Device], budget: Budget, ablation: Ablation, *, verify: bool
 ) -> list[Worker]:
     """Return a worker per device, each with a waterfall over tiers that all of them share."""
-    places = [torch.device(one.name) for one in devices]
-    sizes = [parse_bytes(one.budget) for one in devices if one.budget is not None]
+    places = [torch.device(device.name) for device in devices]
+    sizes = [parse_bytes(device.budget) for device in devices if device.budget is not None]
+    # Heaps are trimmed now and then, because shards come and go all the time: mapping large blocks one by one, as
+    # offloading does, cost 22% of a run in page faults, and doing nothing held 2 GiB for two devices of 96 MiB.
     keeper = HeapKeeper(max(_LEAST_SLACK_BYTES, 2 * sum(sizes)))
-    found = []
+    turns = JobTurns(engine)
+    workers = []
     for index, waterfall in enumerate(waterfalls_for(places, budget, verify=verify)):
         worker = Worker(
             index,
@@ -338,14 +343,14 @@ def _workers(
             waterfall,
             sizes[index],
             num_threads=devices[index].threads or 1,
-            take=engine.take,
-            look_ahead=engine.look_ahead,
+            turns=turns,
             double_buffer=ablation.double_buffer,
+            measuring=engine.pilots.lock,
+            verifies=verify,
         )
-        worker.measuring, worker.verifies = engine.pilot_lock, verify
         worker.keeper = keeper if places[index].type == "cpu" else None
-        found.append(worker)
-    return found
+        workers.append(worker)
+    return workers
 
 
 def _close(waterfalls: Sequence[Waterfall]) -> None:
@@ -360,12 +365,12 @@ def _statistics_of(worker: Worker, started_s: float) -> DeviceStatistics:
     return DeviceStatistics(
         name=str(worker.device),
         wall_s=time.time() - started_s,
-        compute_s=worker.busy.compute_s,
-        recompute_s=worker.busy.recompute_s,
-        stall_s=worker.busy.stall_s,
-        num_units=worker.busy.num_units,
+        compute_s=worker.log.busy.compute_s,
+        recompute_s=worker.log.busy.recompute_s,
+        stall_s=worker.log.busy.stall_s,
+        num_units=worker.log.busy.num_units,
         peak_bytes=worker.memory.peak_bytes,
-        measured_peak_bytes=worker.measured_peak_bytes,
+        measured_peak_bytes=worker.verifier.peak_bytes,
         budget_bytes=worker.memory.budget_bytes,
         parked_bytes=tiers.parked_bytes,
         fetched_bytes=tiers.fetched_bytes,
@@ -389,7 +394,7 @@ class _LaneRates:
             return _HOST_RATE, _HOST_RATE
         if not self._budget.disk_bytes:
             return self._budget.tiers[0].rates_bytes_per_s()
-        rates = [(one.link, one.bandwidth_bytes_per_s) for one in bandwidths(next(iter(self._budget.disk_bytes)))]
+        rates = [(rate.link, rate.bandwidth_bytes_per_s) for rate in bandwidths(next(iter(self._budget.disk_bytes)))]
         return (
             min(rate for link, rate in rates if link.target == DISK),
             min(rate for link, rate in rates if link.source == DISK),

@@ -63,9 +63,9 @@ class Show:
             tiers = worker.memory.waterfall.counts()
             table.add_row(
                 f"{worker.device} #{worker.index}",
-                f"{worker.busy.compute_s / past_s:.0%}",
-                f"{worker.busy.stall_s / past_s:.0%}",
-                str(worker.busy.num_units),
+                f"{worker.log.busy.compute_s / past_s:.0%}",
+                f"{worker.log.busy.stall_s / past_s:.0%}",
+                str(worker.log.busy.num_units),
                 format_bytes(worker.memory.peak_bytes),
                 format_bytes(worker.memory.budget_bytes),
                 format_bytes(tiers["parked_bytes"]),

@@ -11,13 +11,13 @@ user's scheduler, O(jobs) per mini-batch.
 import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.arguments import checked
 from penstock.fleet._problem import FleetProblem, JobCost, Unit
 from penstock.fleet._schedule import DeviceUse, Schedule, ScheduledUnit
-from penstock.fleet._schedulers import Candidate, Progress, Scheduler, SchedulerName, choose, orders_of, scheduler_of
+from penstock.fleet._schedulers import JobCandidate, Progress, Scheduler, SchedulerName, choose, orders_of, scheduler_of
 
 
 @checked("penstock.fleet.simulate(problem)")
@@ -34,14 +34,16 @@ def simulate(
     ``double_buffer=False`` copies in only when a device is free; ``sharp=False`` lets a device finish a job before it
     takes another; ``records=False`` leaves the units out of the result.
     """
-    return _Clock(problem, scheduler_of(scheduler), double_buffer, sharp, records).run()
+    units: list[ScheduledUnit] | None = [] if records else None
+    clock = _FleetClock(problem, scheduler_of(scheduler), double_buffer=double_buffer, sharp=sharp, units=units)
+    return clock.run()
 
 
 @dataclass(slots=True)
-class _Job:
+class _SimulatedJob:
     index: int
     cost: JobCost
-    at: int = 0
+    num_begun: int = 0
     """Number of its units that have begun or ended."""
     num_turns: int = 0
     """Number of mini-batches whose last unit has begun."""
@@ -57,13 +59,13 @@ class _Job:
 
     @property
     def is_done(self) -> bool:
-        return self.at >= self.cost.num_units
+        return self.num_begun >= self.cost.num_units
 
     @property
     def is_between(self) -> bool:
         """Whether the last unit that it has begun or ended was the last of a mini-batch."""
         units = len(self.cost.step_units)
-        return (self.at + units - 1) % units in self.cost.turn_ends
+        return (self.num_begun + units - 1) % units in self.cost.turn_ends
 
     def progress(self, fleet_s: float, had_s: float | None) -> Progress:
         """Return its progress, in turns of equal length, as the engine counts them."""
@@ -84,7 +86,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Reservation:
-    job: _Job
+    job: _SimulatedJob
     unit: Unit
     made_s: float
     load_s: float
@@ -92,11 +94,11 @@ class _Reservation:
 
 
 @dataclass(slots=True)
-class _Device:
+class _SimulatedDevice:
     index: int
     current: _Reservation | None = None
     next: _Reservation | None = None
-    following: _Job | None = None
+    following: _SimulatedJob | None = None
     """The next job, chosen before its first unit is copied in."""
     free_s: float = 0.0
     """Time at which it last became free."""
@@ -106,7 +108,7 @@ class _Device:
     stall_s: float = 0.0
     in_bytes: int = 0
     out_bytes: int = 0
-    last: "_Job | None" = None
+    last: "_SimulatedJob | None" = None
     """The job of the last unit that ended here."""
 
 
@@ -114,26 +116,27 @@ class _Line:
     """Waiting jobs, ordered so that the first one is found without looking at all of them."""
 
     def __init__(self, scheduler: Callable[[Progress], Any]):
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._orders = orders_of(scheduler)
         self._heaps: list[list[tuple[float, float, int]]] = [[] for _ in self._orders or ()]
-        self.jobs: dict[int, _Job] = {}
+        self.jobs: dict[int, _SimulatedJob] = {}
 
-    def add(self, job: _Job) -> None:
+    def add(self, job: _SimulatedJob) -> None:
         self.jobs[job.index] = job
         progress = job.progress(math.inf, None)
         for order, heap in zip(self._orders or (), self._heaps, strict=True):
             heapq.heappush(heap, (order(progress), job.since_s, job.index))
 
-    def take(self, may_take: Callable[[_Job], bool], own: Candidate | None, fleet_s: float) -> int | None:
+    def take(self, may_take: Callable[[_SimulatedJob], bool], own: JobCandidate | None, fleet_s: float) -> int | None:
         """Remove the chosen job from the waiting ones and return its index."""
+        # A user's scheduler may say anything at any time, so that all jobs have to be asked.
         if self._orders is None:
-            some: Iterator[_Job] = iter(self.jobs.values())
+            waiting: Iterator[_SimulatedJob] = iter(self.jobs.values())
         else:
-            some = (job for heap in self._heaps for job in self._first(heap, may_take))
+            waiting = (job for heap in self._heaps for job in self._first(heap, may_take))
         candidates = [
-            Candidate(self._scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
-            for job in some
+            JobCandidate(self.scheduler(job.progress(fleet_s, None)), job.since_s, job.index)
+            for job in waiting
             if may_take(job)
         ]
         chosen = choose(candidates, own)
@@ -142,7 +145,9 @@ class _Line:
         self.jobs.pop(chosen.job, None)
         return chosen.job
 
-    def _first(self, heap: list[tuple[float, float, int]], may_take: Callable[[_Job], bool]) -> Iterator[_Job]:
+    def _first(
+        self, heap: list[tuple[float, float, int]], may_take: Callable[[_SimulatedJob], bool]
+    ) -> Iterator[_SimulatedJob]:
         passed = []
         while heap:
             _, since_s, index = heap[0]
@@ -158,33 +163,59 @@ class _Line:
             heapq.heappush(heap, entry)
 
 
-@dataclass
-class _Clock:
-    problem: FleetProblem
-    scheduler: Callable[[Progress], Any]
-    double_buffer: bool
-    sharp: bool
-    records: bool
-    now_s: float = 0.0
-    events: list[tuple[float, int, str, int]] = field(default_factory=list)
-    """Events: time, order, kind, and index of the device or job."""
-    num_events: int = 0
-    units: list[ScheduledUnit] = field(default_factory=list)
+class _Agenda:
+    """Events to come, in the order of their times. Events of one time keep the order in which they were added."""
 
-    def run(self) -> Schedule:
-        self.jobs = [_Job(index, job) for index, job in enumerate(self.problem.jobs)]
-        self.devices = [_Device(index) for index in range(len(self.problem.devices))]
-        self.line = _Line(self.scheduler)
+    def __init__(self) -> None:
+        self._events: list[tuple[float, int, str, int]] = []
+        self._num_events = 0
+
+    def add(self, time_s: float, what: str, index: int) -> None:
+        """Add an event of a device or job, given by its index."""
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, what, index))
+
+    def next_s(self) -> float | None:
+        """Return the time of the next event; ``None`` if there is none."""
+        return self._events[0][0] if self._events else None
+
+    def due(self, now_s: float) -> Iterator[tuple[str, int]]:
+        """Remove and yield the events of this time, also those that are added meanwhile."""
+        while self._events and self._events[0][0] == now_s:
+            _, _, what, index = heapq.heappop(self._events)
+            yield what, index
+
+
+class _FleetClock:
+    """A fleet in virtual time. ``units`` collects what runs; ``None`` if nobody needs it."""
+
+    def __init__(
+        self,
+        problem: FleetProblem,
+        scheduler: Callable[[Progress], Any],
+        *,
+        double_buffer: bool,
+        sharp: bool,
+        units: list[ScheduledUnit] | None,
+    ):
+        self.problem, self.units = problem, units
+        self.double_buffer, self.sharp = double_buffer, sharp
+        self.now_s = 0.0
+        self.agenda = _Agenda()
+        self.jobs = [_SimulatedJob(index, job) for index, job in enumerate(problem.jobs)]
+        self.devices = [_SimulatedDevice(index) for index in range(len(problem.devices))]
+        self.line = _Line(scheduler)
         self.idle = set(range(len(self.devices)))
-        self.speed = sum(device.speed for device in self.problem.devices)
+        self.speed = sum(device.speed for device in problem.devices)
         self.work_s = 0.0
         """Remaining seconds of all jobs that have arrived."""
+
+    def run(self) -> Schedule:
         for job in self.jobs:
-            self._at(job.cost.arrival_s, "arrives", job.index)
-        while self.events:
-            self.now_s = self.events[0][0]
-            while self.events and self.events[0][0] == self.now_s:
-                _, _, what, index = heapq.heappop(self.events)
+            self.agenda.add(job.cost.arrival_s, "arrives", job.index)
+        while (next_s := self.agenda.next_s()) is not None:
+            self.now_s = next_s
+            for what, index in self.agenda.due(next_s):
                 if what == "arrives":
                     self.work_s += self.jobs[index].cost.work_s
                     self._wait(self.jobs[index])
@@ -195,11 +226,7 @@ class _Clock:
             self._dispatch()
         return self._schedule()
 
-    def _at(self, time_s: float, what: str, index: int) -> None:
-        self.num_events += 1
-        heapq.heappush(self.events, (time_s, self.num_events, what, index))
-
-    def _wait(self, job: _Job) -> None:
+    def _wait(self, job: _SimulatedJob) -> None:
         """Let the job wait until a device takes it."""
         job.since_s = self.now_s
         self.line.add(job)
@@ -212,22 +239,24 @@ class _Clock:
             if job is not None:
                 self.idle.discard(index)
                 device.next = self._reserve(device, job)
-                self._at(max(self.now_s, device.next.ready_s), "starts", index)
+                self.agenda.add(max(self.now_s, device.next.ready_s), "starts", index)
 
     @property
     def _fleet_s(self) -> float:
-        return self.work_s / self.speed if len(self.devices) > 1 else math.inf
+        if len(self.devices) == 1:
+            return math.inf
+        return self.work_s / self.speed
 
-    def _take(self, device: _Device, own: _Job | None) -> _Job | None:
+    def _take(self, device: _SimulatedDevice, own: _SimulatedJob | None) -> _SimulatedJob | None:
         """Return the job that comes next on the device: ``own``, its current job, or a waiting one that fits."""
         candidate = None
         if own is not None:
             progress = own.progress(self._fleet_s, self.now_s - own.since_s)
-            candidate = Candidate(self.scheduler(progress), own.since_s, own.index)
+            candidate = JobCandidate(self.line.scheduler(progress), own.since_s, own.index)
         if own is not None and not self.sharp:
             return own
 
-        def may_take(job: _Job) -> bool:
+        def may_take(job: _SimulatedJob) -> bool:
             is_here = job.home in (None, device.index) or job.saved_s <= self.now_s
             return is_here and self.problem.may_run(job.index, device.index)
 
@@ -239,9 +268,9 @@ class _Clock:
             job.home, job.since_s = device.index, self.now_s
         return job
 
-    def _reserve(self, device: _Device, job: _Job) -> _Reservation:
+    def _reserve(self, device: _SimulatedDevice, job: _SimulatedJob) -> _Reservation:
         """Reserve the copy in on the device's lane."""
-        unit = job.cost.unit(job.at)
+        unit = job.cost.unit(job.num_begun)
         cost = self.problem.devices[device.index]
         goes_on = device.current.job is job if device.current is not None else device.last is job
         size, earliest_s = unit.in_bytes, job.saved_s
@@ -261,11 +290,11 @@ class _Clock:
         device.in_bytes += size
         return _Reservation(job=job, unit=unit, made_s=self.now_s, load_s=load_s, ready_s=ready_s)
 
-    def _end_of(self, device: _Device) -> float:
+    def _end_of(self, device: _SimulatedDevice) -> float:
         assert device.current is not None
         return device.free_s + device.current.unit.compute_s / self.problem.devices[device.index].speed
 
-    def _start(self, device: _Device) -> None:
+    def _start(self, device: _SimulatedDevice) -> None:
         reservation = device.next
         assert reservation is not None and device.current is None
         device.stall_s += self.now_s - max(device.free_s, reservation.made_s)
@@ -275,11 +304,11 @@ class _Clock:
         compute_s = unit.compute_s / self.problem.devices[device.index].speed
         device.busy_s += compute_s
         self.work_s -= unit.compute_s
-        if self.records:
+        if self.units is not None:
             self.units.append(
                 ScheduledUnit(
                     job=job.index,
-                    index=job.at,
+                    index=job.num_begun,
                     kind=unit.kind,
                     shard=unit.shard,
                     device=device.index,
@@ -288,7 +317,7 @@ class _Clock:
                     end_s=self.now_s + compute_s,
                 )
             )
-        job.at += 1
+        job.num_begun += 1
         job.shard = unit.shard
         if job.is_between:
             job.num_turns += 1
@@ -297,9 +326,9 @@ class _Clock:
             device.following = job
         if self.double_buffer and device.following is not None:
             device.next = self._reserve(device, device.following)
-        self._at(self.now_s + compute_s, "ends", device.index)
+        self.agenda.add(self.now_s + compute_s, "ends", device.index)
 
-    def _end(self, device: _Device) -> None:
+    def _end(self, device: _SimulatedDevice) -> None:
         assert device.current is not None
         job, unit = device.current.job, device.current.unit
         device.current, device.last, device.free_s = None, job, self.now_s
@@ -311,12 +340,12 @@ class _Clock:
             device.next = self._reserve(device, device.following)
         if not job.is_done and device.following is not job:
             self._wait(job)
-            self._at(job.saved_s, "is saved", job.index)
+            self.agenda.add(job.saved_s, "is saved", job.index)
         device.following = None
         if device.next is None:
             self.idle.add(device.index)
         else:
-            self._at(max(self.now_s, device.next.ready_s), "starts", device.index)
+            self.agenda.add(max(self.now_s, device.next.ready_s), "starts", device.index)
 
     def _schedule(self) -> Schedule:
         makespan_s = max((job.end_s for job in self.jobs), default=0.0)
@@ -325,13 +354,13 @@ class _Clock:
             job_end_s=tuple(job.end_s for job in self.jobs),
             devices=tuple(
                 DeviceUse(
-                    busy_s=one.busy_s,
-                    stall_s=one.stall_s,
-                    idle_s=max(0.0, makespan_s - one.busy_s - one.stall_s),
-                    in_bytes=one.in_bytes,
-                    out_bytes=one.out_bytes,
+                    busy_s=device.busy_s,
+                    stall_s=device.stall_s,
+                    idle_s=max(0.0, makespan_s - device.busy_s - device.stall_s),
+                    in_bytes=device.in_bytes,
+                    out_bytes=device.out_bytes,
                 )
-                for one in self.devices
+                for device in self.devices
             ),
-            units=tuple(self.units),
+            units=tuple(self.units or ()),
         )

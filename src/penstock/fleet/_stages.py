@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.errors import CaptureError
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._program import BATCH, Atom, Program, Shard, span
+from penstock.fleet._program import BATCH, Atom, Shard, ShardProgram, span
 from penstock.storages import storage_id
 
 Stage = Callable[..., Any]
@@ -45,41 +45,41 @@ class Staged:
         self._num_results = 1
         self.atoms = self._find_atoms(leaves)
 
-    def cut(self, ends: Sequence[int]) -> Program:
+    def cut(self, ends: Sequence[int]) -> ShardProgram:
         """Return shards that end after the atoms with these indexes."""
         last = [self.atoms[end].end for end in ends]
         bounds = list(zip([0, *(end + 1 for end in last)], last, strict=False))
         shards = tuple(self._shard(first, last) for first, last in bounds)
         prints = tuple(f"{self._number} {bound}" for bound in bounds)  # two modules cannot be compared
-        return Program(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
+        return ShardProgram(shards=shards, rebuild_result=self._rebuild, fingerprints=prints)
 
-    def _rebuild(self, given: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
-        return self.result.rebuild(given)
+    def _rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:  # any: what the function returned when it last ran
+        return self.result.rebuild(tensors)
 
     def _find_atoms(self, leaves: Sequence[torch.Tensor]) -> list[Atom]:
         """Find the shapes between stages in a run on meta tensors.
 
         A stage that writes to its input is merged with the stage before it.
         """
-        given: list[torch.Tensor] = [one.to("meta") for one in leaves]
+        inputs: list[torch.Tensor] = [leaf.to("meta") for leaf in leaves]
         tensors = {name: tensor.to("meta") for stage in self._stages for name, tensor in self._tensors_of(stage)}
         atoms: list[Atom] = []
         earlier: list[list[tuple[torch.Tensor, int]]] = []  # what each atom handed on, with versions
-        for at, stage in enumerate(self._stages):
+        for index, stage in enumerate(self._stages):
             try:
-                outputs = self._compute(at, at, tensors, given, leaves=[one.to("meta") for one in leaves])
+                outputs = self._compute(index, index, tensors, inputs, leaves=[leaf.to("meta") for leaf in leaves])
             except Exception as error:  # the user's stage may raise anything
                 raise CaptureError(
-                    f"stage {at} ({_name_of(stage)}) cannot follow the stages before it: {error}"
+                    f"stage {index} ({_name_of(stage)}) cannot follow the stages before it: {error}"
                 ) from error
             own = [name for name, _ in self._tensors_of(stage)]
-            while any(one._version != version for handed in earlier for one, version in handed):
+            while any(value._version != version for handed in earlier for value, version in handed):
                 own = [*atoms.pop().tensors, *own]
                 earlier.pop()
-            sizes = {storage_id(one): one.untyped_storage().nbytes() for one in outputs}
-            atoms.append(Atom(end=at, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
-            earlier.append([(one, one._version) for one in outputs])
-            given = list(outputs)
+            sizes = {storage_id(value): value.untyped_storage().nbytes() for value in outputs}
+            atoms.append(Atom(end=index, tensors=own, crossing_bytes=sum(sizes.values()), label=_name_of(stage)))
+            earlier.append([(value, value._version) for value in outputs])
+            inputs = list(outputs)
         return atoms
 
     def _tensors_of(self, stage: Stage) -> list[tuple[str, torch.Tensor]]:
@@ -88,7 +88,7 @@ class Staged:
             return []
         try:
             own = [*stage.parameters(), *stage.buffers()]
-            return [(self._names[id(one)], one) for one in own]
+            return [(self._names[id(tensor)], tensor) for tensor in own]
         except KeyError:
             raise CaptureError(
                 f"stage {_name_of(stage)} has parameters that the model does not have; stages must be parts of the "
@@ -100,8 +100,8 @@ class Staged:
             dict.fromkeys(name for stage in self._stages[first : last + 1] for name, _ in self._tensors_of(stage))
         )
         is_last = last == len(self._stages) - 1
-        batch = tuple(f"{BATCH}{at}" for at in range(self._num_leaves))
-        before = tuple(f"stage{first - 1}.{at}" for at in range(self._counts[first - 1])) if first else ()
+        batch = tuple(f"{BATCH}{index}" for index in range(self._num_leaves))
+        before = tuple(f"stage{first - 1}.{index}" for index in range(self._counts[first - 1])) if first else ()
         num_outputs = self._num_results if is_last else self._counts[last]
         kind = "result." if is_last else f"stage{last}."
 
@@ -117,7 +117,7 @@ class Staged:
             run=run,
             tensors=names,
             inputs=before + (batch if is_last or not first else ()),
-            outputs=tuple(f"{kind}{at}" for at in range(num_outputs)),
+            outputs=tuple(f"{kind}{index}" for index in range(num_outputs)),
             label=span(_name_of(self._stages[first]), _name_of(self._stages[last])),
             writes_buffers=True,
         )
@@ -127,16 +127,16 @@ class Staged:
         first: int,
         last: int,
         tensors: dict[str, torch.Tensor],
-        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         leaves: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
         if first == 0:
             args, kwargs = self._call_of(leaves)
             value = self._call(0, tensors, *args, **kwargs)
         else:
-            value = self._follow(first, tensors, self._after[first - 1].rebuild(given))
-        for at in range(first + 1, last + 1):
-            value = self._follow(at, tensors, value)
+            value = self._follow(first, tensors, self._after[first - 1].rebuild(inputs))
+        for index in range(first + 1, last + 1):
+            value = self._follow(index, tensors, value)
         is_last = last == len(self._stages) - 1
         if is_last:
             value = self._function(lambda *_, **__: value, self._structure.rebuild(leaves))
@@ -160,14 +160,14 @@ class Staged:
             return call.given, call.named
         raise CaptureError("the loss never calls the model; for instance loss=lambda model, batch: model(**batch).loss")
 
-    def _follow(self, at: int, tensors: dict[str, torch.Tensor], value: Any) -> Any:
-        return self._call(at, tensors, *value) if isinstance(value, tuple) else self._call(at, tensors, value)
+    def _follow(self, index: int, tensors: dict[str, torch.Tensor], value: Any) -> Any:
+        return self._call(index, tensors, *value) if isinstance(value, tuple) else self._call(index, tensors, value)
 
-    def _call(self, at: int, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        stage = self._stages[at]
+    def _call(self, index: int, tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        stage = self._stages[index]
         if not isinstance(stage, nn.Module):
             return stage(*args, **kwargs)
-        own = {key: tensors[self._names[id(one)]] for key, one in (*_parameters(stage), *_buffers(stage))}
+        own = {key: tensors[self._names[id(tensor)]] for key, tensor in (*_parameters(stage), *_buffers(stage))}
         return torch.func.functional_call(stage, own, args, kwargs, tie_weights=False)
 
 

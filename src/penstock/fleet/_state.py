@@ -39,7 +39,7 @@ ALIVE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job as another process sees it."""
+    """A job as another process sees it. The record is wide because it has a field per column of the database."""
 
     name: str
     """Name given by the user."""
@@ -111,7 +111,7 @@ def _row_of(known: dict[str, Any]) -> JobRow:  # any: what SQLite holds
 
 def _kind(value: Any, *kinds: type) -> Any:  # any: what SQLite and JSON hold
     if not isinstance(value, kinds):
-        raise TypeError(f"expected {' or '.join(one.__name__ for one in kinds)}, got {value!r}")
+        raise TypeError(f"expected {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
     return value
 
 
@@ -165,14 +165,14 @@ class FleetState:
     def is_alive(self) -> bool:
         """Whether a process runs the fleet now."""
         with self._open() as database:
-            found = dict(database.execute("SELECT key, value FROM fleet").fetchall())
+            values = dict(database.execute("SELECT key, value FROM fleet").fetchall())
         try:
-            alive_s, pid = float(found.get("alive_s", "0")), int(found.get("pid", "0"))
+            alive_s, pid = float(values.get("alive_s", "0")), int(values.get("pid", "0"))
         except (TypeError, ValueError):
             return False  # a running fleet writes numbers
         if not abs(time.time() - alive_s) <= ALIVE_S:
             return False
-        return found.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()
+        return values.get("host") != socket.gethostname() or Path(f"/proc/{pid}").exists()
 
     def write(self, rows: list[JobRow]) -> None:
         """Replace the rows of these jobs."""
@@ -190,9 +190,9 @@ class FleetState:
     def jobs(self) -> list[JobRow]:
         """Return all jobs, in the order in which they were added."""
         with self._open() as database:
-            found = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY place").fetchall()  # noqa: S608
+            rows = database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY place").fetchall()  # noqa: S608
         try:
-            return [_row_of(dict(zip(_COLUMNS, values, strict=True))) for values in found]
+            return [_row_of(dict(zip(_COLUMNS, values, strict=True))) for values in rows]
         except (TypeError, ValueError) as error:
             raise FleetStateError(
                 f"{self.path} holds a job that cannot be read: {error}. The jobs' checkpoints do not need that file: "
@@ -212,10 +212,10 @@ class FleetState:
     def commands(self) -> list[Command]:
         """Return the commands without an answer, in order."""
         with self._open() as database:
-            found = database.execute("SELECT id, verb, job, arguments FROM commands WHERE answer IS NULL ORDER BY id")
-            given = found.fetchall()
+            cursor = database.execute("SELECT id, verb, job, arguments FROM commands WHERE answer IS NULL ORDER BY id")
+            rows = cursor.fetchall()
         commands = []
-        for number, verb, job, text in given:
+        for number, verb, job, text in rows:
             try:
                 commands.append(Command(number, verb, job, _kind(parse_json(text, "its arguments"), dict)))
             except (TypeError, ValueError) as error:  # the error is the sender's; the fleet continues
@@ -232,11 +232,11 @@ class FleetState:
         end_s = time.monotonic() + timeout_s
         while True:
             with self._open() as database:
-                found = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
-            if found is None:
+                row = database.execute("SELECT answer FROM commands WHERE id = ?", (number,)).fetchone()
+            if row is None:
                 raise FleetStateError(f"{self.path} no longer has command {number}; send it again")
-            if found[0] is not None:
-                return str(found[0])
+            if row[0] is not None:
+                return str(row[0])
             if time.monotonic() > end_s:
                 return None
             time.sleep(0.05)

@@ -9,7 +9,7 @@ from penstock.fleet._groups import Group
 from penstock.fleet._halves import drop_twin
 from penstock.fleet._memory import DeviceMemory
 from penstock.fleet._packed import Packed
-from penstock.fleet._training import Training
+from penstock.fleet._training import JobTraining
 
 FIELD_OF = "//"
 """Separator between the name of a parameter and the field of its state."""
@@ -18,26 +18,26 @@ FIELD_OF = "//"
 class Stepper:
     """The optimizer's steps on a job's groups, on one device."""
 
-    def __init__(self, training: Training, memory: DeviceMemory):
+    def __init__(self, training: JobTraining, memory: DeviceMemory):
         self._training, self._memory = training, memory
 
     def measure(self, gradients: dict[str, torch.Tensor]) -> None:
         """Divide gradients by the loss scale, and note their norms and whether all are finite."""
         training = self._training
-        if training.scale is not None:
-            inverse = torch.tensor(training.scale.value, dtype=torch.float64).reciprocal().float().item()
+        if training.open_step.scale is not None:
+            inverse = torch.tensor(training.open_step.scale.value, dtype=torch.float64).reciprocal().float().item()
             for gradient in gradients.values():
                 gradient.mul_(inverse)
             finite = [gradient.isfinite().all() for gradient in gradients.values()]
             if finite and not torch.stack(finite).all():  # the host asks the device only once
-                training.is_finite = False
+                training.open_step.is_finite = False
         if training.job.clip_norm is not None and gradients:
             dtypes = [training.weights.parameters[name].dtype for name in gradients]  # some come in half precision
             norms = [
-                torch.linalg.vector_norm(one, 2.0, dtype=dtype)
-                for one, dtype in zip(gradients.values(), dtypes, strict=True)
+                torch.linalg.vector_norm(gradient, 2.0, dtype=dtype)
+                for gradient, dtype in zip(gradients.values(), dtypes, strict=True)
             ]
-            training.norms |= zip(gradients, torch.stack(norms).unbind(), strict=True)
+            training.open_step.norms |= zip(gradients, torch.stack(norms).unbind(), strict=True)
 
     def clip(self, gradients: dict[str, torch.Tensor]) -> None:
         """Clip by the norm of all gradients of the step. All of them must have been measured."""
@@ -52,38 +52,42 @@ class Stepper:
         most = self._training.job.clip_norm
         if most is None:
             return None
-        one = torch.ones((), device=self._memory.device)
-        holder = nn.Parameter(torch.empty_like(one))
-        holder.grad = one
+        unit = torch.ones((), device=self._memory.device)
+        holder = nn.Parameter(torch.empty_like(unit))
+        holder.grad = unit
         nn.utils.clip_grads_with_norm_([holder], most, self._norm())
-        return one.cpu()
+        return unit.cpu()
 
     def _norm(self) -> torch.Tensor:
         """Return the norm of all gradients of the step."""
         training, device = self._training, self._memory.device
-        norms = [training.norms[name].to(device) for name in training.weights.parameters if name in training.norms]
+        norms = [
+            training.open_step.norms[name].to(device)
+            for name in training.weights.parameters
+            if name in training.open_step.norms
+        ]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         return total
 
-    def step(self, one: Group, gradients: dict[str, torch.Tensor]) -> None:
+    def step(self, group: Group, gradients: dict[str, torch.Tensor]) -> None:
         """Step the optimizer. The parameters have these gradients, and everything is on the device."""
         training, memory = self._training, self._memory
         parameters = {name: training.weights.parameters[name] for name in gradients}
-        before = training.states.get(one)
+        before = training.states.packed.get(group)
         moved = {} if before is None else before.views(memory.get(before.item))
-        states = {name: self._on_device(training.numbers.get(name, {})) for name in one.layouts}
+        states = {name: self._on_device(training.states.numbers.get(name, {})) for name in group.layouts}
         for key, tensor in moved.items():
             name, _, field = key.rpartition(FIELD_OF)
             states[name][field] = tensor
         after = training.optimizer.step(parameters, {name: states[name] for name in parameters})
-        training.stepped.update(parameters)
-        self._keep_states(one, {**states, **after}, before, moved)
-        assert one.item is not None
-        memory.changed(one.item)
-        drop_twin(memory, one)
-        self._take_back_moved_parameters(one)
-        if one in training.gradients:
-            memory.discard(training.gradients.pop(one).item)
+        training.states.stepped.update(parameters)
+        self._keep_states(group, {**states, **after}, before, moved)
+        assert group.item is not None
+        memory.changed(group.item)
+        drop_twin(memory, group)
+        self._take_back_moved_parameters(group)
+        if group in training.open_step.gradients:
+            memory.discard(training.open_step.gradients.pop(group).item)
 
     def _on_device(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state with its tensors on this device, if they were on another device of the same type."""
@@ -94,33 +98,35 @@ class Stepper:
         }
 
     def _keep_states(
-        self, one: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
+        self, group: Group, states: dict[str, dict[str, Any]], before: Packed | None, moved: dict[str, torch.Tensor]
     ) -> None:
         training, memory = self._training, self._memory
         worth: dict[str, torch.Tensor] = {}
         for name, state in states.items():
-            training.numbers[name] = {}
+            training.states.numbers[name] = {}
             for field, value in state.items():
                 if is_worth_moving(value, memory.device):
                     worth[f"{name}{FIELD_OF}{field}"] = value
                 else:
-                    training.numbers[name][field] = value
+                    training.states.numbers[name][field] = value
         stays = before is not None and worth.keys() == moved.keys()
         if stays and all(tensor.data_ptr() == moved[key].data_ptr() for key, tensor in worth.items()):
             assert before is not None
             memory.changed(before.item)
             return
         if before is not None:
-            memory.discard(training.states.pop(one).item)
+            memory.discard(training.states.packed.pop(group).item)
         if worth:
-            training.states[one] = Packed.of(f"{training.job.name}: optimizer state of shard {one.owner}", worth)
-            memory.add(training.states[one].item)
+            training.states.packed[group] = Packed.of(
+                f"{training.job.name}: optimizer state of shard {group.owner}", worth
+            )
+            memory.add(training.states.packed[group].item)
 
-    def _take_back_moved_parameters(self, one: Group) -> None:
+    def _take_back_moved_parameters(self, group: Group) -> None:
         """Copy parameters back into the group's storage, since an optimizer may give a parameter new bytes."""
-        assert one.item is not None
-        (storage,) = self._memory.get(one.item)
-        for name, view in one.views(storage).items():
+        assert group.item is not None
+        (storage,) = self._memory.get(group.item)
+        for name, view in group.views(storage).items():
             tensor = self._training.weights.tensors[name].data
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

@@ -5,7 +5,7 @@ job is in its groups, gradients and optimizer states, which move from device to 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,43 +13,34 @@ from torch import nn
 from penstock.fleet._batch import Structure
 from penstock.fleet._cuts import Cuts, Cuttable
 from penstock.fleet._feed import Feed, Position
-from penstock.fleet._groups import Group, group, pack, packed_layouts
+from penstock.fleet._groups import Group, JobGroups, group_tensors, pack, packed_layouts
 from penstock.fleet._handed import own_model
 from penstock.fleet._job import Job, Update
 from penstock.fleet._memory import Item
-from penstock.fleet._optimizer import ShardedOptimizer
-from penstock.fleet._packed import Packed
-from penstock.fleet._program import Program
+from penstock.fleet._open_step import OpenStep
+from penstock.fleet._optimizer import OptimizerStates, ShardedOptimizer
+from penstock.fleet._program import ShardProgram
 from penstock.fleet._random import Randomness
 from penstock.fleet._weights import Weights
-from penstock.stepping import State
 from penstock.storages import storage_id
 
 
 @dataclass(slots=True)
-class Scale:
-    """Loss scaling for float16, as ``torch.amp.GradScaler`` does it."""
+class History:
+    """The figures of a job that are kept when it is over."""
 
-    value: float = 65536.0
-    num_good: int = 0
-
-    def update(self, is_finite: bool) -> None:
-        """Update the scale after a step, or after one that had to be skipped."""
-        if not is_finite:
-            self.value, self.num_good = self.value * 0.5, 0
-        else:
-            self.num_good += 1
-            if self.num_good == 2000:
-                self.value, self.num_good = self.value * 2.0, 0
+    losses: list[float] = field(default_factory=list)
+    """Losses, one per optimizer step."""
+    validations: list[dict[str, float]] = field(default_factory=list)
+    """Validations, each with its step."""
 
 
-class Training:
+class JobTraining:
     """The state of one job.
 
     The thread that runs it first calls ``build``; only then do the results of the factories exist.
     """
 
-    model: nn.Module
     weights: Weights
     cuts: Cuts
     feed: Feed
@@ -59,30 +50,12 @@ class Training:
         self.job = job
         self.randomness = Randomness(job.seed)
         self.position = Position()
-        self.losses: list[float] = []
-        """Losses, one per optimizer step."""
-        self.validations: list[dict[str, float]] = []
-        """Validations, each with its step."""
-        self.scale = Scale() if job.precision == "float16" else None
-        self.groups: list[Group] = []
-        self.group_of: dict[str, Group] = {}
-        """Groups by the name of a tensor."""
-        self.gradients: dict[Group, Packed] = {}
-        self.states: dict[Group, Packed] = {}
-        """Optimizer state that is worth moving."""
-        self.numbers: dict[str, State] = {}
-        """Optimizer state that is not worth moving: numbers, and tensors of one element."""
-        self.stepped: set[str] = set()
-        """Parameters that were stepped here, so that their states are known."""
+        self.history = History()
+        self.groups = JobGroups()
+        self.open_step = OpenStep(job)
+        self.states = OptimizerStates()
         self.update: Update = job.update
         """Which processor steps the optimizer, as decided so far."""
-        self.casts: dict[str, bool] = {}
-        """Per tensor, whether every forward so far has used it only by casting it to half precision."""
-        self.norms: dict[str, torch.Tensor] = {}
-        """Norms of the current step's gradients, on the devices that measured them."""
-        self.is_finite = True
-        """Whether all gradients of the current step are finite."""
-        self._losses_of_step: list[float] = []
 
     def build(self) -> None:
         """Call the factories, in the order of a training script. Raise what they raise."""
@@ -91,17 +64,19 @@ class Training:
             box = [job.model()]
             if not isinstance(box[0], nn.Module):
                 raise TypeError(f"job {job.name!r}: model() must return an nn.Module, got {type(box[0]).__name__}")
-            self.model = own_model(box, job.name)
+            model = own_model(box, job.name)
             handed = (storage_id(tensor) for module in box for tensor in module.state_dict().values())
-            self.weights = Weights(self.model, job.name, frozenset(handed))
-            self.cuts = Cuts(job, self.model, self.weights, self.randomness)
+            self.weights = Weights(model, job.name, frozenset(handed))
+            self.cuts = Cuts(job, model, self.weights, self.randomness)
             parameters = self.weights.parameters
             self.optimizer = ShardedOptimizer(
-                job.make_optimizer(list(parameters.items())), {id(one): name for name, one in parameters.items()}
+                job.make_optimizer(list(parameters.items())),
+                {id(parameter): name for name, parameter in parameters.items()},
+                job.lr_scheduler,
             )
-            self.scheduler = None if job.lr_scheduler is None else job.lr_scheduler(self.optimizer.master)
-            self.feed = Feed(job, job.data(), self.randomness, self.position)
-            self.validation = None if job.validation is None else job.validation()
+            data = job.data()
+            validation = None if job.validation is None else job.validation()
+            self.feed = Feed(job, data, validation, self.randomness, self.position)
 
     def is_done(self) -> bool:
         """Whether the job has done its last step."""
@@ -109,50 +84,43 @@ class Training:
 
     def finish_batch(self, loss: float, leaves: Sequence[torch.Tensor], *, stepped: bool) -> None:
         """Note that a mini-batch is done, and the step if it ended one."""
-        at = self.position
-        at.num_samples += leaves[0].shape[0] if leaves and leaves[0].dim() else 1
-        self._losses_of_step.append(loss / self.job.accumulate)
-        at.micro += 1
+        position = self.position
+        position.num_samples += leaves[0].shape[0] if leaves and leaves[0].dim() else 1
+        self.open_step.add_loss(loss)
+        position.micro += 1
         if not stepped:
             return
-        self.losses.append(sum(self._losses_of_step))
-        self._losses_of_step, self.norms = [], {}
-        if self.scale is not None:
-            self.scale.update(self.is_finite)
-        self.is_finite = True
-        if self.scheduler is not None:
-            self.scheduler.step()
-        at.step, at.micro = at.step + 1, 0
+        self.history.losses.append(self.open_step.end())
+        if self.optimizer.scheduler is not None:
+            self.optimizer.scheduler.step()
+        position.step, position.micro = position.step + 1, 0
 
     def drop_unfinished_step(self) -> list[Item]:
         """Forget batches since the last step. Return the items of their gradients, so that the caller can free them."""
-        items = [packed.item for packed in self.gradients.values()]
-        self.gradients, self.norms, self._losses_of_step, self.is_finite = {}, {}, [], True
         self.position.micro = 0
-        return items
+        return self.open_step.drop()
 
-    def over(self) -> "Training":
+    def over(self) -> "JobTraining":
         """Return what is kept of a job that is over: nothing of its model, data or graphs."""
-        other = Training(self.job)
-        other.position, other.losses, other.validations = self.position, self.losses, self.validations
+        other = JobTraining(self.job)
+        other.position, other.history = self.position, self.history
         return other
 
     # Groups
 
-    def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> Program:
+    def use(self, captured: Cuttable, structure: Structure, ends: tuple[int, ...]) -> ShardProgram:
         """Cut the model and group its tensors. The cut holds until the model is cut again."""
         program = self.cuts.cut(captured, structure, ends)
         uses: dict[str, list[int]] = {}
-        for at, shard in enumerate(program.shards):
+        for index, shard in enumerate(program.shards):
             for name in shard.tensors:
-                uses.setdefault(name, []).append(at)
+                uses.setdefault(name, []).append(index)
         weights = self.weights
         buffers = [name for name in weights.tensors if name not in weights.parameters]
-        self.groups = group(weights.originals, self.optimizer.trained, buffers, uses)
-        self.group_of = {name: one for one in self.groups for name in one.layouts}
+        self.groups = JobGroups(group_tensors(weights.originals, self.optimizer.trained, buffers, uses))
         return program
 
-    def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> Program:
+    def program(self, leaves: list[torch.Tensor], structure: Structure, *, training: bool = True) -> ShardProgram:
         """Return shards for batches like this one, cut at the same places as the first."""
         known = self.cuts.known(structure, training=training)
         if known is not None:
@@ -160,29 +128,27 @@ class Training:
         captured = self.cuts.capture(leaves, structure, training=training)
         self.weights.learn(captured.constants)
         program = self.cuts.cut_alike(captured, structure, training=training)
-        for at, shard in enumerate(program.shards):
+        for index, shard in enumerate(program.shards):
             for name in shard.tensors:
-                found = self.group_of.get(name)
-                if found is not None and found.kind == "trained":
-                    found.shards = tuple(sorted({*found.shards, at}))
-                    self.cuts.own(name, found.owner)
+                group = self.groups.by_name.get(name)
+                if group is not None and group.kind == "trained":
+                    group.shards = tuple(sorted({*group.shards, index}))
+                    self.cuts.own(name, group.owner)
         return program
 
     def add_group(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Add tensors that came later: constants of another graph."""
         layouts, size_bytes = packed_layouts(tensors)
-        made = Group(kind="buffer", shards=(), layouts=layouts, size_bytes=size_bytes)
-        self.groups.append(made)
-        self.group_of |= dict.fromkeys(layouts, made)
+        self.groups.add(Group(kind="buffer", shards=(), layouts=layouts, size_bytes=size_bytes))
 
-    def initial_item(self, one: Group, device: torch.device) -> Item:
+    def initial_item(self, group: Group, device: torch.device) -> Item:
         """Return a new item for a group, with the values that the factories made."""
-        originals = {name: self.weights.originals[name] for name in one.layouts}
-        storage = pack(originals, one.layouts, one.size_bytes, device)
-        return Item(f"{self.job.name}: {one.kind} of shard {one.owner}", [storage])
+        originals = {name: self.weights.originals[name] for name in group.layouts}
+        storage = pack(originals, group.layouts, group.size_bytes, device)
+        return Item(f"{self.job.name}: {group.kind} of shard {group.owner}", [storage])
 
     def items(self) -> list[Item]:
         """Return the items that move to another device with the job. Frozen groups belong to no single job."""
-        own = [one.item for one in self.groups if one.item is not None and one.kind != "frozen"]
-        own += [one.twin.item for one in self.groups if one.twin is not None]
-        return own + [packed.item for packed in (*self.gradients.values(), *self.states.values())]
+        own = [group.item for group in self.groups if group.item is not None and group.kind != "frozen"]
+        own += [group.twin.item for group in self.groups if group.twin is not None]
+        return own + [packed.item for packed in (*self.open_step.gradients.values(), *self.states.packed.values())]

@@ -24,7 +24,7 @@ from penstock.errors import CaptureError
 from penstock.fleet._accesses import Recorder, writes_to
 from penstock.fleet._autograd import dropping
 from penstock.fleet._batch import Structure, flatten
-from penstock.fleet._program import Atom, Program, Shard, Whole, span
+from penstock.fleet._program import Atom, Shard, ShardProgram, WholeStep, span
 from penstock.storages import storage_id
 
 _numbers = itertools.count()
@@ -42,7 +42,7 @@ class Tree:
         names: Mapping[int, str],
     ):
         self._number = next(_numbers)
-        self.whole = Whole(function)
+        self.whole = WholeStep(function)
         self.constants: dict[str, torch.Tensor] = {}
         self._names = [
             names[id(tensor)] for _, tensor in _named_tensors(model)
@@ -51,10 +51,10 @@ class Tree:
         tensors = {names[id(tensor)]: tensor for _, tensor in _named_tensors(model)}
         self.atoms = self._find_atoms(self._record(model, leaves, structure, tensors))
 
-    def cut(self, ends: Sequence[int]) -> Program:
+    def cut(self, ends: Sequence[int]) -> ShardProgram:
         """Return shards that end after the atoms with these indexes."""
         bounds = list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
-        return Program(
+        return ShardProgram(
             shards=tuple(self._shard(first, last) for first, last in bounds),
             rebuild_result=self.whole.rebuild,
             fingerprints=tuple(f"tree {self._number} {bound}" for bound in bounds),
@@ -64,7 +64,7 @@ class Tree:
     def running(self, function: Callable[[Any, Any], Any]) -> "Tree":
         """Return the same atoms for another function of the model, such as a metric."""
         other: Tree = object.__new__(Tree)
-        other.__dict__.update(self.__dict__, whole=Whole(function))
+        other.__dict__.update(self.__dict__, whole=WholeStep(function))
         return other
 
     def _record(
@@ -77,7 +77,7 @@ class Tree:
         by_storage: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             by_storage.setdefault(storage_id(tensor), []).append(name)
-        parameters = {id(one) for one in model.parameters()}
+        parameters = {id(parameter) for parameter in model.parameters()}
         own = {name: storage_id(tensor) for name, tensor in tensors.items() if id(tensor) in parameters}
         for without_saving in (True, False):  # code that differentiates inside of forward needs saved tensors
             recorder = Recorder(by_storage, own)
@@ -117,7 +117,7 @@ class Tree:
                 atoms[-1].tensors.append(name)
                 at_of[name] = atoms[-1].end
             atoms[-1].activation_bytes += size_bytes
-        owners = {name.rpartition(".")[0]: at for name, at in reversed(at_of.items())}
+        owners = {name.rpartition(".")[0]: position for name, position in reversed(at_of.items())}
         last = 0
         for name in self._names:
             last = at_of.get(name, owners.get(name.rpartition(".")[0], last))

@@ -45,24 +45,24 @@ class Upkeep:
         """Record the metrics of an optimizer step."""
         training = run.training
         rates = [group.get("lr") for group in training.optimizer.master.param_groups]
-        metrics = {"loss": training.losses[-1], "epoch": float(training.position.epoch)}
+        metrics = {"loss": training.history.losses[-1], "epoch": float(training.position.epoch)}
         if rates and isinstance(rates[0], int | float | torch.Tensor):
             metrics["lr"] = float(rates[0])
-        if run.seconds_per_step:
+        if run.plan.seconds_per_step:
             samples = training.position.num_samples / max(1, training.position.step)
-            metrics["samples_per_s"] = samples / run.seconds_per_step
+            metrics["samples_per_s"] = samples / run.plan.seconds_per_step
         self._records.log(run.job, training.position.step, metrics)
 
-    def validated(self, run: JobRun, found: dict[str, float]) -> bool:
+    def validated(self, run: JobRun, metrics: dict[str, float]) -> bool:
         """Record the metrics of a validation, and return whether the job must stop."""
         step = run.training.position.step
-        self._records.log(run.job, step, {f"validation/{key}": value for key, value in found.items()})
-        return self._stopper is not None and self._stopper(run.job, step, found)
+        self._records.log(run.job, step, {f"validation/{key}": value for key, value in metrics.items()})
+        return self._stopper is not None and self._stopper(run.job, step, metrics)
 
     def save(self, run: JobRun, worker: Worker) -> None:
         """Write a checkpoint, unless the job is in the middle of a step or has a checkpoint of this step."""
         training = run.training
-        if training.position.micro or training.position.step in (0, run.saved_step):
+        if training.position.micro or training.position.step in (0, run.milestones.saved_step):
             return
         try:
             _checkpoint.save(run, worker.memory, self._records.folder(run.job), keep=self._keep)
@@ -74,13 +74,13 @@ class Upkeep:
                 warnings.warn(
                     f"{error}. Training goes on; this warning is shown once.", TierDegradedWarning, stacklevel=2
                 )
-        run.saved_step, run.saved_s = training.position.step, time.time()
+        run.milestones.saved_step, run.milestones.saved_s = training.position.step, time.time()
 
     def wants_save(self, run: JobRun) -> bool:
         """Whether a checkpoint is due."""
         if self._every is not None:
             return run.training.position.step % self._every == 0
-        return time.time() - max(run.saved_s, run.started_s) > _SAVE_S
+        return time.time() - max(run.milestones.saved_s, run.milestones.started_s) > _SAVE_S
 
     def restore(self, run: JobRun) -> Callable[[], None] | None:
         """Load the last checkpoint, if any, into a job that begins.
@@ -88,19 +88,21 @@ class Upkeep:
         Replaces its tensors, and returns a function that restores the rest.
         """
         folder = self._records.folder(run.job)
-        path = _checkpoint.latest(folder) if self._resume or run.num_times_smaller else None
+        path = _checkpoint.latest(folder) if self._resume or run.plan.num_times_smaller else None
         if path is None:
             with contextlib.suppress(IsADirectoryError):  # then no line can be written either, and a warning says so
                 (folder / "metrics.jsonl").unlink(missing_ok=True)
             origin = sorted((folder / "origin").glob("step-*"))
             return _checkpoint.restore(run, origin[-1], warm=True) if origin else None
         resume = _checkpoint.restore(run, path)
-        run.saved_step = run.training.position.step
-        run.last_validation = max((int(one["step"]) for one in run.training.validations), default=-1)
+        run.milestones.saved_step = run.training.position.step
+        run.milestones.last_validation = max(
+            (int(validation["step"]) for validation in run.training.history.validations), default=-1
+        )
         _checkpoint.forget_after(folder / "metrics.jsonl", run.training.position.step)
         return resume
 
-    def ended(self, run: JobRun, state: JobState) -> None:
-        """Record that a job is over, just before others see it."""
-        self._records.end(run.job, state, run.trace)
+    def ended(self, run: JobRun, state: JobState, trace: str) -> None:
+        """Record that a job is over, just before others see it. ``trace`` is the traceback if it failed."""
+        self._records.end(run.job, state, trace)
         self._ended()

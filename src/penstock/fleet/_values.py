@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from penstock.fleet._autograd import TIED, Graph, Value
+from penstock.fleet._autograd import TIED, CrossValue, ShardGraph
 from penstock.fleet._memory import Item
-from penstock.fleet._order import Order
+from penstock.fleet._order import TaskOrder
 from penstock.fleet._packed import Packed
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._program import BATCH
@@ -21,13 +21,13 @@ from penstock.tiers import ViewLayout
 class Values:
     """The values between shards of one mini-batch. ``leaves`` are the tensors of the batch."""
 
-    def __init__(self, work: Work, order: Order, leaves: Sequence[torch.Tensor]):
+    def __init__(self, work: Work, order: TaskOrder, leaves: Sequence[torch.Tensor]):
         self._work, self._order = work, order
-        self._leaves = {f"{BATCH}{at}": leaf for at, leaf in enumerate(leaves)}
-        self.graphs: dict[int, Graph] = {}
+        self._leaves = {f"{BATCH}{index}": leaf for index, leaf in enumerate(leaves)}
+        self.graphs: dict[int, ShardGraph] = {}
         """Per shard, the graph of a forward whose saved tensors backward uses."""
-        self._values: dict[str, Value] = {}
-        self._gradients: dict[str, Value] = {}
+        self._values: dict[str, CrossValue] = {}
+        self._gradients: dict[str, CrossValue] = {}
         self._before: dict[int, Packed] = {}
         """Per shard that will run forward again, the buffers that forward changed, with their earlier values."""
         self._made: dict[Item, None] = {}
@@ -37,27 +37,27 @@ class Values:
     def needed_by(self, task: Task) -> list[Item]:
         """Return the items that the task reads, as far as they exist."""
         shard, graph = self._work.program.shards[task.shard], self.graphs.get(task.shard)
-        found: list[Item] = []
+        items: list[Item] = []
         if task.kind is UnitKind.BACKWARD and graph is not None and graph.saved is not None:
-            found += [graph.saved.item] if graph.saved.item is not None else []
-            found += list(graph.saved.homes)
+            items += [graph.saved.item] if graph.saved.item is not None else []
+            items += list(graph.saved.homes)
         else:
-            found += [self._values[name].item for name in shard.inputs if name in self._values]
+            items += [self._values[name].item for name in shard.inputs if name in self._values]
         if task.kind is UnitKind.BACKWARD and task.shard in self._before:
-            found.append(self._before[task.shard].item)
+            items.append(self._before[task.shard].item)
         if task.kind is not UnitKind.FORWARD:
             names = {*shard.inputs, *shard.outputs, *(TIED + name for name in shard.tensors)}
-            found += [value.item for name, value in self._gradients.items() if name in names]
-        return found
+            items += [value.item for name, value in self._gradients.items() if name in names]
+        return items
 
     def uses(self) -> Iterator[tuple[Item, list[int]]]:
         """Yield all items, each with the positions of the tasks that work on it."""
         order = self._order
-        for at, graph in self.graphs.items():
+        for shard, graph in self.graphs.items():
             if graph.saved is not None and graph.saved.item is not None:
-                yield graph.saved.item, [order.backward_at[at]]
-        for at, packed in self._before.items():
-            yield packed.item, [order.backward_at[at]]
+                yield graph.saved.item, [order.backward_at[shard]]
+        for shard, packed in self._before.items():
+            yield packed.item, [order.backward_at[shard]]
         for name, value in self._values.items():
             yield value.item, order.readers_of(name)
         for name, value in self._gradients.items():
@@ -89,10 +89,10 @@ class Values:
 
     # Values
 
-    def inputs(self, at: int) -> tuple[list[torch.Tensor], list[bool]]:
-        """Return the inputs of shard ``at``, on the device, and for each whether backward goes through it."""
+    def inputs(self, shard: int) -> tuple[list[torch.Tensor], list[bool]]:
+        """Return the inputs of ``shard``, on the device, and for each whether backward goes through it."""
         memory, tensors, needing = self._work.memory, [], []
-        for name in self._work.program.shards[at].inputs:
+        for name in self._work.program.shards[shard].inputs:
             if name in self._leaves:
                 tensors.append(self._leaves[name].to(memory.device))
                 needing.append(False)
@@ -103,55 +103,57 @@ class Values:
                 needing.append(value.needs_gradient)
         return tensors, needing
 
-    def homes(self, at: int) -> dict[int, Item]:
-        """Return the items that outlive the forward of shard ``at``, by the identity of their storage."""
+    def homes(self, shard: int) -> dict[int, Item]:
+        """Return the items that outlive the forward of ``shard``, by the identity of their storage."""
         items = [
-            self._work.item_of(one) for one in self._work.groups[at] if one.item is not None and one.kind != "buffer"
+            self._work.item_of(group)
+            for group in self._work.groups[shard]
+            if group.item is not None and group.kind != "buffer"
         ]
-        items += [self._values[name].item for name in self._work.program.shards[at].inputs if name in self._values]
+        items += [self._values[name].item for name in self._work.program.shards[shard].inputs if name in self._values]
         return {id_of(self._work.memory.get(item)[0]): item for item in items}
 
-    def hand_on(self, at: int, outputs: Sequence[torch.Tensor], needing: set[str]) -> dict[int, Item]:
-        """Keep the outputs of shard ``at``. Backward goes through ``needing``. Return their items by storage."""
+    def hand_on(self, shard: int, outputs: Sequence[torch.Tensor], needing: set[str]) -> dict[int, Item]:
+        """Keep the outputs of ``shard``. Backward goes through ``needing``. Return their items by storage."""
         items: dict[int, Item] = {}
-        held = {id_of(storage) for item in self._work.group_items(at) for storage in self._work.memory.get(item)}
-        for name, tensor in zip(self._work.program.shards[at].outputs, outputs, strict=True):
+        held = {id_of(storage) for item in self._work.group_items(shard) for storage in self._work.memory.get(item)}
+        for name, tensor in zip(self._work.program.shards[shard].outputs, outputs, strict=True):
             tensor = tensor.detach()
             if storage_id(tensor) in held:  # a view of a parameter, whose group moves on its own
                 tensor = tensor.clone()
-            item = self._item_of(tensor, items, f"value behind shard {at}")
-            self._values[name] = Value(item, ViewLayout.of(tensor), name in needing)
+            item = self._item_of(tensor, items, f"value behind shard {shard}")
+            self._values[name] = CrossValue(item, ViewLayout.of(tensor), name in needing)
         return items
 
-    def value_bytes(self, at: int) -> int:
-        """Return the bytes of the values that shard ``at`` has handed on."""
-        outputs = self._work.program.shards[at].outputs
+    def value_bytes(self, shard: int) -> int:
+        """Return the bytes of the values that ``shard`` has handed on."""
+        outputs = self._work.program.shards[shard].outputs
         return _bytes_of(self._values[name] for name in outputs if name in self._values)
 
-    def saved_bytes(self, at: int) -> int:
-        """Return the bytes that forward of shard ``at`` has saved for its backward and that no other item holds."""
-        graph = self.graphs.get(at)
+    def saved_bytes(self, shard: int) -> int:
+        """Return the bytes that forward of ``shard`` has saved for its backward and that no other item holds."""
+        graph = self.graphs.get(shard)
         return 0 if graph is None or graph.saved is None or graph.saved.item is None else graph.saved.item.size_bytes
 
     # Gradients
 
-    def take_gradients(self, at: int) -> dict[str, torch.Tensor]:
-        """Return the gradients with which backward of shard ``at`` begins. The caller owns them from now on."""
-        shard = self._work.program.shards[at]
-        found = {}
-        for name in (*shard.outputs, *shard.inputs, *(TIED + name for name in shard.tensors)):
+    def take_gradients(self, shard: int) -> dict[str, torch.Tensor]:
+        """Return the gradients with which backward of shard ``layers`` begins. The caller owns them from now on."""
+        layers = self._work.program.shards[shard]
+        gradients = {}
+        for name in (*layers.outputs, *layers.inputs, *(TIED + name for name in layers.tensors)):
             value = self._gradients.pop(name, None)
             if value is not None:
                 (storage,) = self._work.memory.get(value.item)
-                found[name] = value.layout.rebuild(storage)
-        return found
+                gradients[name] = value.layout.rebuild(storage)
+        return gradients
 
     def hand_back(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Keep the gradients for which earlier shards wait."""
         items: dict[int, Item] = {}
         for name, tensor in gradients.items():
             item = self._item_of(tensor, items, f"gradient of {name}")
-            self._gradients[name] = Value(item, ViewLayout.of(tensor), False)
+            self._gradients[name] = CrossValue(item, ViewLayout.of(tensor), False)
 
     def gradient_bytes(self) -> int:
         """Return the bytes of gradients for which earlier shards wait."""
@@ -159,16 +161,16 @@ class Values:
 
     # Buffers before forward
 
-    def keep_before(self, at: int, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Keep buffers for the forward that backward of shard ``at`` will run again."""
+    def keep_before(self, shard: int, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Keep buffers for the forward that backward of ``shard`` will run again."""
         if buffers:
-            packed = Packed.of(f"{self._work.training.job.name}: buffers before shard {at}", buffers)
-            self._before[at] = packed
+            packed = Packed.of(f"{self._work.training.job.name}: buffers before shard {shard}", buffers)
+            self._before[shard] = packed
             self._made[self._work.memory.add(packed.item)] = None
 
-    def take_before(self, at: int) -> dict[str, torch.Tensor]:
+    def take_before(self, shard: int) -> dict[str, torch.Tensor]:
         """Take the buffers that `keep_before` kept."""
-        packed = self._before.pop(at, None)
+        packed = self._before.pop(shard, None)
         return {} if packed is None else packed.views(self._work.memory.get(packed.item))
 
     def _item_of(self, tensor: torch.Tensor, known: dict[int, Item], label: str) -> Item:
@@ -181,5 +183,5 @@ class Values:
         return known[key]
 
 
-def _bytes_of(values: Iterable[Value]) -> int:
+def _bytes_of(values: Iterable[CrossValue]) -> int:
     return sum(item.size_bytes for item in {value.item for value in values})

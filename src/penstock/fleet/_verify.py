@@ -13,7 +13,22 @@ _ROUNDING_S = 1e-9
 
 @checked("penstock.fleet.verify(problem, penstock.fleet.simulate(problem))")
 def verify(problem: FleetProblem, schedule: Schedule) -> None:
-    """Raise ``InternalError`` that names the first rule which ``schedule`` breaks."""
+    """Raise ``InternalError`` that names the first rule which ``schedule`` breaks.
+
+    Use it for schedules that your own code makes or changes.
+
+    >>> import dataclasses
+    >>> from penstock import fleet
+    >>> shard = fleet.ShardCost(forward_s=1.0, backward_s=2.0)
+    >>> job = fleet.JobCost(name="a", shards=(shard, shard), num_steps=3)
+    >>> problem = fleet.FleetProblem(jobs=(job,), devices=(fleet.DeviceCost(name="cuda:0"),))
+    >>> schedule = fleet.simulate(problem, scheduler=lambda progress: progress.num_done)
+    >>> fleet.verify(problem, schedule)
+    >>> fleet.verify(problem, dataclasses.replace(schedule, units=schedule.units[1:]))
+    Traceback (most recent call last):
+        ...
+    penstock.errors.InternalError: job 'a': its 9 units do not each run once and in order
+    """
     of_job: dict[int, list[ScheduledUnit]] = defaultdict(list)
     of_device: dict[int, list[ScheduledUnit]] = defaultdict(list)
     for unit in schedule.units:

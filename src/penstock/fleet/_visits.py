@@ -28,6 +28,40 @@ class Visit:
         """Number of its own saved tensors that backward has not read yet."""
 
 
+class VisitOrder:
+    """The units of one mini-batch: as the previous one of its kind had them, until they come in another order."""
+
+    def __init__(self, work: Work):
+        shards = range(len(work.program.shards))
+        self._ways = work.training.cuts.ways
+        self._kind = (work.structure.signature, work.behaviour.trains)
+        """The kind of mini-batches that take the same path through the model."""
+        self._steps = [Task(UnitKind.STEP, shard) for shard in shards] if work.steps else []
+        known = self._ways.get(self._kind)
+        if known is None:
+            known = [Task(UnitKind.FORWARD, shard) for shard in shards]
+            known += [Task(UnitKind.BACKWARD, shard) for shard in reversed(shards)] if work.behaviour.trains else []
+        self.tasks = [*known, *self._steps]
+        self.index = -1
+        """Index of the current task."""
+
+    def enter(self, task: Task) -> int:
+        """Note that the unit of ``task`` begins, and return its index."""
+        self.index += 1
+        expected = self.tasks[self.index :]
+        if expected[:1] != [task]:  # the batch takes another path than the previous one, and rejoins it where it can
+            later = expected[expected.index(task) + 1 :] if task in expected else expected
+            self.tasks[self.index :] = [task, *later]
+        return self.index
+
+    def end(self) -> int:
+        """Note that all that is left are steps of the optimizer, and return the index of the first one."""
+        done = self.tasks[: self.index + 1]
+        self._ways[self._kind] = done
+        self.tasks[:] = [*done, *self._steps]
+        return len(done)
+
+
 class _Ticket:
     """A placeholder that autograd holds instead of a saved tensor."""
 
@@ -77,13 +111,14 @@ class Visits:
         """Storages saved by units that have ended: per storage its version, the unit, and where its bytes are."""
         self._has_ended = False
 
-    def begin(self, task: Task, visit: Visit | None) -> None:
-        """Begin the unit of ``task``, with an earlier visit or a new one."""
+    def begin(self, task: Task, visit: Visit | None) -> Visit:
+        """Begin the unit of ``task``, with an earlier visit or a new one, and return the visit."""
         if visit is None:
             visit = Visit(task, self._work.memory.device)
             self._all.append(visit)
         visit.task = task
         self.current = visit
+        return visit
 
     def likely(self, task: Task) -> Visit | None:
         """Return the visit whose backward the task probably is: the last one of its shard that still waits."""
@@ -92,7 +127,7 @@ class Visits:
 
     def saved_items(self) -> list[tuple[int, Item]]:
         """Return the items that wait for backward, each with its shard."""
-        return [(one.task.shard, one.saved.item) for one in self._all if one.saved.item is not None]
+        return [(visit.task.shard, visit.saved.item) for visit in self._all if visit.saved.item is not None]
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return the context manager that applies to autograd's saved tensors while forward runs."""

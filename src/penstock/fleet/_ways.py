@@ -12,12 +12,13 @@ from typing import Any
 
 from penstock.errors import BudgetNotKeptWarning
 from penstock.fleet._memory import DeviceMemory
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import UnitKind
 from penstock.fleet._whole import WholeBatch
 from penstock.fleet._worker import TOLERANCE, Expected
 from penstock.probe import can_record
 
+# Measuring all of them would need PyTorch's profiler all the time.
 _NUM_MEASURED = 4
 """Mini-batches in a row that have to show nothing new."""
 
@@ -42,7 +43,7 @@ class Ways:
             self._shapes.add(mini.work.structure.signature)
             self._num_left = _NUM_MEASURED
         if self._num_left and can_record(memory.device):
-            mini.meter = Meter(memory)
+            mini.meter = UnitMeter(memory)
         return _Wider(mini, known, self._seen, memory.room_bytes, takes_all=self._num_left > 0)
 
     def learn(self, mini: WholeBatch, budget_bytes: int) -> None:
@@ -94,6 +95,7 @@ class _Wider:
             return self._known.transient_bytes(index)
         most_bytes = max(self._known.transient_bytes(index), self._seen.get(_key(self._mini, index), 0))
         room_bytes = self._budget_bytes - sum(item.size_bytes for item in self._mini.needs(index))
+        # Next to the items of other jobs, a unit that took another path exceeded the budget by 5% in one of four runs.
         return room_bytes if self._takes_all else min(most_bytes, room_bytes)
 
     def remaining_bytes(self, index: int) -> int:

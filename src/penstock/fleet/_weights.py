@@ -20,6 +20,7 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, job: str, handed: frozenset[int]):
+        self.model = model
         self.parameters = dict(model.named_parameters())
         self.tensors: dict[str, torch.Tensor] = {**self.parameters, **dict(model.named_buffers())}
         self._job, self._handed = job, handed
@@ -28,6 +29,8 @@ class Weights:
         """Tensors that are in no group yet, as the factory made them."""
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
         """Names by identity of the tensor."""
+        self.casts: dict[str, bool] = {}
+        """Per tensor, whether every forward so far has used it only by casting it to half precision."""
         self._halves: dict[str, torch.Tensor] = {}
         """Leaves in half precision, which graphs refer to."""
         self._stands_for: set[str] = set()

@@ -10,25 +10,34 @@ pilots count them. The optimizer steps when backward has ended, shard by shard: 
 reads a parameter any more.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
-from penstock.errors import CaptureError
-from penstock.fleet._accesses import Watch, writes_to
 from penstock.fleet._arrivals import Arrivals
 from penstock.fleet._batch import flatten
 from penstock.fleet._cut import CutBatch, CutBatches
 from penstock.fleet._groups import Group
+from penstock.fleet._hollow_model import HollowModel
 from penstock.fleet._job import AUTOCAST_DTYPES
 from penstock.fleet._memory import Item
-from penstock.fleet._meter import Meter
+from penstock.fleet._meter import UnitMeter
 from penstock.fleet._problem import Task, UnitKind
 from penstock.fleet._units import Between, MiniBatch
-from penstock.fleet._visits import Visit, Visits
+from penstock.fleet._visits import Visit, VisitOrder, Visits
 from penstock.fleet._work import Work
-from penstock.storages import id_of, storage_id
+
+
+@dataclass(slots=True)
+class UnitUse:
+    """Items and groups of one unit, as it ran."""
+
+    items: dict[Item, None]
+    """Items that it worked on."""
+    open_groups: set[Group] = field(default_factory=set)
+    """Groups for which only some gradients had arrived when it ended."""
 
 
 class WholeBatch(MiniBatch):
@@ -36,32 +45,20 @@ class WholeBatch(MiniBatch):
 
     def __init__(self, work: Work, leaves: Sequence[torch.Tensor]):
         self.work = work
-        self.meter: Meter | None = None
+        self.meter: UnitMeter | None = None
         """A meter of units; set by pilots, by verification and for mini-batches that may show something new."""
-        self.used: dict[int, dict[Item, None]] = {}
-        """Per index of a task, the items that it worked on."""
-        self.open_groups: dict[int, set[Group]] = {}
-        """Per index of a task, groups for which only some gradients had arrived when it ended."""
+        self.uses: dict[int, UnitUse] = {}
+        """Per index of a task, what it worked on."""
         self._leaves = leaves
         self._results: list[torch.Tensor] = []
-        self._visits = Visits(work, self._enter, self._on_device, self._filled)
+        self._model = HollowModel(work, self._bring, self._fill)
+        self._visits = Visits(work, self._enter, self._on_device, self._model.filled)
         self._arrivals = Arrivals(work, self._on_device)
+        self._order = VisitOrder(work)
+        self.tasks = self._order.tasks  # the same list, which changes as units come
         self._between: Between
-        self._index = -1
-        self._bound: dict[Group, int] = {}
-        """Groups whose tensors have their bytes on the device, with the identity of the storage."""
         self._own_bytes = 0
         """Bytes that the current unit takes in addition to items."""
-        self._watch: Watch
-        self._way = (work.structure.signature, work.behaviour.trains)
-        """The kind of mini-batches that take the same path through the model."""
-        shards = range(len(work.program.shards))
-        self._steps = [Task(UnitKind.STEP, at) for at in shards] if work.steps else []
-        known = work.training.cuts.ways.get(self._way)
-        if known is None:
-            known = [Task(UnitKind.FORWARD, at) for at in shards]
-            known += [Task(UnitKind.BACKWARD, at) for at in reversed(shards)] if work.behaviour.trains else []
-        self.tasks = [*known, *self._steps]
 
     @property
     def results(self) -> list[list[torch.Tensor]]:
@@ -81,43 +78,41 @@ class WholeBatch(MiniBatch):
                 self._train()
             else:
                 self._validate()
-            done = self.tasks[: self._index + 1]
-            self.work.training.cuts.ways[self._way] = done
-            self.tasks = [*done, *self._steps]
-        self.work.begin_on_host()
-        self._run_from(len(done), between)
+            num_done = self._order.end()
+        self._arrivals.gradients.begin_on_host()
+        self._run_from(num_done, between)
 
     def run(self, index: int) -> None:
         """Run task ``index``, a step of the optimizer. Forward and backward are one long call."""
-        self.work.step(self.tasks[index].shard)
+        self._arrivals.gradients.step(self.tasks[index].shard)
 
     def needs(self, index: int) -> list[Item]:
         """Return the items that task ``index`` works on, as far as they exist."""
         task, visits = self.tasks[index], self._visits
         if task.kind is UnitKind.STEP:
             return self.work.step_items(task.shard)
-        found = dict.fromkeys(self.work.group_items(task.shard))
-        found |= dict.fromkeys(self._arrivals.items())
-        visit = visits.current if index == self._index else visits.likely(task)
+        items = dict.fromkeys(self.work.group_items(task.shard))
+        items |= dict.fromkeys(self._arrivals.items())
+        visit = visits.current if index == self._order.index else visits.likely(task)
         if task.kind is UnitKind.BACKWARD and visit is not None:
-            found |= visit.saved.homes
+            items |= visit.saved.homes
             if visit.saved.item is not None:
-                found[visit.saved.item] = None
-        return [item for item in found if item.storages is not None or item.handles is not None]
+                items[visit.saved.item] = None
+        return [item for item in items if item.storages is not None or item.handles is not None]
 
     def plan_uses(self, index: int) -> None:
         """Set the next use of each item, counted in units from task ``index``."""
         end = len(self.tasks) - index
         nearest: dict[tuple[bool, int], int] = {}
-        for at, task in enumerate(self.tasks[index:]):
-            nearest.setdefault((task.kind is UnitKind.BACKWARD, task.shard), at)
+        for distance, task in enumerate(self.tasks[index:]):
+            nearest.setdefault((task.kind is UnitKind.BACKWARD, task.shard), distance)
             if task.kind is UnitKind.STEP and not self.work.stays_away(task.shard):
-                nearest.setdefault((False, task.shard), at)
-        for at in range(len(self.work.groups)):
-            uses = [nearest[key, at] for key in (True, False) if (key, at) in nearest]
-            for item in self.work.group_items(at):
-                item.next_use = min(uses, default=end + at)
-            for item in self.work.collected_items(at):
+                nearest.setdefault((False, task.shard), distance)
+        for shard in range(len(self.work.groups)):
+            uses = [nearest[key, shard] for key in (True, False) if (key, shard) in nearest]
+            for item in self.work.group_items(shard):
+                item.next_use = min(uses, default=end + shard)
+            for item in self.work.collected_items(shard):  # the steps come last, see the top of this file
                 item.next_use = end
         for shard, item in self._visits.saved_items():
             item.next_use = nearest.get((True, shard), end)
@@ -131,20 +126,12 @@ class WholeBatch(MiniBatch):
     @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Make the model's tensors hollow on this device, and detect every use of one."""
-        training = self.work.training
-        hollow = training.weights.hollow_on(self.work.memory.device)
-        self._watch = Watch(hollow, training.weights.tensors, self._bring, self._fill, self._refuse_writes)
         with ExitStack() as stack:
-            for module in training.model.modules():
-                own = [
-                    tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-                ]
-                if own:
-                    stack.callback(module.register_forward_pre_hook(_announces(self._watch, own), prepend=True).remove)
+            stack.enter_context(self._model.hooked())
             if self.meter is not None:
-                self._watch.note = self.meter.note
+                self._model.watch.note = self.meter.note
                 stack.enter_context(self.meter.recording())
-            stack.callback(self._unbind)
+            stack.callback(self._model.unbind)
             stack.callback(self._visits.discard)  # code may keep parts of the graph that backward did not reach
             yield
 
@@ -156,15 +143,15 @@ class WholeBatch(MiniBatch):
             stack.enter_context(randomness.drawing_anyhow(self.work.memory.device))
             stack.enter_context(self._arrivals.hooks())
             self._enter(0)
-            with self._visits.hooks(), self._watch:
+            with self._visits.hooks(), self._model.watch:
                 outputs = self._call()
-            self._adopt_buffers()
+            self._model.adopt_buffers()
             self._results = [output.detach() for output in outputs]
             loss = outputs[0]
             del outputs
-            self._visits.kind = UnitKind.BACKWARD
-            with self._watch:
-                torch.autograd.backward(loss, self.work.seed(loss))
+            self._visits.kind, self._model.refuses_writes = UnitKind.BACKWARD, False
+            with self._model.watch:
+                torch.autograd.backward(loss, self._arrivals.gradients.seed(loss))
             del loss
             self._leave()
             self._arrivals.collect_all()
@@ -172,9 +159,9 @@ class WholeBatch(MiniBatch):
     def _validate(self) -> None:
         self._enter(0)
         randomness = self.work.training.randomness.drawing_anyhow(self.work.memory.device)
-        with torch.no_grad(), self.work.training.cuts.evaluating(), randomness, self._watch:
+        with torch.no_grad(), self.work.training.cuts.evaluating(), randomness, self._model.watch:
             self._results = [output.detach() for output in self._call()]
-        self._adopt_buffers()
+        self._model.adopt_buffers()
         self._leave()
 
     def _call(self) -> Sequence[torch.Tensor]:
@@ -183,28 +170,8 @@ class WholeBatch(MiniBatch):
         assert whole is not None
         leaves = [leaf.to(device) for leaf in self._leaves]
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            outputs, whole.result = flatten(whole.function(training.model, self.work.structure.rebuild(leaves)))
+            outputs, whole.result = flatten(whole.function(training.weights.model, self.work.structure.rebuild(leaves)))
         return outputs
-
-    def _adopt_buffers(self) -> None:
-        """Copy the values of a tensor with which forward replaced a buffer into the buffer."""
-        training = self.work.training
-        for prefix, module in training.model.named_modules():
-            for key, tensor in module._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                old = training.weights.tensors.get(name)
-                if old is None or tensor is old:
-                    continue
-                if tensor is None or (tensor.shape, tensor.dtype) != (old.shape, old.dtype):
-                    raise CaptureError(
-                        f"forward replaces the buffer {name} by something of another shape or dtype, which a fleet "
-                        "does not support; write into the buffer: self.buffer.copy_(new)"
-                    )
-                module._buffers[key] = old
-                if not self.work.behaviour.is_pilot:
-                    self._watch.need([old])
-                    with torch.no_grad():
-                        old.copy_(tensor)
 
     # Units
 
@@ -212,19 +179,17 @@ class WholeBatch(MiniBatch):
         """End the current unit and begin another."""
         self._leave()
         task = Task(self._visits.kind, shard)
-        self._index += 1
-        expected = self.tasks[self._index :]
-        if expected[:1] != [task]:  # the batch takes another path than the previous one, and rejoins it where it can
-            later = expected[expected.index(task) + 1 :] if task in expected else expected
-            self.tasks[self._index :] = [task, *later]
-        self._visits.begin(task, visit)
+        index = self._order.enter(task)
+        saved = self._visits.begin(task, visit).saved
         torch.clear_autocast_cache()  # casts of parameters that leave
-        self._own_bytes = self._between.begin(self._index)
-        self.used[self._index] = dict.fromkeys(self.needs(self._index))
-        for one in self.work.groups[task.shard]:
-            self._bind(one)
+        self._own_bytes = self._between.begin(index)
+        use = self.uses[index] = UnitUse(dict.fromkeys(self.needs(index)))
+        for group in self.work.groups[task.shard]:
+            if group.item is not None:
+                self._model.bind(group, saved)
+                use.items[group.item] = None
         if self.meter is not None:
-            self.meter.go_on(self._index)
+            self.meter.go_on(index)
 
     def _leave(self) -> None:
         visits = self._visits
@@ -235,84 +200,46 @@ class WholeBatch(MiniBatch):
             visits.keep_saved(visit)
         if self.meter is not None:
             self.meter.pause()
-        self._unbind()
+        self._model.unbind()
         visits.current = None
         if kind is UnitKind.BACKWARD:
             visits.let_go(visit)
-            self.open_groups[self._index] = self._arrivals.open_groups
+            self.uses[self._order.index].open_groups = self._arrivals.open_groups
             self._arrivals.collect_complete()
-        self._between.end(self._index)
+        self._between.end(self._order.index)
 
     # The model's tensors
-
-    def _bind(self, one: Group) -> None:
-        if one.item is None or one in self._bound:
-            return
-        assert self._visits.current is not None
-        (storage,) = self.work.memory.get(one.item)
-        views = one.views(storage)
-        if one.kind != "buffer":
-            self._visits.current.saved.add_home(storage, one.item)
-        elif self.work.behaviour.is_pilot:
-            views = {name: view.clone() for name, view in views.items()}
-        self.work.training.weights.bind(views)
-        self._bound[one] = id_of(storage)
-        self.used[self._index][one.item] = None
-
-    def _unbind(self) -> None:
-        for one, key in self._bound.items():
-            if one.kind == "buffer":
-                if one.item is not None and not self.work.behaviour.is_pilot:
-                    self.work.memory.changed(one.item)
-                continue
-            for name in one.layouts:
-                if storage_id(self.work.training.weights.tensors[name]) != key:
-                    raise writes_to(name)
-        self.work.training.weights.unbind_there(name for one in self._bound for name in one.layouts)
-        self._bound = {}
 
     def _bring(self, names: list[str]) -> None:
         """Begin the unit of the shard of these tensors, which are about to be used."""
         assert self._visits.current is not None
-        owners = [self.work.training.group_of[name].owner for name in names]
+        owners = [self.work.training.groups.by_name[name].owner for name in names]
         if self._visits.current.task.shard not in owners:
             self._enter(max(owners))
         self._fill(names)
 
-    def _refuse_writes(self, tensors: list[torch.Tensor]) -> None:
-        """Raise ``CaptureError`` if an operator is about to write to parameters."""
-        if self._visits.kind is not UnitKind.FORWARD:
-            return
-        written = {storage_id(tensor) for tensor in tensors}
-        for one, key in self._bound.items():
-            if one.kind != "buffer" and key in written:
-                raise writes_to(next(iter(one.layouts)))
-
     def _fill(self, names: list[str]) -> None:
         """Bring the hollow ones of ``names`` to the current unit."""
-        groups = dict.fromkeys(self.work.training.group_of[name] for name in names)
-        for one in groups:
-            if one not in self._bound and one.item is not None:
+        groups = dict.fromkeys(self.work.training.groups.by_name[name] for name in names)
+        assert self._visits.current is not None
+        for group in groups:
+            if group.item is not None and not self._model.is_bound(group):
                 with self._not_measured():
-                    self._on_device(one.item)
-                    self._bind(one)
-
-    def _filled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with its bytes. Another unit may have to begin for it."""
-        return self._watch.filled(tensor) if self._watch.need([tensor]) else tensor
+                    self._on_device(group.item)
+                    self._model.bind(group, self._visits.current.saved)
 
     def _on_device(self, item: Item) -> list[torch.UntypedStorage]:
         """Return the storages of an item that the current unit turns out to need."""
-        memory = self.work.memory
+        memory, items = self.work.memory, self.uses[self._order.index].items
         if item.storages is None:
             with self._not_measured():
-                pinned = [*self.used[self._index], item]
+                pinned = [*items, item]
                 missing = item.size_bytes - item.held_bytes()
-                room = memory.room_bytes - sum(one.size_bytes for one in pinned)  # it may take an unmeasured path
+                room = memory.room_bytes - sum(other.size_bytes for other in pinned)  # it may take an unmeasured path
                 label = f"job {self.work.training.job.name!r}: {item.label}"
                 memory.make_room(missing + max(0, min(self._own_bytes, room)), pinned, label)
                 memory.get(item)
-        self.used[self._index][item] = None
+        items[item] = None
         return memory.get(item)
 
     @contextmanager
@@ -322,14 +249,7 @@ class WholeBatch(MiniBatch):
             return
         self.meter.pause()
         yield
-        self.meter.go_on(self._index)
-
-
-def _announces(watch: Watch, own: list[torch.Tensor]) -> Callable[..., None]:
-    def announce(*_: object) -> None:
-        watch.need(own)
-
-    return announce
+        self.meter.go_on(self._order.index)
 
 
 def mini_batch(work: Work, leaves: Sequence[torch.Tensor], saves: Sequence[bool]) -> MiniBatch:

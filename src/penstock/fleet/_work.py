@@ -1,6 +1,6 @@
 """The part of a job that its mini-batches work on: tensors of each shard, their gradients, optimizer states."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,11 +8,11 @@ import torch
 
 from penstock.fleet._batch import Structure
 from penstock.fleet._groups import Group
+from penstock.fleet._host_steps import HostSteps
 from penstock.fleet._memory import DeviceMemory, Item
 from penstock.fleet._packed import Packed
-from penstock.fleet._program import Program
-from penstock.fleet._stepper import Stepper
-from penstock.fleet._training import Training
+from penstock.fleet._program import ShardProgram
+from penstock.fleet._training import JobTraining
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,116 +33,104 @@ class Work:
 
     def __init__(
         self,
-        training: Training,
+        training: JobTraining,
         memory: DeviceMemory,
-        program: Program,
+        program: ShardProgram,
         structure: Structure,
         behaviour: Behaviour | None = None,
         micro: int | None = None,
     ):
         self.training, self.memory, self.program, self.structure = training, memory, program, structure
         self.behaviour = behaviour or Behaviour()
-        self._stepper = Stepper(training, memory)
         job, collects = training.job, self.behaviour.trains and not self.behaviour.is_pilot
         before = training.position.micro if micro is None else micro
         self.steps = collects and before == job.accumulate - 1
         """Whether the optimizer steps at its end."""
-        self.waits_for_all = program.whole is not None or job.clip_norm is not None or training.scale is not None
+        scales = training.open_step.scale is not None
+        self.waits_for_all = program.whole is not None or job.clip_norm is not None or scales
         """Whether the optimizer needs all gradients before it changes anything.
 
         A model that is run whole may read any parameter until backward has ended.
         """
-        self._host = memory.host if collects and training.update != "device" else None
-        """The host's steps, if the job may take them."""
-        self.steps_apart = self.waits_for_all or self._host is not None
+        host = memory.host if collects and training.update != "device" else None
+        self.hosted = None if host is None else HostedGroups(training, host)
+        """The groups that the host steps, if the job may take the host."""
+        self.steps_apart = self.waits_for_all or self.hosted is not None
         """Whether the optimizer steps in units of its own, at the end."""
-        self._given: set[Group] = set()
-        """Groups that the host was given to step."""
-        self._can: dict[Group, bool] = {}
-        """Whether the host could step a group, as far as it was asked."""
-        self._has_begun = False
-        """Whether it was given all that it takes, so that nothing has to be predicted any more."""
-        self.groups = [
-            list(dict.fromkeys(training.group_of[name] for name in shard.tensors)) for shard in program.shards
-        ]
+        by_name = training.groups.by_name
+        self.groups = [list(dict.fromkeys(by_name[name] for name in shard.tensors)) for shard in program.shards]
         """The groups of each shard."""
-        used = {one for groups in self.groups for one in groups}
-        for one in training.gradients if collects else ():
-            if one not in used:  # from batches of another shape; this graph does not use it, but it is stepped
-                self.groups[one.owner].append(one)
+        used = {group for groups in self.groups for group in groups}
+        for group in training.open_step.gradients if collects else ():
+            if group not in used:  # from batches of another shape; this graph does not use it, but it is stepped
+                self.groups[group.owner].append(group)
 
     # Items
 
-    def owned(self, at: int) -> list[Group]:
-        """Return the groups whose gradients shard ``at`` collects."""
-        return [one for one in self.groups[at] if one.kind == "trained" and one.owner == at]
+    def owned(self, shard: int) -> list[Group]:
+        """Return the groups whose gradients ``shard`` collects."""
+        return [group for group in self.groups[shard] if group.kind == "trained" and group.owner == shard]
 
-    def item_of(self, one: Group) -> Item:
+    def item_of(self, group: Group) -> Item:
         """Return the item of a group that is somewhere: in training the one that travels."""
-        item = one.item if self._host is None else one.travelling
+        item = group.item if self.hosted is None else group.travelling
         assert item is not None
         return item
 
-    def group_items(self, at: int) -> list[Item]:
-        """Return the items of the groups that shard ``at`` uses."""
-        return [self.item_of(one) for one in self.groups[at] if one.item is not None]
+    def group_items(self, shard: int) -> list[Item]:
+        """Return the items of the groups that ``shard`` uses."""
+        return [self.item_of(group) for group in self.groups[shard] if group.item is not None]
 
-    def collected_items(self, at: int) -> list[Item]:
-        """Return the gradients and optimizer states of shard ``at``, as far as they exist."""
-        places = (self.training.gradients, self.training.states)
-        return [place[one].item for one in self.owned(at) for place in places if one in place]
+    def gradients_of(self, shard: int) -> list[Packed]:
+        """Return the gradients of earlier mini-batches that ``shard`` collects, as far as they exist."""
+        gradients = self.training.open_step.gradients
+        return [gradients[group] for group in self.owned(shard) if group in gradients]
 
-    def backward_items(self, at: int) -> list[Item]:
-        """Return those of these items that backward of shard ``at`` works on, if it collects gradients."""
+    def collected_items(self, shard: int) -> list[Item]:
+        """Return the gradients and optimizer states of ``shard``, as far as they exist."""
+        places = (self.training.open_step.gradients, self.training.states.packed)
+        return [place[group].item for group in self.owned(shard) for place in places if group in place]
+
+    def backward_items(self, shard: int) -> list[Item]:
+        """Return those of these items that backward of ``shard`` works on, if it collects gradients."""
         if not self.behaviour.trains or self.behaviour.is_pilot:
             return []
         if self.steps and not self.steps_apart:
-            return self.collected_items(at)
-        return [self.training.gradients[one].item for one in self.owned(at) if one in self.training.gradients]
+            return self.collected_items(shard)
+        return [packed.item for packed in self.gradients_of(shard)]
 
-    def step_items(self, at: int) -> list[Item]:
-        """Return the items that the optimizer's unit of shard ``at`` works on."""
-        if not self.training.is_finite:
+    def step_items(self, shard: int) -> list[Item]:
+        """Return the items that the optimizer's unit of ``shard`` works on."""
+        if not self.training.open_step.is_finite:
             return []
-        here = [one for one in self.owned(at) if not self._goes_to_host(one)]
-        places = self.training.gradients, self.training.states
-        found = [one.item for one in here if one.item is not None]
-        return found + [place[one].item for one in here for place in places if one in place]
+        here = [group for group in self.owned(shard) if self.hosted is None or group not in self.hosted]
+        places = self.training.open_step.gradients, self.training.states.packed
+        items = [group.item for group in here if group.item is not None]
+        return items + [place[group].item for group in here for place in places if group in place]
 
-    def stays_away(self, at: int) -> bool:
-        """Whether the optimizer's unit of shard ``at`` has nothing to do, because the host does it."""
-        return self._host is not None and all(map(self._goes_to_host, self.owned(at)))
+    def stays_away(self, shard: int) -> bool:
+        """Whether the optimizer's unit of ``shard`` has nothing to do, because the host does it."""
+        hosted = self.hosted
+        return hosted is not None and all(group in hosted for group in self.owned(shard))
 
-    def _goes_to_host(self, one: Group) -> bool:
-        """Whether the host steps a group, or has been given it."""
-        if self._host is None:
-            return False
-        if one in self._given:
-            return True
-        if self._has_begun or not self._host.takes(self.training, one):
-            return False
-        if one not in self._can:
-            self._can[one] = self._host.can_step(self.training, one)
-        return self._can[one]
+    def state_items(self, shard: int) -> list[Item]:
+        """Return the optimizer states that ``shard`` already has."""
+        states = self.training.states.packed
+        return [states[group].item for group in self.owned(shard) if group in states]
 
-    def state_items(self, at: int) -> list[Item]:
-        """Return the optimizer states that shard ``at`` already has."""
-        return [self.training.states[one].item for one in self.owned(at) if one in self.training.states]
-
-    def cast_bytes(self, at: int) -> int:
-        """Return the bytes of gradients that the optimizer's unit of shard ``at`` has to cast first."""
-        found = [self.training.gradients[one] for one in self.owned(at) if one in self.training.gradients]
+    def cast_bytes(self, shard: int) -> int:
+        """Return the bytes of gradients that the optimizer's unit of ``shard`` has to cast first."""
         parameters = self.training.weights.parameters
         return sum(
             parameters[name].nbytes
-            for packed in found
+            for packed in self.gradients_of(shard)
             for name, (_, layout) in packed.places.items()
             if layout.dtype is not parameters[name].dtype
         )
 
-    def state_bytes(self, at: int) -> int:
-        """Return the bytes of these states."""
-        return sum(item.size_bytes for item in self.state_items(at))
+    def state_bytes(self, shard: int) -> int:
+        """Return the bytes of the states of `state_items`."""
+        return sum(item.size_bytes for item in self.state_items(shard))
 
     # Tensors
 
@@ -152,153 +140,69 @@ class Work:
 
         Forward and backward use what travels, the optimizer the weights.
         """
-        here = [one for one in groups if one.item is not None]
-        for one in here:
-            assert one.item is not None
-            item = one.item if to_step else self.item_of(one)
+        here = [group for group in groups if group.item is not None]
+        for group in here:
+            assert group.item is not None
+            item = group.item if to_step else self.item_of(group)
             (storage,) = self.memory.get(item)
-            layouts = one.layouts if one.twin is None or item is one.item else one.twin.layouts
+            layouts = group.layouts if group.twin is None or item is group.item else group.twin.layouts
             self.training.weights.bind({name: layout.rebuild(storage) for name, layout in layouts.items()})
         try:
             yield
         finally:
-            for one in here:
-                self.training.weights.unbind(one.layouts)
+            for group in here:
+                self.training.weights.unbind(group.layouts)
 
-    def tensors(self, at: int) -> list[torch.Tensor]:
-        """Return the tensors of shard ``at``."""
-        return [self.training.weights.current(name) for name in self.program.shards[at].tensors]
+    def tensors(self, shard: int) -> list[torch.Tensor]:
+        """Return the tensors of ``shard``."""
+        return [self.training.weights.current(name) for name in self.program.shards[shard].tensors]
 
-    def travelling(self, at: int) -> list[str]:
+    def travelling(self, shard: int) -> list[str]:
         """Return the names of the shard's tensors whose gradients another shard collects."""
-        group_of = self.training.group_of
+        by_name = self.training.groups.by_name
         return [
             name
-            for name in self.program.shards[at].tensors
-            if group_of[name].kind == "trained" and group_of[name].owner != at
+            for name in self.program.shards[shard].tensors
+            if by_name[name].kind == "trained" and by_name[name].owner != shard
         ]
 
-    def shared(self, at: int) -> dict[str, torch.Tensor]:
+    def shared(self, shard: int) -> dict[str, torch.Tensor]:
         """Return the parameters that the shard owns and others also use."""
         return {
             name: self.training.weights.current(name)
-            for one in self.owned(at)
-            if len(one.shards) > 1
-            for name in one.layouts
+            for group in self.owned(shard)
+            if len(group.shards) > 1
+            for name in group.layouts
         }
 
-    def seed(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``loss`` with which backward begins. Raise ``ValueError`` if it cannot be a loss."""
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise ValueError(
-                f"the loss must be a scalar that requires a gradient, got a tensor of shape {tuple(loss.shape)} with "
-                f"requires_grad={loss.requires_grad}; for instance loss=lambda model, batch: "
-                "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
-            )
-        seed = torch.ones_like(loss)
-        if self.training.scale is not None:
-            seed = seed * self.training.scale.value
-        return seed / self.training.job.accumulate if self.training.job.accumulate > 1 else seed
 
-    # Gradients and steps
+class HostedGroups:
+    """The groups of a job that the host steps at the end of a mini-batch."""
 
-    def lay_out(self, one: Group, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Give the group's parameters the gradients of earlier batches, so that autograd adds to them.
+    def __init__(self, training: JobTraining, host: HostSteps):
+        self._training, self._host = training, host
+        self._begun: set[Group] = set()
+        """Groups that the host was given to step."""
+        self._can: dict[Group, bool] = {}
+        """Whether the host could step a group, as far as it was asked."""
+        self._is_complete = False
 
-        Those of a weight that travels in half precision are added later, by `collect`.
-        """
-        weights = self.training.weights
-        for name, tensor in self.training.gradients[one].views(list(storages)).items():
-            if weights.current(name) is weights.tensors[name]:
-                weights.tensors[name].grad = tensor
+    def __contains__(self, group: Group) -> bool:
+        """Whether the host steps a group, or has been given it."""
+        if group in self._begun:
+            return True
+        # After `complete` only what was begun counts: more groups may become able to step, but nobody will give them.
+        if self._is_complete or not self._host.takes(self._training, group):
+            return False
+        if group not in self._can:
+            self._can[group] = self._host.can_step(self._training, group)
+        return self._can[group]
 
-    def collect(self, one: Group) -> None:
-        """Measure, step or keep the group's gradients, which are complete."""
-        training = self.training
-        gradients = self._complete(one)
-        if self.behaviour.is_pilot and gradients:  # to find their bytes
-            self._stepper.measure(gradients)
-            Packed.of("", gradients)
-        if self.behaviour.is_pilot or not gradients:
-            return
-        if self.steps:
-            self._stepper.measure(gradients)
-        if self.steps and not self.steps_apart:
-            self._stepper.step(one, gradients)
-            return
-        if one in training.gradients and gradients.keys() == training.gradients[one].places.keys():
-            self.memory.changed(training.gradients[one].item)
-        else:
-            if one in training.gradients:  # a parameter got its first gradient
-                self.memory.discard(training.gradients.pop(one).item)
-            for name in gradients:
-                training.weights.tensors[name].grad = None
-            packed = Packed.of(f"{training.job.name}: gradients of shard {one.owner}", gradients)
-            training.gradients[one] = packed
-            self.memory.add(packed.item)
-        if self.steps and not self.waits_for_all:
-            self._give(one, None)
+    def give(self, group: Group, factor: torch.Tensor | None) -> None:
+        """Let the host step a group whose gradients are complete, if it can."""
+        if self._host.begin(self._training, group, factor):
+            self._begun.add(group)
 
-    def _complete(self, one: Group) -> dict[str, torch.Tensor]:
-        """Return the group's gradients, including those of earlier batches."""
-        weights, found = self.training.weights, dict[str, torch.Tensor]()
-        for name in one.layouts:
-            leaf = weights.current(name)
-            gradient = leaf.grad if leaf is weights.tensors[name] else self._widened(one, name, leaf)
-            if gradient is not None:
-                found[name] = gradient
-        return found
-
-    def _widened(self, one: Group, name: str, leaf: torch.Tensor) -> torch.Tensor | None:
-        """Take the gradient of a weight in half precision, added to those of earlier batches.
-
-        It is cast if others will be added to it, or if the loss scale will divide it.
-        """
-        training, gradient, earlier = self.training, leaf.grad, self.training.gradients.get(one)
-        leaf.grad = None
-        if earlier is not None and name in earlier.places:
-            total = earlier.views(self.memory.get(earlier.item))[name]
-            return total if gradient is None else total.add_(gradient)
-        if gradient is not None and (training.job.accumulate > 1 or training.scale is not None):
-            return gradient.to(training.weights.tensors[name].dtype)
-        return gradient
-
-    def begin_on_host(self) -> None:
-        """Give the host what it steps, once all gradients are known."""
-        self._has_begun = True
-        if self._host is None or not self.steps or not self.waits_for_all or not self.training.is_finite:
-            return
-        if not self.training.gradients:
-            return
-        factor = self._stepper.clip_factor()
-        for at in reversed(range(len(self.groups))):
-            for one in self.owned(at):
-                if one in self.training.gradients:
-                    self._give(one, factor)
-
-    def _give(self, one: Group, factor: torch.Tensor | None) -> None:
-        if self._host is not None and self._host.begin(self.training, one, factor):
-            self._given.add(one)
-
-    def measure(self, packed: Packed, storages: Sequence[torch.UntypedStorage]) -> None:
-        """Divide gradients to which this mini-batch adds nothing by the loss scale, and note their norms."""
-        self._stepper.measure(packed.views(list(storages)))
-        self.memory.changed(packed.item)
-
-    def step(self, at: int) -> None:
-        """Run the optimizer's unit of shard ``at``, once all gradients are known."""
-        training, here = self.training, [one for one in self.owned(at) if one in self.training.gradients]
-        if not training.is_finite:
-            for one in here:
-                self.memory.discard(training.gradients.pop(one).item)
-            return
-        with self.bound(here, to_step=True):
-            for one in here:
-                packed = training.gradients[one]
-                gradients = packed.views(self.memory.get(packed.item))
-                for name, gradient in gradients.items():
-                    parameter = training.weights.tensors[name]
-                    parameter.grad = gradient.to(parameter.dtype)  # the host was to take it in half precision
-                if training.job.clip_norm is not None:
-                    self._stepper.clip(gradients)
-                self._stepper.step(one, gradients)
+    def complete(self) -> None:
+        """Note that nothing has to be predicted any more, because the host was given all that it takes."""
+        self._is_complete = True

@@ -39,10 +39,10 @@ def run_watched(
     device: torch.device,
 ) -> Sequence[torch.Tensor]:
     """Run the shard on ``device``. Raise ``CaptureError`` if it writes to anything but ``buffers``."""
-    given = list(zip((*shard.tensors, *shard.inputs), (*tensors, *inputs), strict=True))
-    versions = [tensor._version for _, tensor in given]
+    named = list(zip((*shard.tensors, *shard.inputs), (*tensors, *inputs), strict=True))
+    versions = [tensor._version for _, tensor in named]
     outputs = shard.run(tensors, inputs, device)
-    for (name, tensor), version in zip(given, versions, strict=True):
+    for (name, tensor), version in zip(named, versions, strict=True):
         if tensor._version != version and name not in buffers:
             what = f"the parameter {name}" if name in shard.tensors else f"its input {name}"
             raise CaptureError(

@@ -63,7 +63,7 @@ def share_host(
         # by default `ahead` is an eighth of the budget, so it grows with a larger one
         least = fixed if in_flight is not None else -(-8 * (fixed - ahead) // 7)
         raise BudgetError(
-            f"`host_budget` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
+            f"`host` must be at least {least}, got {format_bytes(host_bytes)}: {format_bytes(places)} are "
             f"needed to know where each row is, {format_bytes(buffer_bytes)} to read from the disk and "
             f"{format_bytes(ahead)} for rows read in advance"
         )

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch.utils._pytree import tree_leaves
 
-from penstock.arguments import checked
+from penstock.arguments import checked, renamed
 from penstock.errors import BudgetError
 from penstock.tiers import Budget, Charges, DiskSpec, Size
 from penstock.unified._aligned import stride_for
@@ -44,7 +44,7 @@ class TieredFeatures(torch.Tensor):
     ``graph.out_degrees()``; without them the first rows count as the hottest. ``plan.explain()`` says what to expect,
     ``statistics()`` what happened.
 
-    ``host_budget`` bounds what is held in host memory: rows, the list of where each row is, disk buffers, and rows that
+    ``host`` bounds what is held in host memory: rows, the list of where each row is, disk buffers, and rows that
     a `Loader` has read in advance (``in_flight``, an eighth of it by default); ``None`` holds all rows there.
     ``device_budget`` is space on a CUDA device; it must be 0 on a CPU.
 
@@ -52,7 +52,7 @@ class TieredFeatures(torch.Tensor):
     them all; the files have no name and disappear with the process. ``dtype=torch.float32`` widens rows stored as
     float16, bfloat16 or int8 (with ``scale``). ``verify`` first reads all of a `write_features` file and compares its
     checksums. ``budget``, an account that other rooms share, is charged for what is held; unless you give
-    ``host_budget`` and ``disk``, they are what it has left.
+    ``host`` and ``disk``, they are what it has left.
 
     Raises ``BudgetError`` if the host budget is below what must be held or no disk is given for the rest,
     ``FeatureFileError`` for damaged files, ``ValueError`` for arguments that do not go together.
@@ -61,12 +61,13 @@ class TieredFeatures(torch.Tensor):
     """
 
     @staticmethod
-    @checked("TieredFeatures(tensor, host_budget='8GiB', disk='/nvme')")
+    @renamed(host_budget="host")
+    @checked("TieredFeatures(tensor, host='8GiB', disk='/nvme')")
     def __new__(
         cls,
         source: torch.Tensor | str | os.PathLike[str],
         *,
-        host_budget: Size | None = None,
+        host: Size | None = None,
         device_budget: Size = 0,
         in_flight: Size | None = None,
         disk: DiskSpec = None,
@@ -83,19 +84,19 @@ class TieredFeatures(torch.Tensor):
         device_bytes = parse_bytes(device_budget)
         place = _device_with(device_bytes, device)
         if budget is not None:
-            host_budget = budget.room_bytes("host") if host_budget is None else host_budget
+            host = budget.room_bytes("host") if host is None else host
             disk = budget.disk_bytes or None if disk is None else disk  # type: ignore[assignment]
         rows = source_of(source, key)
         kind = RowType.of(rows.shape[1:], rows.dtype, dtype, scale)
         num_rows = rows.shape[0]
         share = share_host(
-            None if host_budget is None else parse_bytes(host_budget), num_rows=num_rows, row_bytes=kind.row_bytes,
+            None if host is None else parse_bytes(host), num_rows=num_rows, row_bytes=kind.row_bytes,
             device_bytes=device_bytes, in_flight=None if in_flight is None else parse_bytes(in_flight),
             buffer_bytes=buffer_bytes_for(rows.table.stride_bytes if rows.table else stride_for(kind.row_bytes)),
         )  # fmt: skip
         if share.needs_disk and rows.table is None and disk is None:
             raise BudgetError(
-                f"{format_bytes(num_rows * kind.row_bytes)} of rows do not fit host_budget={host_budget!r}; "
+                f"{format_bytes(num_rows * kind.row_bytes)} of rows do not fit host={host!r}; "
                 "give a directory on an SSD for the remaining rows: TieredFeatures(..., disk='/nvme')"
             )
         problem = TierProblem(
@@ -338,12 +339,11 @@ def _device_with(budget_bytes: int, name: torch.device | str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ValueError(
             f"`device` must be the CPU or a CUDA device, whose kernels read host memory in place, got {str(device)!r}: "
-            "TieredFeatures(source, host_budget='1GiB', device='cpu')"
+            "TieredFeatures(source, host='1GiB', device='cpu')"
         )
     if budget_bytes and device.type == "cpu":
         raise ValueError(
-            "`device_budget` is for CUDA devices only; on a CPU give `host_budget` alone: TieredFeatures(source, "
-            "host_budget='1GiB')"
+            "`device_budget` is for CUDA devices only; on a CPU give `host` alone: TieredFeatures(source, host='1GiB')"
         )
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
