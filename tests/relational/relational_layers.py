@@ -53,6 +53,29 @@ def many_functions(g, x, edge, by_type, shared):
     return result, value
 
 
+def application_of(record):
+    """A layer that applies a function of the table to both ends of an edge, or to its source."""
+
+    def applied(g, x, y):
+        for e in g.edges():
+            operands = (x[e.src], y[e.dst])[: record.num_operands]
+            value = operands[0].tracer.map(record.name, *operands, parameter=0.25)
+        for n in g.nodes():
+            total = n.sum(value)
+        return total, value
+
+    return layer(applied)
+
+
+def operands_of(record, graph, dtype, generator):
+    """Operands in the function's domain, some of which are equal."""
+    x, y = (torch.randn(count, 3, generator=generator) for count in (graph.num_sources, graph.num_targets))
+    if record.name in ("log", "sqrt"):
+        x = x.abs() + 0.1
+    y[::2] = x[0]
+    return [one.to(dtype) for one in (x, y)]
+
+
 def tensors(name, graph, width, dtype, generator):
     """Random arguments of a layer, by name; all want gradients."""
     nodes, edges, types = graph.num_sources, graph.num_edges, graph.num_edge_types

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import penstock
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._tune import Choices, schedules
 
 pytest.importorskip("triton")
@@ -16,7 +18,8 @@ HERE = Path(__file__).parent
 
 
 def run(*parts, interpret, **variables):
-    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": str(HERE), **variables}
+    path = os.pathsep.join([str(HERE), str(Path(penstock.__file__).parents[1])])  # the library that is tested
+    environment = {**os.environ, "TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": path, **variables}
     outcome = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "triton_process.py"), *parts],
         env=environment, capture_output=True, text=True, check=False,
@@ -25,7 +28,9 @@ def run(*parts, interpret, **variables):
     return outcome.stdout
 
 
-TOGETHER = {one: parts for parts in [("equality", "corners", "repeated"), ("layers", "half")] for one in parts}
+TOGETHER = {
+    one: parts for parts in [("equality", "corners", "repeated", "functions"), ("layers", "half")] for one in parts
+}
 """What is interpreted in one process, since what it imports takes seconds."""
 
 
@@ -53,6 +58,10 @@ def test_half_precision_is_summed_in_single():
 
 def test_broadcast_sums_and_rounded_maxima():
     assert interpreted("corners").count("equal") == 6
+
+
+def test_every_function_gives_what_pytorch_gives():
+    assert interpreted("functions").count("equal") == len(FUNCTIONS)
 
 
 def test_all_kernels_compile_for_sm_90():

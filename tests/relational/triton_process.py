@@ -7,10 +7,21 @@ import sys
 from unittest import mock
 
 import torch
-from relational_layers import heads, many_functions, plain, random_graph, rgat, rgcn, tensors
+from relational_layers import (
+    application_of,
+    heads,
+    many_functions,
+    operands_of,
+    plain,
+    random_graph,
+    rgat,
+    rgcn,
+    tensors,
+)
 
 from penstock import relational
 from penstock.relational import _run, _triton
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._tune import Choices, Schedule
 
 LAYERS = {"rgcn": rgcn, "rgat": rgat, "heads": heads, "many_functions": many_functions}
@@ -54,6 +65,22 @@ def corners():
         compare(largest, graph, dtype, tolerance, x, weight)
 
 
+def functions():
+    """Every function of the table, beside PyTorch."""
+    generator = torch.Generator().manual_seed(6)
+    graph = random_graph(7, 30, 3, generator)
+    for record in FUNCTIONS.values():
+        given = operands_of(record, graph, torch.float32, generator)
+        if record.derivative is None:
+            found, expected = (
+                application_of(record).with_options(emitter=emitter)(graph, *given) for emitter in ("triton", "eager")
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            print("equal", record.name, flush=True)
+        else:
+            compare(application_of(record), graph, torch.float32, 1e-4, *given)
+
+
 def compare(one, graph, dtype, tolerance, *inputs):
     """With the eager emitter in float32, of the same rounded inputs."""
     found = []
@@ -62,7 +89,7 @@ def compare(one, graph, dtype, tolerance, *inputs):
         result = one.with_options(emitter=emitter)(graph, *given)
         result = result if isinstance(result, tuple) else (result,)
         total = sum((value.float() * torch.linspace(-1, 1, value.numel()).view_as(value)).sum() for value in result)
-        found.append([*result, *torch.autograd.grad(total, given)])
+        found.append([*result, *torch.autograd.grad(total, given, materialize_grads=True)])
     for mine, theirs in zip(*found, strict=True):
         assert mine.dtype is dtype
         torch.testing.assert_close(mine.float(), theirs, rtol=tolerance, atol=tolerance)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain, common
+from penstock.relational._elementwise import FUNCTIONS, Application, Term
 from penstock.relational._ir import (
     Builder,
     Concat,
@@ -138,56 +139,14 @@ class _Chain:
 
 def _map(chain: _Chain, one: Operation, at: int, gradient: int) -> None:
     assert isinstance(one, Map)
-
-    def product(other: int) -> int:
-        return chain.map("multiply", gradient, other)
-
-    def slope(function: str, operand: int) -> int:
-        return chain.map(function, operand, parameter=one.parameter)
-
-    operands = one.operands
-    first, last = operands[0], operands[-1]
-    match one.function:
-        case "add":
-            parts = [gradient, gradient]
-        case "subtract":
-            parts = [gradient, chain.map("negate", gradient)]
-        case "multiply":
-            parts = [product(last), product(first)]
-        case "divide":
-            share = chain.map("divide", gradient, last)
-            parts = [share, chain.map("negate", chain.map("multiply", share, at))]
-        case "negate":
-            parts = [chain.map("negate", gradient)]
-        case "maximum":
-            larger = chain.map("greater", first, last)
-            half = chain.map("multiply", chain.map("equal", first, last), chain.constant(0.5))
-            share = chain.map("add", larger, half)
-            rest = chain.map("subtract", chain.constant(1.0), share)
-            parts = [product(share), product(rest)]
-        case "exp":
-            parts = [product(at)]
-        case "log":
-            parts = [chain.map("divide", gradient, first)]
-        case "sqrt":
-            half = chain.map("multiply", gradient, chain.constant(0.5))
-            parts = [chain.map("divide", half, at)]
-        case "tanh" | "sigmoid":
-            square = chain.map("multiply", at, at)
-            from_ = chain.constant(1.0) if one.function == "tanh" else at
-            parts = [product(chain.map("subtract", from_, square))]
-        case "relu":
-            parts = [product(chain.map("greater", first, chain.constant(0.0)))]
-        case "leaky_relu" | "elu" | "gelu":
-            parts = [product(slope(f"{one.function}_slope", first))]
-        case "abs":
-            parts = [product(chain.map("sign", first))]
-        case "stop_gradient" | "sign" | "equal" | "greater" | "is_largest":
-            return
-        case _:
-            raise InternalError(f"{one.function} has no derivative")
-    for operand, part in zip(operands, parts, strict=True):
-        chain.contribute(operand, part, one.domain)
+    derivative = FUNCTIONS[one.function].derivative
+    if derivative is None:
+        raise InternalError(f"{one.function} has no derivative")
+    operands = tuple(Term(chain, operand) for operand in one.operands)
+    parts = derivative(Application(Term(chain, gradient), Term(chain, at), operands, one.parameter))
+    if parts:
+        for operand, part in zip(one.operands, parts, strict=True):
+            chain.contribute(operand, part.place, one.domain)
 
 
 def _matmul(chain: _Chain, one: Operation, at: int, gradient: int) -> None:

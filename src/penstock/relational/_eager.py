@@ -5,15 +5,15 @@ rows, so it takes the memory that the other emitters save.
 """
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import dropout_mask
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -32,7 +32,6 @@ from penstock.relational._ir import (
     Slice,
     SumTo,
 )
-from penstock.relational._random import MASK, hashed
 
 
 class Rows(Protocol):
@@ -114,7 +113,7 @@ class Machine:
             case Map():
                 rank = max((value.dim() for value in operands), default=1)
                 aligned = [_with_rank(value, rank) for value in operands]
-                value = _FUNCTIONS[one.function](aligned, one.parameter)
+                value = FUNCTIONS[one.function].eager(aligned, one.parameter)
                 return value.expand(num_rows, *one.shape)
             case Dot():
                 left, right = (_with_rank(value, max(one.dim() for one in operands)) for value in operands)
@@ -213,21 +212,6 @@ class Machine:
         return [(row, members) for row, members in enumerate(order.split(sizes)) if len(members)]
 
 
-def dropout_mask(
-    num_rows: int, shape: tuple[int, ...], seed: int, stream: int, probability: float, device: torch.device
-) -> torch.Tensor:
-    """Return 0 or ``1 / (1 - probability)`` for each element, float64 ``[num_rows, *shape]``.
-
-    A hash of row, column, stream and seed decides.
-    """
-    size = math.prod(shape)
-    row = torch.arange(num_rows, device=device).unsqueeze(1)
-    column = torch.arange(size, device=device).unsqueeze(0)
-    mixed = hashed(hashed(row + ((seed & MASK) ^ hashed(stream))) + column)
-    keep = mixed >= int(probability * 2**32)
-    return (keep.double() / (1 - probability)).reshape(num_rows, *shape)
-
-
 def _rows_times(left: torch.Tensor, matrix: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return ``[rows, ..., inner] @ [..., inner, outer]``."""
     if matrix.dim() == 2:
@@ -250,42 +234,3 @@ def _with_rank(value: torch.Tensor, rank: int) -> torch.Tensor:
 
 def _full(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return (1,) * (rank - len(shape)) + shape
-
-
-def _elu_slope(value: torch.Tensor) -> torch.Tensor:
-    return torch.where(value > 0, 1.0, value.exp()).to(value.dtype)
-
-
-def _gelu_slope(value: torch.Tensor) -> torch.Tensor:
-    density = torch.exp(-0.5 * value * value) * 0.3989422804014327
-    return 0.5 * (1 + torch.erf(value * 0.7071067811865476)) + value * density
-
-
-_Function = Callable[[Sequence[torch.Tensor], float], torch.Tensor]
-_FUNCTIONS: dict[str, _Function] = {
-    "add": lambda x, _: x[0] + x[1],
-    "subtract": lambda x, _: x[0] - x[1],
-    "multiply": lambda x, _: x[0] * x[1],
-    "divide": lambda x, _: x[0] / x[1],
-    "negate": lambda x, _: -x[0],
-    "maximum": lambda x, _: torch.maximum(x[0], x[1]),
-    "exp": lambda x, _: x[0].exp(),
-    "log": lambda x, _: x[0].log(),
-    "sqrt": lambda x, _: x[0].sqrt(),
-    "reciprocal": lambda x, _: x[0].reciprocal(),
-    "tanh": lambda x, _: x[0].tanh(),
-    "sigmoid": lambda x, _: x[0].sigmoid(),
-    "gelu": lambda x, _: functional.gelu(x[0]),
-    "gelu_slope": lambda x, _: _gelu_slope(x[0]),
-    "relu": lambda x, _: x[0].relu(),
-    "leaky_relu": lambda x, slope: functional.leaky_relu(x[0], slope),
-    "leaky_relu_slope": lambda x, slope: torch.ones_like(x[0]).masked_fill_(x[0] <= 0, slope),
-    "elu": lambda x, _: functional.elu(x[0]),
-    "elu_slope": lambda x, _: _elu_slope(x[0]),
-    "abs": lambda x, _: x[0].abs(),
-    "sign": lambda x, _: x[0].sign(),
-    "equal": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
-    "is_largest": lambda x, _: (x[0] == x[1]).to(x[0].dtype),
-    "greater": lambda x, _: (x[0] > x[1]).to(x[0].dtype),
-    "stop_gradient": lambda x, _: x[0],
-}

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import C_SOURCE, hashed, limit_of, scale_of
+from penstock.relational._elementwise import C_MATH, FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -26,7 +28,6 @@ from penstock.relational._ir import (
     SumTo,
 )
 from penstock.relational._lower import BlockedSum, Kernel, Lowered, Traversal
-from penstock.relational._random import hashed
 
 _SIMD = '_Pragma("omp simd reduction(+:sum)")'
 MOST_LOCAL = 16
@@ -48,22 +49,8 @@ typedef struct {
 
 enum { AHEAD = 8 };
 
-static inline uint32_t mix(uint32_t x) {
-    x ^= x >> 16;
-    x *= 0x7feb352du;
-    x ^= x >> 15;
-    x *= 0x846ca68bu;
-    return x ^ (x >> 16);
-}
-
-static inline real dropped(int64_t row, int64_t column, uint32_t seed, uint32_t stream, uint32_t limit, real scale) {
-    return mix(mix((uint32_t)row + (seed ^ stream)) + (uint32_t)column) >= limit ? scale : 0;
-}
-
-static inline real gelu_slope(real x) {
-    return (real)0.5 * (1 + ERF(x * (real)0.7071067811865476)) + x * EXP((real)-0.5 * x * x) * (real)0.3989422804014327;
-}
-
+@DROPOUT
+@HELPERS
 static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t position) {
     int64_t low = 0, high = num_groups - 1;
     while (low < high) {
@@ -76,39 +63,8 @@ static int64_t group_of(const int64_t *starts, int64_t num_groups, int64_t posit
     return low;
 }
 """
-_REAL = {
-    "float32": "#define real float\n#define EXP expf\n#define LOG logf\n#define SQRT sqrtf\n#define TANH tanhf\n"
-    "#define ERF erff\n#define FABS fabsf\n",
-    "float64": "#define real double\n#define EXP exp\n#define LOG log\n#define SQRT sqrt\n#define TANH tanh\n"
-    "#define ERF erf\n#define FABS fabs\n",
-}
-_FUNCTIONS = {
-    "add": "({0} + {1})",
-    "subtract": "({0} - {1})",
-    "multiply": "({0} * {1})",
-    "divide": "({0} / {1})",
-    "negate": "(-{0})",
-    "maximum": "({0} > {1} || {0} != {0} ? {0} : {1})",
-    "exp": "EXP({0})",
-    "log": "LOG({0})",
-    "sqrt": "SQRT({0})",
-    "reciprocal": "(1 / {0})",
-    "tanh": "TANH({0})",
-    "sigmoid": "(1 / (1 + EXP(-{0})))",
-    "gelu": "((real)0.5 * {0} * (1 + ERF({0} * (real)0.7071067811865476)))",
-    "gelu_slope": "gelu_slope({0})",
-    "relu": "({0} < 0 ? 0 : {0})",
-    "leaky_relu": "({0} > 0 ? {0} : (real){p} * {0})",
-    "leaky_relu_slope": "({0} > 0 ? (real)1 : (real){p})",
-    "elu": "({0} > 0 ? {0} : EXP({0}) - 1)",
-    "elu_slope": "({0} > 0 ? (real)1 : EXP({0}))",
-    "abs": "FABS({0})",
-    "sign": "((real)(({0} > 0) - ({0} < 0)))",
-    "equal": "((real)({0} == {1}))",
-    "is_largest": "((real)({0} == {1}))",
-    "greater": "((real)({0} > {1}))",
-    "stop_gradient": "{0}",
-}
+_DTYPES = {"float32": ("float", "f"), "float64": ("double", "")}
+"""Types in C by dtype, and the suffix of the math library's functions for them."""
 
 
 def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
@@ -123,7 +79,15 @@ def emit(lowered: Lowered, dtype: str) -> tuple[str, dict[int, Kernel]]:
             writer = _Writer(lowered, step, f"step{number}")
             functions.append(writer.function())
             kernels[number] = writer.kernel()
-    return _REAL[dtype] + PRELUDE + "\n" + "\n".join(functions), kernels
+    return f"{_prelude(dtype)}\n" + "\n".join(functions), kernels
+
+
+def _prelude(dtype: str) -> str:
+    """Return what all functions of a source share."""
+    real, suffix = _DTYPES[dtype]
+    lines = [f"#define real {real}", *(f"#define {name.upper()} {name}{suffix}" for name in C_MATH)]
+    helpers = "\n".join(one.c_helper for one in FUNCTIONS.values() if one.c_helper)
+    return "\n".join(lines) + "\n" + PRELUDE.replace("@DROPOUT", C_SOURCE).replace("@HELPERS", helpers)
 
 
 @dataclass
@@ -261,7 +225,7 @@ class _Writer:
         match one:
             case Map():
                 values = [self._value(operand, indices) for operand in one.operands]
-                return _FUNCTIONS[one.function].format(*values, p=_number(one.parameter))
+                return FUNCTIONS[one.function].c.format(*values, p=_number(one.parameter))
             case Reshape():
                 (operand,) = one.operands
                 shape = self.program[operand].shape
@@ -289,12 +253,11 @@ class _Writer:
 
     def _dropout(self, one: Dropout, indices: list[str]) -> str:
         value = self._value(one.operands[0], indices)
-        limit = int(one.probability * 2**32)
-        scale = repr(1 / (1 - one.probability))
+        limit, scale = limit_of(one.probability), scale_of(one.probability)
         column = _flat(indices, one.shape)
         return (
             f"({value} * dropped({self._row(one.domain)}, {column}, (uint32_t)c->seed, "
-            f"{hashed(one.stream)}u, {limit}u, (real){scale}))"
+            f"{hashed(one.stream)}u, {limit}u, (real){scale!r}))"
         )
 
     def _pointer(self, at: int) -> str:

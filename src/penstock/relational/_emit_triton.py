@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._dropout import MASK, hashed, limit_of, scale_of
+from penstock.relational._elementwise import FUNCTIONS
 from penstock.relational._ir import (
     Concat,
     Constant,
@@ -29,41 +31,14 @@ from penstock.relational._ir import (
     SumTo,
 )
 from penstock.relational._lower import Kernel, Lowered, Traversal
-from penstock.relational._random import hashed
 
-HEADER = """\
+_HELPERS = sorted({"dropped", "larger", *(one.triton_helper for one in FUNCTIONS.values() if one.triton_helper)})
+HEADER = f"""\
 import triton
 import triton.language as tl
 
-from penstock.relational._triton_kernels import dropped, gelu, gelu_slope, larger, tanh
+from penstock.relational._triton_kernels import {", ".join(_HELPERS)}
 """
-_FUNCTIONS = {
-    "add": "{0} + {1}",
-    "subtract": "{0} - {1}",
-    "multiply": "{0} * {1}",
-    "divide": "{0} / {1}",
-    "negate": "-{0}",
-    "maximum": "larger({0}, {1})",
-    "exp": "tl.exp({0})",
-    "log": "tl.log({0})",
-    "sqrt": "tl.sqrt_rn({0})",
-    "reciprocal": "1.0 / {0}",
-    "tanh": "tanh({0})",
-    "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
-    "gelu": "gelu({0})",
-    "gelu_slope": "gelu_slope({0})",
-    "relu": "tl.where({0} < 0, 0.0, {0})",
-    "leaky_relu": "tl.where({0} > 0, {0}, {p} * {0})",
-    "leaky_relu_slope": "tl.where({0} > 0, 1.0, {p})",
-    "elu": "tl.where({0} > 0, {0}, tl.exp({0}) - 1.0)",
-    "elu_slope": "tl.where({0} > 0, 1.0, tl.exp({0}))",
-    "abs": "tl.abs({0})",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "equal": "tl.where({0} == {1}, 1.0, 0.0)",
-    "is_largest": "tl.where({0}.to(STORED).to(tl.float32) == {1}.to(STORED).to(tl.float32), 1.0, 0.0)",
-    "greater": "tl.where({0} > {1}, 1.0, 0.0)",
-    "stop_gradient": "{0}",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +184,8 @@ class _Writer:
                 return self._new(f"tl.full(@ONES, {_number(one.value)}, tl.float32)", is_fixed=True)
             case Map():
                 values = [self._value(operand, indices, depth) for operand in one.operands]
-                text = _FUNCTIONS[one.function].format(*(value.text for value in values), p=_number(one.parameter))
+                texts = [value.text for value in values]
+                text = FUNCTIONS[one.function].triton.format(*texts, p=_number(one.parameter))
                 return self._new(text, is_fixed=all(value.is_fixed for value in values))
             case Reshape():
                 (operand,) = one.operands
@@ -276,9 +252,9 @@ class _Writer:
     def _dropout(self, one: Dropout, indices: list[_Index], depth: int) -> _Value:
         value = self._value(one.operands[0], indices, depth)
         row = self._row(one.domain)
-        limit, scale = int(one.probability * 2**32), repr(1 / (1 - one.probability))
+        limit, scale = limit_of(one.probability), scale_of(one.probability)
         column = f"{row} * 0 + {_flat(indices, one.shape)}"
-        text = f"{value.text} * dropped({row}, {column}, seed, {hashed(one.stream & 0xFFFFFFFF)}, {limit}, {scale})"
+        text = f"{value.text} * dropped({row}, {column}, seed, {hashed(one.stream & MASK)}, {limit}, {scale!r})"
         return self._new(text, is_fixed=False)
 
     def _load(self, at: int, indices: list[_Index]) -> _Value:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of_types
-from penstock.relational._language import Graph, Value, dot, softmax
+from penstock.relational._language import LayerGraph, Value, dot, softmax
 from penstock.relational._rgcn import check_features, check_relations
 from penstock.relational._run import layer
 
@@ -18,7 +18,7 @@ EdgeType = tuple[str, str, str]
 
 
 @layer
-def _attention(g: Graph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
+def _attention(g: LayerGraph, key: Any, query: Any, value: Any, to_key: Any, to_message: Any, prior: Any) -> Value:
     for e in g.edges():
         score = dot(key[e.src] @ to_key[e.etype], query[e.dst]) * prior[e.etype]
         message = softmax(score).unsqueeze(-1) * (value[e.src] @ to_message[e.etype])

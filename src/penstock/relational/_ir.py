@@ -15,6 +15,7 @@ from typing import Literal
 
 from penstock.errors import InternalError
 from penstock.relational._domain import Domain
+from penstock.relational._elementwise import FUNCTIONS
 
 Shape = tuple[int, ...]
 """Shape of one row; ``()`` is a number."""
@@ -61,7 +62,7 @@ class Map(Operation):
     """An element-wise function; rows of operands are broadcast against each other from the right."""
 
     function: str
-    """A name in `FUNCTIONS`."""
+    """A name in `_elementwise.FUNCTIONS`."""
     parameter: float = 0.0
     """The parameter of functions that have one, such as the slope of ``leaky_relu``."""
 
@@ -136,18 +137,6 @@ class OuterSum(Operation):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameRows(Operation):
     """The operand's rows under the name of another domain, for graphs whose targets are its sources."""
-
-
-FUNCTIONS: Mapping[str, int] = {
-    "add": 2, "subtract": 2, "multiply": 2, "divide": 2, "negate": 1, "maximum": 2,
-    "exp": 1, "log": 1, "sqrt": 1, "reciprocal": 1, "tanh": 1, "sigmoid": 1, "gelu": 1, "gelu_slope": 1,
-    "relu": 1, "leaky_relu": 1, "leaky_relu_slope": 1, "abs": 1, "sign": 1, "equal": 2, "is_largest": 2, "greater": 2,
-    "elu": 1, "elu_slope": 1, "stop_gradient": 1,
-}  # fmt: skip
-"""Element-wise functions by name, with their number of operands.
-
-``is_largest`` is ``equal`` for a maximum, which may be rounded.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +263,7 @@ def _domains_agree(one: Operation, operands: list[Operation]) -> bool:
 def _shapes_agree(one: Operation, shapes: list[Shape]) -> bool:
     match one:
         case Map():
-            return len(shapes) == FUNCTIONS[one.function] and broadcast(*shapes) == one.shape
+            return len(shapes) == FUNCTIONS[one.function].num_operands and broadcast(*shapes) == one.shape
         case Matmul():
             return matmul_shape(shapes[0], shapes[1], transposed=one.transposed) == one.shape
         case Dot():

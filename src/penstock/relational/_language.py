@@ -9,7 +9,6 @@ every node. There are three rules; an error names the line that breaks one:
 - rows are combined only by ``n.sum``, ``n.mean``, ``n.max`` and ``softmax``, over the edges that enter a node.
 """
 
-import abc
 import math
 import sys
 import traceback
@@ -66,7 +65,7 @@ def trace(
     """
     tracer = Tracer()
     symbols = {name: Argument(tracer, name, shape) for name, shape in arguments.items()}
-    returned = function(Graph(tracer), **symbols, **constants)
+    returned = function(LayerGraph(tracer), **symbols, **constants)
     values = list(returned) if isinstance(returned, tuple) else [returned]
     for value in values:
         if not isinstance(value, Value):
@@ -143,11 +142,11 @@ class Tracer:
         return self.builder.add(rewritten(mirrored, {one: self.at_sources(one) for one in operation.operands}))
 
 
-class Graph:
+class LayerGraph:
     """The graph that a layer iterates over."""
 
     def __init__(self, tracer: Tracer):
-        self._tracer = tracer
+        self.tracer = tracer
 
     def __iter__(self) -> NoReturn:
         refuse(
@@ -156,11 +155,11 @@ class Graph:
 
     def edges(self) -> "Iterator[Edge]":
         """Yield one edge, which stands for all."""
-        yield Edge(self._tracer)
+        yield Edge(self.tracer)
 
     def nodes(self) -> "Iterator[Node]":
         """Yield one node, which stands for all."""
-        yield Node(self._tracer)
+        yield Node(self.tracer)
 
 
 class Index:
@@ -199,7 +198,7 @@ class Node(Index):
     def __init__(self, tracer: Tracer):
         super().__init__(Domain.TARGET, "a node", "node")
         self.ntype = Index(Domain.TARGET_TYPE, "a node type", "node")
-        self._tracer = tracer
+        self.tracer = tracer
 
     def sum(self, value: "Value") -> "Value":
         """Return the sum of an edge's value over the edges that enter the node; 0 if there are none."""
@@ -215,24 +214,23 @@ class Node(Index):
 
     def degree(self) -> "Value":
         """Return the number of edges that enter the node."""
-        return self._tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
+        return self.tracer.value(Count(domain=Domain.TARGET, shape=(), over=Domain.EDGE), "node")
 
     def _reduce(self, value: "Value", kind: Literal["sum", "max"]) -> "Value":
-        value = self._tracer.lift(value)
+        value = self.tracer.lift(value)
         if value.scope == "node":
             refuse("cannot reduce a value of a node; reduce values of edges, as in n.sum(x[e.src])")
         operation = Reduce(
             domain=Domain.TARGET, shape=value.shape, operands=(value.place,), over=Domain.EDGE, kind=kind
         )
-        return self._tracer.value(operation, "node")
+        return self.tracer.value(operation, "node")
 
 
-class _Arithmetic(abc.ABC):
+class _Arithmetic:
     """The operators that values and tensors share."""
 
-    @abc.abstractmethod
-    def _tracer_of(self) -> Tracer:
-        """Return the tracer that records operations."""
+    tracer: Tracer
+    """The tracer that records operations."""
 
     def _compared(self, _: object) -> NoReturn:
         refuse("values cannot be compared or branched on; use maximum(a, b), relu(a) or products with a mask")
@@ -243,34 +241,34 @@ class _Arithmetic(abc.ABC):
         self._compared(None)
 
     def __add__(self, other: Any) -> "Value":
-        return self._tracer_of().map("add", self, other)
+        return self.tracer.map("add", self, other)
 
     def __radd__(self, other: Any) -> "Value":
-        return self._tracer_of().map("add", other, self)
+        return self.tracer.map("add", other, self)
 
     def __sub__(self, other: Any) -> "Value":
-        return self._tracer_of().map("subtract", self, other)
+        return self.tracer.map("subtract", self, other)
 
     def __rsub__(self, other: Any) -> "Value":
-        return self._tracer_of().map("subtract", other, self)
+        return self.tracer.map("subtract", other, self)
 
     def __mul__(self, other: Any) -> "Value":
-        return self._tracer_of().map("multiply", self, other)
+        return self.tracer.map("multiply", self, other)
 
     def __rmul__(self, other: Any) -> "Value":
-        return self._tracer_of().map("multiply", other, self)
+        return self.tracer.map("multiply", other, self)
 
     def __truediv__(self, other: Any) -> "Value":
-        return self._tracer_of().map("divide", self, other)
+        return self.tracer.map("divide", self, other)
 
     def __rtruediv__(self, other: Any) -> "Value":
-        return self._tracer_of().map("divide", other, self)
+        return self.tracer.map("divide", other, self)
 
     def __neg__(self) -> "Value":
-        return self._tracer_of().map("negate", self)
+        return self.tracer.map("negate", self)
 
     def __matmul__(self, other: Any) -> "Value":
-        tracer = self._tracer_of()
+        tracer = self.tracer
         left, right = tracer.lift(self), tracer.lift(other)
         scope = tracer.scope([left, right])
         if len(right.shape) < 2 or not left.shape:
@@ -293,7 +291,7 @@ class Argument(_Arithmetic):
     """
 
     def __init__(self, tracer: Tracer, name: str, shape: ArgumentShape):
-        self._tracer, self._name, self._shape = tracer, name, shape
+        self.tracer, self._name, self._shape = tracer, name, shape
         self._used_by: tuple[str, str] | None = None
 
     def __getitem__(self, index: Any) -> "Value":
@@ -301,7 +299,7 @@ class Argument(_Arithmetic):
             if [one.domain for one in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
                 refuse(f"{self._name} can be looked up by two indexes only if they are [e.src, e.etype], in this order")
             self._note("a source and an edge type")
-            return self._tracer.value(
+            return self.tracer.value(
                 Input(domain=Domain.SOURCE_AND_TYPE, shape=self._shape.source[1:], name=self._name), "edge"
             )
         if not isinstance(index, Index):
@@ -313,12 +311,12 @@ class Argument(_Arithmetic):
         shape = self._shape.source if index.domain is Domain.SOURCE else self._shape.target
         if not shape:
             refuse(f"{self._name} is a number and has no rows to look up")
-        return self._tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
+        return self.tracer.value(Input(domain=index.domain, shape=shape[1:], name=self._name), index.scope)
 
     def whole(self) -> "Value":
         """Return the tensor itself, the same for every edge and node."""
         self._note("nothing")
-        return self._tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
+        return self.tracer.value(Input(domain=Domain.ONE, shape=self._shape.source, name=self._name), "all")
 
     def _note(self, kind: str) -> None:
         if self._used_by is not None and self._used_by[0] != kind:
@@ -328,20 +326,17 @@ class Argument(_Arithmetic):
             )
         self._used_by = (kind, _user_line()[0])
 
-    def _tracer_of(self) -> Tracer:
-        return self._tracer
-
 
 class Value(_Arithmetic):
     """A value of an edge, a node, or the whole graph; ``shape`` is that of a row."""
 
     def __init__(self, tracer: Tracer, place: int, scope: Scope):
-        self._tracer, self.place, self.scope = tracer, place, scope
+        self.tracer, self.place, self.scope = tracer, place, scope
 
     @property
     def shape(self) -> Shape:
         """Shape of one row."""
-        return self._tracer.builder[self.place].shape
+        return self.tracer.builder[self.place].shape
 
     def __getitem__(self, index: Any) -> "Value":
         if isinstance(index, Index):
@@ -350,8 +345,8 @@ class Value(_Arithmetic):
             start, stop, step = index[1].indices(self.shape[-1])
             if step == 1 and stop > start:
                 shape = (*self.shape[:-1], stop - start)
-                operation = Slice(domain=self._domain, shape=shape, operands=(self.place,), start=start)
-                return self._tracer.value(operation, self.scope)
+                operation = Slice(domain=self.domain, shape=shape, operands=(self.place,), start=start)
+                return self.tracer.value(operation, self.scope)
         return refuse(
             "values of nodes must be looked up by an end of an edge, as in z[e.src]; for columns use z[..., 2:5]"
         )
@@ -365,7 +360,7 @@ class Value(_Arithmetic):
             given[given.index(-1)] = size // known if known else 0
         if math.prod(given) != size or -1 in given:
             refuse(f"a row of shape {self.shape} cannot be reshaped to {shape}")
-        return self._tracer.value(Reshape(domain=self._domain, shape=tuple(given), operands=(self.place,)), self.scope)
+        return self.tracer.value(Reshape(domain=self.domain, shape=tuple(given), operands=(self.place,)), self.scope)
 
     view = reshape
 
@@ -378,13 +373,14 @@ class Value(_Arithmetic):
         """Sum over a dimension of the row."""
         shape = list(self.shape)
         shape[dimension] = 1
-        kept = SumTo(domain=self._domain, shape=tuple(shape), operands=(self.place,))
+        kept = SumTo(domain=self.domain, shape=tuple(shape), operands=(self.place,))
         del shape[dimension]
-        return self._tracer.value(kept, self.scope).reshape(*shape)
+        return self.tracer.value(kept, self.scope).reshape(*shape)
 
     @property
-    def _domain(self) -> Domain:
-        return self._tracer.builder[self.place].domain
+    def domain(self) -> Domain:
+        """The domain of its rows."""
+        return self.tracer.builder[self.place].domain
 
     def _looked_up(self, index: Index) -> "Value":
         if self.scope != "node" or index.domain not in (Domain.SOURCE, Domain.TARGET):
@@ -392,11 +388,8 @@ class Value(_Arithmetic):
                 f"a value of {_a(self.scope)} cannot be looked up by {index.what}; only values of nodes can be looked "
                 "up, by e.src or e.dst"
             )
-        place = self._tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
-        return Value(self._tracer, place, index.scope)
-
-    def _tracer_of(self) -> Tracer:
-        return self._tracer
+        place = self.tracer.at_sources(self.place) if index.domain is Domain.SOURCE else self.place
+        return Value(self.tracer, place, index.scope)
 
 
 def dot(left: Any, right: Any) -> Value:  # any: values or tensors
@@ -468,7 +461,7 @@ def dropout(value: Value, probability: float) -> Value:
     value = tracer.lift(value)
     seed = tracer.builder.add(Input(domain=Domain.ONE, shape=(), name=SEED))
     tracer.num_dropouts += 1
-    domain = Domain.EDGE if value.scope == "edge" else value._domain
+    domain = Domain.EDGE if value.scope == "edge" else value.domain
     operation = Dropout(
         domain=domain,
         shape=value.shape,
@@ -549,7 +542,7 @@ def _user_line() -> tuple[str, str]:
 def _tracer(*values: Any) -> Tracer:
     for value in values:
         if isinstance(value, Value | Argument):
-            return value._tracer_of()
+            return value.tracer
     refuse("functions of penstock.relational expect values of a layer; pass tensors to the layer when you call it")
 
 

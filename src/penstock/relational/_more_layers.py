@@ -7,14 +7,14 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph
-from penstock.relational._language import Graph, Value, dot, leaky_relu, softmax
+from penstock.relational._language import LayerGraph, Value, dot, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_relations, glorot
 from penstock.relational._run import layer
 
 
 @layer
 def _composed(
-    g: Graph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
+    g: LayerGraph, x: Any, relation: Any, norm: Any, is_inverse: Any, forth: Any, back: Any, multiplies: bool
 ) -> Value:
     for e in g.edges():
         composed = x[e.src] * relation[e.etype] if multiplies else x[e.src] - relation[e.etype]
@@ -70,7 +70,7 @@ class CompGCNConv(nn.Module):
 
 
 @layer
-def _simple(g: Graph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_score: Any, heads: int) -> Value:
+def _simple(g: LayerGraph, x: Any, weight: Any, at_source: Any, at_target: Any, edge_score: Any, heads: int) -> Value:
     for n in g.nodes():
         z = (x[n] @ weight).reshape(heads, -1)
         from_source, from_target = dot(z, at_source), dot(z, at_target)
@@ -109,7 +109,7 @@ class SimpleHGNConv(nn.Module):
 
 
 @layer
-def _mean(g: Graph, x: Any, weight: Any) -> Value:
+def _mean(g: LayerGraph, x: Any, weight: Any) -> Value:
     for e in g.edges():
         message = x[e.src] @ weight[e.etype]
     for n in g.nodes():

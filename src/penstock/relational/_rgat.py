@@ -7,14 +7,14 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
-from penstock.relational._language import Graph, Value, dropout, leaky_relu, softmax
+from penstock.relational._language import LayerGraph, Value, dropout, leaky_relu, softmax
 from penstock.relational._rgcn import check_features, check_more, check_relations, glorot
 from penstock.relational._run import layer
 
 
 @layer
 def _attention(
-    g: Graph,
+    g: LayerGraph,
     x: Any,  # any: symbols
     weight: Any,
     query: Any,

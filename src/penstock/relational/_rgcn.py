@@ -7,12 +7,12 @@ from torch import nn
 
 from penstock.arguments import checked, must_be
 from penstock.relational._graph import RelationalGraph, graph_of
-from penstock.relational._language import Graph, Value
+from penstock.relational._language import LayerGraph, Value
 from penstock.relational._run import layer
 
 
 @layer
-def _messages(g: Graph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
+def _messages(g: LayerGraph, x: Any, weight: Any, norm: Any, mean: bool, is_table: bool) -> Value:  # any: symbols
     for e in g.edges():
         message = x[e.src, e.etype] if is_table else x[e.src] @ weight[e.etype]
         if norm is not None:

@@ -7,15 +7,23 @@ in order, so the same schedule gives bit-identical results.
 import triton
 import triton.language as tl
 
+from penstock.relational._dropout import FACTORS, SHIFTS
+from penstock.relational._elementwise import DENSITY_AT_0, SQRT_HALF
+
+# Triton reads globals of a kernel only if they are constexpr.
+_SHIFT_0, _SHIFT_1, _SHIFT_2 = (tl.constexpr(shift) for shift in SHIFTS)
+_FACTOR_0, _FACTOR_1 = (tl.constexpr(factor) for factor in FACTORS)
+_SQRT_HALF, _DENSITY_AT_0 = tl.constexpr(SQRT_HALF), tl.constexpr(DENSITY_AT_0)
+
 
 @triton.jit
 def mix(x):
-    """Mix 32 bits, like `penstock.relational._random.hashed`."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
+    """Mix 32 bits, like `penstock.relational._dropout.hashed`."""
+    x = x ^ (x >> _SHIFT_0)
+    x = x * _FACTOR_0
+    x = x ^ (x >> _SHIFT_1)
+    x = x * _FACTOR_1
+    return x ^ (x >> _SHIFT_2)
 
 
 @triton.jit
@@ -44,13 +52,13 @@ def tanh(x):
 @triton.jit
 def gelu(x):
     """Return GELU, computed with the error function."""
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
 
 
 @triton.jit
 def gelu_slope(x):
     """Return the derivative of ``gelu``."""
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * tl.exp(-0.5 * x * x) * _DENSITY_AT_0
 
 
 @triton.jit
