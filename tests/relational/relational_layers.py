@@ -73,7 +73,7 @@ def operands_of(record, graph, dtype, generator):
     if record.name in ("log", "sqrt"):
         x = x.abs() + 0.1
     y[::2] = x[0]
-    return [one.to(dtype) for one in (x, y)]
+    return [operand.to(dtype) for operand in (x, y)]
 
 
 def tensors(name, graph, width, dtype, generator):
@@ -92,30 +92,34 @@ def tensors(name, graph, width, dtype, generator):
     return {key: torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for key, shape in shapes.items()}
 
 
-def plain(name, graph, given):
+def plain(name, graph, arguments):
     """The same layer by gathering everything for every edge."""
     source, target = graph.edge_index
     kind, count = graph.edge_type, graph.num_targets
     match name:
         case "rgcn":
-            message = given["norm"][:, None] * torch.einsum("ei,eio->eo", given["x"][source], given["weight"][kind])
+            message = arguments["norm"][:, None] * torch.einsum(
+                "ei,eio->eo", arguments["x"][source], arguments["weight"][kind]
+            )
             return (summed(message, target, count),)
         case "rgat":
             at_source, at_target = (
-                torch.einsum("ei,eio->eo", given["x"][end], given["weight"][kind]) for end in (source, target)
+                torch.einsum("ei,eio->eo", arguments["x"][end], arguments["weight"][kind]) for end in (source, target)
             )
-            score = (at_source * given["at_source"][kind]).sum(-1) + (at_target * given["at_target"][kind]).sum(-1)
+            score = (at_source * arguments["at_source"][kind]).sum(-1) + (at_target * arguments["at_target"][kind]).sum(
+                -1
+            )
             share = softmax(torch.nn.functional.leaky_relu(score, 0.2), target, count)
             return (summed(share[:, None] * at_source, target, count),)
         case "heads":
-            key = torch.einsum("ehi,ehio->eho", given["key"][source], given["to_key"][kind])
-            score = (key * given["query"][target]).sum(-1) * given["prior"][kind]
+            key = torch.einsum("ehi,ehio->eho", arguments["key"][source], arguments["to_key"][kind])
+            score = (key * arguments["query"][target]).sum(-1) * arguments["prior"][kind]
             share = softmax(score, target * graph.num_edge_types + kind, count * graph.num_edge_types)
-            return (summed(share[..., None] * given["key"][source], target, count),)
-    z = torch.tanh(given["x"] @ given["shared"])
+            return (summed(share[..., None] * arguments["key"][source], target, count),)
+    z = torch.tanh(arguments["x"] @ arguments["shared"])
     first = z[:, :2]
-    both = torch.cat([z[source], z[target], given["edge"]], dim=-1)
-    gate = torch.sigmoid((both * given["by_type"][kind]).sum(-1, keepdim=True))
+    both = torch.cat([z[source], z[target], arguments["edge"]], dim=-1)
+    gate = torch.sigmoid((both * arguments["by_type"][kind]).sum(-1, keepdim=True))
     functional = torch.nn.functional
     value = functional.gelu(first[source]) * gate - functional.elu(first[target]) / 3
     difference = torch.maximum(z[source], z[target]).sum(-1) * torch.relu(gate[:, 0])

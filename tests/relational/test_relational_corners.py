@@ -42,18 +42,22 @@ def rand(*shape):
 
 def check(compiled, graph, plain, *arguments):
     """Equal to ``plain(source, target, kind, *arguments)``, gradients too."""
-    found = compiled(graph, *arguments)
+    actual = compiled(graph, *arguments)
     expected = plain(*graph.edge_index, graph.edge_type, *arguments)
-    found, expected = (one if isinstance(one, tuple) else (one,) for one in (found, expected))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    weights = [torch.randn_like(one) for one in expected]
+    actual, expected = (result if isinstance(result, tuple) else (result,) for result in (actual, expected))
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    weights = [torch.randn_like(result) for result in expected]
     gradients = [
-        torch.autograd.grad(sum((a * b).sum() for a, b in zip(one, weights, strict=True)), arguments, allow_unused=True)
-        for one in (found, expected)
+        torch.autograd.grad(
+            sum((a * b).sum() for a, b in zip(results, weights, strict=True)), arguments, allow_unused=True
+        )
+        for results in (actual, expected)
     ]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(torch.zeros(()) if one is None else one, torch.zeros(()) if other is None else other)
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(
+            torch.zeros(()) if mine is None else mine, torch.zeros(()) if theirs is None else theirs
+        )
 
 
 def test_types_reshaped_do_not_share_memory(graph, emitter):
@@ -161,9 +165,9 @@ def test_dropout_of_weights(graph, emitter):
         return total
 
     x, w = rand(6, 2), rand(3, 2, 3)
-    found = dropped.with_options(emitter=emitter)(graph, x, w)
-    found.sum().backward()
-    torch.testing.assert_close((w.grad * w).sum(), found.sum())  # linear in the weights
+    actual = dropped.with_options(emitter=emitter)(graph, x, w)
+    actual.sum().backward()
+    torch.testing.assert_close((w.grad * w).sum(), actual.sum())  # linear in the weights
 
 
 def test_the_same_name_is_used_in_two_ways(graph, emitter):
@@ -193,8 +197,8 @@ def test_ends_with_features_of_their_own(graph, emitter):
 
     a, b = rand(6, 2), rand(6, 2)
     source, target = graph.edge_index
-    found = both.with_options(emitter=emitter)(graph, (a, b))
-    torch.testing.assert_close(found, summed(a[source] * b[target], target, 6))
+    actual = both.with_options(emitter=emitter)(graph, (a, b))
+    torch.testing.assert_close(actual, summed(a[source] * b[target], target, 6))
     with pytest.raises(ValueError, match="do not broadcast"):
         both(graph, (a, rand(6, 3)))
 
@@ -225,9 +229,9 @@ def test_graphs_are_copied_and_pickled(graph, emitter):
 
     compiled, x = gathered.with_options(emitter=emitter), rand(6, 2)
     expected = compiled(graph, x)
-    for other in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
-        assert other.number != graph.number
-        torch.testing.assert_close(compiled(other, x), expected)
+    for twin in (copy.deepcopy(graph), pickle.loads(pickle.dumps(graph))):
+        assert twin.number != graph.number
+        torch.testing.assert_close(compiled(twin, x), expected)
 
 
 def test_what_is_no_number_stays_so(graph, emitter):
@@ -235,8 +239,8 @@ def test_what_is_no_number_stays_so(graph, emitter):
     def largest(g, x):
         for n in g.nodes():
             for e in g.edges():
-                found = n.max(x[e.src])
-        return found
+                result = n.max(x[e.src])
+        return result
 
     x = torch.full((6, 2), torch.nan)
     entered = torch.unique(graph.edge_index[1])
@@ -259,26 +263,26 @@ def test_a_table_of_as_many_types_as_sources_is_not_cut(emitter):
         node_type=(torch.arange(4), torch.tensor([1, 3])), num_node_types=4,
     )  # fmt: skip
     x, weight = torch.rand(4, 3), torch.arange(4.0).requires_grad_()
-    found = by_own_type.with_options(emitter=emitter)(block, x, weight)
+    actual = by_own_type.with_options(emitter=emitter)(block, x, weight)
     expected = torch.stack([x[0] + x[2], 3 * (x[1] + x[3])])
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found.sum(), weight)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual.sum(), weight)
     torch.testing.assert_close(gradient, torch.tensor([0, (x[0] + x[2]).sum(), 0, (x[1] + x[3]).sum()]))
 
 
 @layer
-def target_before_source(g, x, one, other):
+def target_before_source(g, x, left, right):
     for e in g.edges():
-        message = tanh(x[e.dst] @ one[e.etype] + x[e.src] @ other[e.etype])
+        message = tanh(x[e.dst] @ left[e.etype] + x[e.src] @ right[e.etype])
     for n in g.nodes():
         total = n.sum(message)
     return total
 
 
 @layer
-def ends_of_sums(g, x, one, other):
+def ends_of_sums(g, x, first, second):
     for e in g.edges():
-        left, right = x[e.src] @ one[e.etype], x[e.src] @ other[e.etype]
+        left, right = x[e.src] @ first[e.etype], x[e.src] @ second[e.etype]
     for n in g.nodes():
         p, q = n.sum(left), n.sum(right)
     for e in g.edges():
@@ -293,23 +297,23 @@ def test_sums_into_the_same_rows_come_from_their_own_ends(emitter, name):
     index, kind = torch.randint(8, (2, 40), generator=generator), torch.randint(3, (40,), generator=generator)
     graph = RelationalGraph(index, kind, num_nodes=8, num_edge_types=3)
     x = torch.randn(8, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    one, other = (torch.randn(3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
+    first, second = (torch.randn(3, 4, 5, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
     (source, target), empty = index, torch.zeros(8, 5, dtype=torch.float64)
 
     def product(end, weight):
         return torch.einsum("ei,eio->eo", x[end], weight[kind])
 
     if name == "target_before_source":
-        expected = empty.index_add(0, target, torch.tanh(product(target, one) + product(source, other)))
-        found = target_before_source.with_options(emitter=emitter)(graph, x, one, other)
+        expected = empty.index_add(0, target, torch.tanh(product(target, first) + product(source, second)))
+        actual = target_before_source.with_options(emitter=emitter)(graph, x, first, second)
     else:
-        p, q = (empty.index_add(0, target, product(source, weight)) for weight in (one, other))
+        p, q = (empty.index_add(0, target, product(source, weight)) for weight in (first, second))
         expected = p[source] + q[target]
-        found = ends_of_sums.with_options(emitter=emitter)(graph, x, one, other)
-    torch.testing.assert_close(found, expected)
+        actual = ends_of_sums.with_options(emitter=emitter)(graph, x, first, second)
+    torch.testing.assert_close(actual, expected)
     weight = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
     for mine, theirs in zip(
-        *(torch.autograd.grad((y * weight).sum(), (x, one, other)) for y in (found, expected)), strict=True
+        *(torch.autograd.grad((y * weight).sum(), (x, first, second)) for y in (actual, expected)), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
 
@@ -324,8 +328,8 @@ def test_an_infinite_constant_is_a_number_in_every_emitter(emitter):
         return result
 
     graph = RelationalGraph(torch.tensor([[0, 1], [1, 0]]))
-    found = Layer(steep, Options(emitter=emitter))(graph, torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
-    assert torch.equal(found, torch.tensor([[3.0, 4.0], [1.0, -math.inf]]))
+    actual = Layer(steep, Options(emitter=emitter))(graph, torch.tensor([[1.0, -2.0], [3.0, 4.0]]))
+    assert torch.equal(actual, torch.tensor([[3.0, 4.0], [1.0, -math.inf]]))
 
 
 @pytest.mark.parametrize(

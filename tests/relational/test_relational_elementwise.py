@@ -25,21 +25,22 @@ def test_results_and_gradients_are_those_of_pytorch(name, emitter):
     graph = random_graph(7, 30, 3, generator)
     compiled = application_of(record).with_options(emitter=emitter)
     operands = operands_of(record, graph, torch.float64, generator)
-    wanted = [one.requires_grad_(record.derivative is not None) for one in operands[: record.num_operands]]
-    ends = [one[end] for one, end in zip(operands, graph.edge_index, strict=True)][: record.num_operands]
+    wanted = [operand.requires_grad_(record.derivative is not None) for operand in operands[: record.num_operands]]
+    ends = [operand[end] for operand, end in zip(operands, graph.edge_index, strict=True)][: record.num_operands]
     value = record.eager(ends, 0.25)
     value = value.detach() if name in STEPS else value
     expected = (summed(value, graph.edge_index[1], graph.num_targets), value)
-    found = compiled(graph, *operands)
-    torch.testing.assert_close(found, expected)
+    actual = compiled(graph, *operands)
+    torch.testing.assert_close(actual, expected)
     if record.derivative is not None:
-        weights = [torch.randn(one.shape, dtype=one.dtype, generator=generator) for one in expected]
+        weights = [torch.randn(value.shape, dtype=value.dtype, generator=generator) for value in expected]
         mine, theirs = (
             torch.autograd.grad(
-                sum((one * weight).sum() for one, weight in zip(results, weights, strict=True)) + 0 * sum(wanted).sum(),
+                sum((value * weight).sum() for value, weight in zip(results, weights, strict=True))
+                + 0 * sum(wanted).sum(),
                 wanted,
             )
-            for results in (found, expected)
+            for results in (actual, expected)
         )
         torch.testing.assert_close(mine, theirs)
 

@@ -98,14 +98,14 @@ def test_dropout_is_replayed_in_backward(graph):
         x = torch.ones(50, 8, requires_grad=True)
         compiled = dropped.with_options(emitter=emitter)
         torch.manual_seed(5)
-        found = compiled(big, x, 0.25)
-        found.sum().backward()
-        torch.testing.assert_close(x.grad.sum(), found.sum())  # linear with the same zeros
-        kept = found.sum() * 0.75 / (4000 * 8)
+        actual = compiled(big, x, 0.25)
+        actual.sum().backward()
+        torch.testing.assert_close(x.grad.sum(), actual.sum())  # linear with the same zeros
+        kept = actual.sum() * 0.75 / (4000 * 8)
         assert 0.74 < kept < 0.76
         torch.manual_seed(5)
-        assert torch.equal(compiled(big, x, 0.25), found)
-        assert not torch.equal(compiled(big, x, 0.25), found)
+        assert torch.equal(compiled(big, x, 0.25), actual)
+        assert not torch.equal(compiled(big, x, 0.25), actual)
     torch.manual_seed(5)
     seeds = [dropped.with_options(emitter=emitter) for emitter in ("eager", "c")]
     results = []

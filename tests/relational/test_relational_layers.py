@@ -30,19 +30,19 @@ def check(ours, theirs, call_ours, call_theirs, x):
         nn.init.constant_(theirs.l2, 0.1)  # which PyG leaves as memory happens to be
     ours.load_state_dict(theirs.state_dict())
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    found, expected = call_ours(ours, inputs[0]), call_theirs(theirs, inputs[1])
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn_like(found)
-    (found * weight).sum().backward()
+    actual, expected = call_ours(ours, inputs[0]), call_theirs(theirs, inputs[1])
+    torch.testing.assert_close(actual, expected)
+    weight = torch.randn_like(actual)
+    (actual * weight).sum().backward()
     (expected * weight).sum().backward()
     if inputs[1].grad is not None:
         torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     mine = dict(ours.named_parameters())
-    for name, one in theirs.named_parameters():
-        if one.grad is None:
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is None:
             assert mine[name].grad is None or not mine[name].grad.any(), name
         else:
-            torch.testing.assert_close(mine[name].grad, one.grad, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(mine[name].grad, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_rgat_returns_shares_and_has_attention_per_relation(graph, x):
     for name in ("q", "k"):
         state[name] = state[name].expand(RELATIONS, -1, -1)
     apart.load_state_dict(state)
-    found, (edge_index, shares) = apart(x, graph, return_attention_weights=True)
-    torch.testing.assert_close(found, shared(x, graph))
+    actual, (edge_index, shares) = apart(x, graph, return_attention_weights=True)
+    torch.testing.assert_close(actual, shared(x, graph))
     assert torch.equal(edge_index, graph.edge_index)
     entered = torch.unique(edge_index[1])
     torch.testing.assert_close(summed(shares, edge_index[1], NODES)[entered], torch.ones(len(entered), 1).double())
@@ -126,31 +126,31 @@ def test_hgt_is_pygs(widths, heads):
     types = [("a", "x", "b"), ("b", "y", "a"), ("a", "z", "a"), ("c", "w", "a")]
     generator = torch.Generator().manual_seed(0)
     edges = {
-        one: torch.stack([torch.randint(sizes[end], (25,), generator=generator) for end in (one[0], one[2])])
-        for one in types
+        kind: torch.stack([torch.randint(sizes[end], (25,), generator=generator) for end in (kind[0], kind[2])])
+        for kind in types
     }
     theirs = pyg.HGTConv(widths, 12, (list(sizes), types), heads=heads).double()
     ours = HGTConv(widths, 12, (list(sizes), types), heads=heads).double()
     ours.load_state_dict(theirs.state_dict())
     width_of = widths if isinstance(widths, dict) else dict.fromkeys(sizes, widths)
     xs = {name: torch.randn(size, width_of[name]).double().requires_grad_() for name, size in sizes.items()}
-    others = {name: one.detach().clone().requires_grad_() for name, one in xs.items()}
-    found, expected = ours(xs, edges), theirs(others, edges)
-    assert found.keys() == expected.keys()
-    for results in (found, expected):
-        sum((one**2).sum() for one in results.values()).backward()
-    for name, one in expected.items():
-        torch.testing.assert_close(found[name], one)
+    others = {name: tensor.detach().clone().requires_grad_() for name, tensor in xs.items()}
+    actual, expected = ours(xs, edges), theirs(others, edges)
+    assert actual.keys() == expected.keys()
+    for results in (actual, expected):
+        sum((tensor**2).sum() for tensor in results.values()).backward()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor)
     for name in sizes:
         torch.testing.assert_close(xs[name].grad, others[name].grad)
     mine = dict(ours.named_parameters())
-    for name, one in theirs.named_parameters():
-        assert (mine[name].grad is None) == (one.grad is None)
-        if one.grad is not None:
-            torch.testing.assert_close(mine[name].grad, one.grad)
+    for name, tensor in theirs.named_parameters():
+        assert (mine[name].grad is None) == (tensor.grad is None)
+        if tensor.grad is not None:
+            torch.testing.assert_close(mine[name].grad, tensor.grad)
     if not isinstance(widths, dict):
-        whole = ours(torch.cat([one.detach() for one in xs.values()]), RelationalGraph.from_types(edges, sizes))
-        torch.testing.assert_close(whole.split(list(sizes.values()))[0], found["a"])
+        whole = ours(torch.cat([tensor.detach() for tensor in xs.values()]), RelationalGraph.from_types(edges, sizes))
+        torch.testing.assert_close(whole.split(list(sizes.values()))[0], actual["a"])
 
 
 @pytest.mark.parametrize("composition", ["subtract", "multiply"])

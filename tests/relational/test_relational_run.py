@@ -24,12 +24,12 @@ def arguments(graph):
 
 
 def test_compiles_without_a_graph_break(graph, arguments):
-    compiled = torch.compile(lambda **given: rgat(graph, **given).relu().sum(), fullgraph=True, backend="aot_eager")
-    found, expected = compiled(**arguments), rgat(graph, **arguments).relu().sum()
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(one, list(arguments.values())) for one in (found, expected)]
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    compiled = torch.compile(lambda **named: rgat(graph, **named).relu().sum(), fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(**arguments), rgat(graph, **arguments).relu().sum()
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(result, list(arguments.values())) for result in (actual, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_the_operator_is_sound(graph, arguments):
@@ -44,9 +44,9 @@ def test_the_operator_is_sound(graph, arguments):
 
     with Recorder():
         rgat(graph, **arguments)
-    (given,) = calls
-    fresh = [one.detach().clone().requires_grad_(one.requires_grad) for one in given[0]]
-    torch.library.opcheck(original, (fresh, *given[1:]), test_utils=("test_schema", "test_faketensor"))
+    (call,) = calls
+    fresh = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in call[0]]
+    torch.library.opcheck(original, (fresh, *call[1:]), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_double_backward_is_refused(graph, arguments):
@@ -59,9 +59,9 @@ def test_autocast_computes_in_single_precision(graph):
     conv = RGCNConv(5, 3, 4)
     x = torch.randn(20, 5)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = conv(torch.nn.Linear(5, 5)(x), graph)
-    assert found.isfinite().all()
-    found.float().sum().backward()
+        actual = conv(torch.nn.Linear(5, 5)(x), graph)
+    assert actual.isfinite().all()
+    actual.float().sum().backward()
     assert conv.weight.grad.dtype == torch.float32
 
 
@@ -75,10 +75,10 @@ def test_threads_do_not_disturb_each_other(graph, arguments):
                 wrong.append(1)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not wrong
 
 
@@ -89,15 +89,15 @@ def _in_child(graph, arguments, queue):
 def test_a_forked_process_computes_the_same():
     big = random_graph(50, 9000, 4, torch.Generator().manual_seed(0))
     arguments = tensors("rgat", big, 5, torch.float64, torch.Generator().manual_seed(1))
-    given = {name: one.detach() for name, one in arguments.items()}
-    expected = rgat(big, **given).sum().item()
+    detached = {name: tensor.detach() for name, tensor in arguments.items()}
+    expected = rgat(big, **detached).sum().item()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    child = context.Process(target=_in_child, args=(big, given, queue))
+    child = context.Process(target=_in_child, args=(big, detached, queue))
     child.start()
-    found = queue.get(timeout=600)
+    actual = queue.get(timeout=600)
     child.join()
-    assert found == pytest.approx(expected, rel=1e-12)
+    assert actual == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_openmp_runtime(graph, arguments):
@@ -120,15 +120,20 @@ def test_indexes_are_built_once_and_go_with_their_tensors():
 def test_another_graph_is_not_compiled_again(graph, monkeypatch):
     from penstock.relational import _native
 
-    given = tensors("rgcn", graph, 5, torch.float64, torch.Generator().manual_seed(1))
-    rgcn(graph, **given).sum().backward()
+    arguments = tensors("rgcn", graph, 5, torch.float64, torch.Generator().manual_seed(1))
+    rgcn(graph, **arguments).sum().backward()
     monkeypatch.setattr(_native.native, "compile_source", lambda *_, **__: pytest.fail("compiled again"))
     for seed in range(3):
-        other = random_graph(25, 80, 4, torch.Generator().manual_seed(seed))
-        if (other.count(_native.Domain.TARGET_AND_TYPE) < other.count(_native.Domain.SOURCE_AND_TYPE)) == (
-            graph.count(_native.Domain.TARGET_AND_TYPE) < graph.count(_native.Domain.SOURCE_AND_TYPE)
+        another = random_graph(25, 80, 4, torch.Generator().manual_seed(seed))
+        if (
+            another.indexes.count(_native.Domain.TARGET_AND_TYPE)
+            < another.indexes.count(_native.Domain.SOURCE_AND_TYPE)
+        ) == (
+            graph.indexes.count(_native.Domain.TARGET_AND_TYPE) < graph.indexes.count(_native.Domain.SOURCE_AND_TYPE)
         ):
-            rgcn(other, **tensors("rgcn", other, 5, torch.float64, torch.Generator().manual_seed(1))).sum().backward()
+            rgcn(
+                another, **tensors("rgcn", another, 5, torch.float64, torch.Generator().manual_seed(1))
+            ).sum().backward()
 
 
 @pytest.mark.parametrize("missing", ["libraries", "compiler"])
@@ -142,9 +147,9 @@ def test_no_compiler_no_matter(graph, arguments, monkeypatch, missing):
         monkeypatch.setattr(_native.native, "can_compile", lambda: False)
         monkeypatch.setattr(_native.native, "compile_source", lambda *_, **__: pytest.fail("there is no compiler"))
     fresh = rgat.with_options()
-    found = fresh(graph, **arguments)
+    actual = fresh(graph, **arguments)
     monkeypatch.undo()
-    torch.testing.assert_close(found, rgat(graph, **arguments))
+    torch.testing.assert_close(actual, rgat(graph, **arguments))
 
 
 def test_threads_meet_on_a_cold_graph(arguments):
@@ -159,7 +164,7 @@ def test_threads_meet_on_a_cold_graph(arguments):
             return rgat(cold, **arguments)
 
         with ThreadPoolExecutor(4) as pool:
-            assert all(torch.equal(found, expected) for found in pool.map(call, range(4)))
+            assert all(torch.equal(actual, expected) for actual in pool.map(call, range(4)))
 
 
 def test_another_default_device_and_dtype_change_nothing(arguments):
@@ -168,11 +173,11 @@ def test_another_default_device_and_dtype_change_nothing(arguments):
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        found = rgat(graph, **arguments)
+        actual = rgat(graph, **arguments)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @layer
@@ -187,11 +192,11 @@ def dropped_weights(g, x, weight):
 def test_dropout_of_weights_has_the_same_zeros_everywhere(graph):
     x, weight = torch.ones(graph.num_sources, 3), torch.ones(graph.num_edge_types, 3, 5)
     for seed in range(5):
-        found = []
+        results = []
         for emitter in ("c", "eager"):
             torch.manual_seed(seed)
-            found.append(dropped_weights.with_options(emitter=emitter)(graph, x, weight))
-        torch.testing.assert_close(*found)
+            results.append(dropped_weights.with_options(emitter=emitter)(graph, x, weight))
+        torch.testing.assert_close(*results)
 
 
 def test_what_was_generated_can_be_read(graph, arguments):
@@ -202,25 +207,25 @@ def test_what_was_generated_can_be_read(graph, arguments):
 
 
 def test_a_child_that_is_forked_while_indexes_are_built_does_not_wait(graph, arguments):
-    given = {name: one.detach() for name, one in arguments.items()}
+    detached = {name: tensor.detach() for name, tensor in arguments.items()}
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     held, done = threading.Event(), threading.Event()
 
     def hold():
-        with graph._lock:
+        with graph.indexes.kept.lock:
             held.set()
             done.wait()
 
     holder = threading.Thread(target=hold)
     holder.start()
     held.wait()
-    child = context.Process(target=_in_child, args=(graph, given, queue))
+    child = context.Process(target=_in_child, args=(graph, detached, queue))
     child.start()
     try:
-        found = queue.get(timeout=600)
+        actual = queue.get(timeout=600)
     finally:
         done.set()
         holder.join()
         child.kill()
-    assert found == pytest.approx(rgat(graph, **given).sum().item())
+    assert actual == pytest.approx(rgat(graph, **detached).sum().item())

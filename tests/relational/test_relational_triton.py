@@ -29,7 +29,7 @@ def run(*parts, interpret, **variables):
 
 
 TOGETHER = {
-    one: parts for parts in [("equality", "corners", "repeated", "functions"), ("layers", "half")] for one in parts
+    part: parts for parts in [("equality", "corners", "repeated", "functions"), ("layers", "half")] for part in parts
 }
 """What is interpreted in one process, since what it imports takes seconds."""
 
@@ -78,7 +78,7 @@ def test_few_schedules_are_compiled_and_a_second_process_times_none(tmp_path):
     rgcn, rgat = "tuned 3 kernels 9 variants", "tuned 11 kernels 27 variants"
     first, second = (run("tuned", interpret=False, **caches).splitlines()[1:] for _ in range(2))
     assert first == [f"{rgcn} 9 timed", f"{rgat} 27 timed", f"{rgcn} 0 timed", f"{rgat} 0 timed"]
-    assert all(one.endswith(" 0 timed") for one in second)
+    assert all(line.endswith(" 0 timed") for line in second)
 
 
 def test_a_damaged_file_of_choices_counts_as_none(tmp_path, monkeypatch):

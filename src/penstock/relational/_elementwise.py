@@ -19,7 +19,7 @@ C_MATH = ("exp", "log", "sqrt", "tanh", "erf", "fabs")
 """Functions of C's math library for both dtypes, which C expressions call by their names in capitals."""
 
 
-class Recorder(Protocol):
+class TermRecorder(Protocol):
     """The interface of a program under construction for derivatives."""
 
     def map(self, function: str, *operands: int, parameter: float = 0.0) -> int:
@@ -33,7 +33,7 @@ class Recorder(Protocol):
 class Term:
     """A value in the formula of a derivative; operators and `apply` add operations to the program."""
 
-    recorder: Recorder
+    recorder: TermRecorder
     """The program."""
     place: int
     """Place of the value in the program."""

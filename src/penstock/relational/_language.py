@@ -112,17 +112,17 @@ class Tracer:
 
     def domain(self, values: Sequence["Value"], scope: Scope) -> Domain:
         """Return the domain of a result: that of edges if an operand belongs to an edge or to one of its ends."""
-        found = common(self.builder[value.place].domain for value in values)
-        return Domain.EDGE if scope == "edge" and found not in OF_TYPES else found
+        narrow = common(self.builder[value.place].domain for value in values)
+        return Domain.EDGE if scope == "edge" and narrow not in OF_TYPES else narrow
 
     def map(self, function: str, *others: Any, parameter: float = 0.0) -> "Value":  # any: whatever `lift` accepts
         """Return an element-wise function of values."""
-        values = [self.lift(one) for one in others]
+        values = [self.lift(operand) for operand in others]
         scope = self.scope(values)
         try:
             place = self.builder.map(
                 function,
-                *(one.place for one in values),
+                *(operand.place for operand in values),
                 domain=self.domain(values, scope),
                 parameter=parameter,
             )
@@ -139,7 +139,9 @@ class Tracer:
         if isinstance(operation, Reduce | Count):  # a sum over edges: sources that are targets have it too
             return self.builder.add(SameRows(domain=domain, shape=operation.shape, operands=(place,)))
         mirrored = replace(operation, domain=domain)
-        return self.builder.add(rewritten(mirrored, {one: self.at_sources(one) for one in operation.operands}))
+        return self.builder.add(
+            rewritten(mirrored, {operand: self.at_sources(operand) for operand in operation.operands})
+        )
 
 
 class LayerGraph:
@@ -295,8 +297,8 @@ class Argument(_Arithmetic):
         self._used_by: tuple[str, str] | None = None
 
     def __getitem__(self, index: Any) -> "Value":
-        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(one, Index) for one in index):
-            if [one.domain for one in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
+        if isinstance(index, tuple) and len(index) == 2 and all(isinstance(part, Index) for part in index):
+            if [part.domain for part in index] != [Domain.SOURCE, Domain.EDGE_TYPE]:
                 refuse(f"{self._name} can be looked up by two indexes only if they are [e.src, e.etype], in this order")
             self._note("a source and an edge type")
             return self.tracer.value(
@@ -353,21 +355,21 @@ class Value(_Arithmetic):
 
     def reshape(self, *shape: int) -> "Value":
         """Return a row's elements in another shape; one size may be -1."""
-        given = list(shape)
+        sizes = list(shape)
         size = math.prod(self.shape)
-        if given.count(-1) == 1:
-            known = -math.prod(given)
-            given[given.index(-1)] = size // known if known else 0
-        if math.prod(given) != size or -1 in given:
+        if sizes.count(-1) == 1:
+            known = -math.prod(sizes)
+            sizes[sizes.index(-1)] = size // known if known else 0
+        if math.prod(sizes) != size or -1 in sizes:
             refuse(f"a row of shape {self.shape} cannot be reshaped to {shape}")
-        return self.tracer.value(Reshape(domain=self.domain, shape=tuple(given), operands=(self.place,)), self.scope)
+        return self.tracer.value(Reshape(domain=self.domain, shape=tuple(sizes), operands=(self.place,)), self.scope)
 
     view = reshape
 
     def unsqueeze(self, dimension: int) -> "Value":
         """Insert a dimension of size 1, like ``torch.unsqueeze`` on a row's dimensions."""
-        at = dimension if dimension >= 0 else dimension + len(self.shape) + 1
-        return self.reshape(*self.shape[:at], 1, *self.shape[at:])
+        position = dimension if dimension >= 0 else dimension + len(self.shape) + 1
+        return self.reshape(*self.shape[:position], 1, *self.shape[position:])
 
     def sum(self, dimension: int) -> "Value":
         """Sum over a dimension of the row."""
@@ -395,29 +397,29 @@ class Value(_Arithmetic):
 def dot(left: Any, right: Any) -> Value:  # any: values or tensors
     """Return the sum over the last dimension of ``left * right``."""
     tracer = _tracer(left, right)
-    one, two = tracer.lift(left), tracer.lift(right)
-    scope = tracer.scope([one, two])
-    if not one.shape or not two.shape or one.shape[-1] != two.shape[-1]:
-        refuse(f"dot of rows of shape {one.shape} and {two.shape}: their last sizes must be equal")
+    first, second = tracer.lift(left), tracer.lift(right)
+    scope = tracer.scope([first, second])
+    if not first.shape or not second.shape or first.shape[-1] != second.shape[-1]:
+        refuse(f"dot of rows of shape {first.shape} and {second.shape}: their last sizes must be equal")
     try:
-        shape = broadcast(one.shape, two.shape)[:-1]
+        shape = broadcast(first.shape, second.shape)[:-1]
     except ValueError as error:
         refuse(str(error))
     return tracer.value(
-        Dot(domain=tracer.domain([one, two], scope), shape=shape, operands=(one.place, two.place)), scope
+        Dot(domain=tracer.domain([first, second], scope), shape=shape, operands=(first.place, second.place)), scope
     )
 
 
 def concat(*values: Value) -> Value:
     """Concatenate values along the last dimension."""
     tracer = _tracer(*values)
-    found = [tracer.lift(one) for one in values]
-    scope = tracer.scope(found)
-    if len({one.shape[:-1] for one in found}) > 1 or not all(one.shape for one in found):
-        refuse(f"rows must differ only in their last size, got shapes {[one.shape for one in found]}")
-    shape = (*found[0].shape[:-1], sum(one.shape[-1] for one in found))
-    places = tuple(one.place for one in found)
-    return tracer.value(Concat(domain=tracer.domain(found, scope), shape=shape, operands=places), scope)
+    lifted = [tracer.lift(value) for value in values]
+    scope = tracer.scope(lifted)
+    if len({value.shape[:-1] for value in lifted}) > 1 or not all(value.shape for value in lifted):
+        refuse(f"rows must differ only in their last size, got shapes {[value.shape for value in lifted]}")
+    shape = (*lifted[0].shape[:-1], sum(value.shape[-1] for value in lifted))
+    places = tuple(value.place for value in lifted)
+    return tracer.value(Concat(domain=tracer.domain(lifted, scope), shape=shape, operands=places), scope)
 
 
 def softmax(score: Value, *, per_type: bool = False) -> Value:

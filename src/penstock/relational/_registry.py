@@ -34,18 +34,18 @@ _lock = Guard()
 
 
 def _renew_all() -> None:
-    for one in list(_guards):
-        one.renew()
+    for guard in list(_guards):
+        guard.renew()
 
 
 os.register_at_fork(after_in_child=_renew_all)
 
 
-def register(one: Any) -> int:
+def register(thing: Any) -> int:
     """Return a number for the object that is never given to another."""
     with _lock:
         number = next(_numbers)
-        _objects[number] = one
+        _objects[number] = thing
     return number
 
 

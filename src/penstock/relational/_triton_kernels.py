@@ -97,11 +97,11 @@ def typed_matmul(
     start = tl.load(block_starts + block)
     end = tl.load(segments + kind + 1)
     head = tl.program_id(2)
-    at = start + tl.arange(0, BLOCK_ROWS)
-    live = at < end
-    source = at.to(tl.int64)
+    position = start + tl.arange(0, BLOCK_ROWS)
+    live = position < end
+    source = position.to(tl.int64)
     if HAS_INDEX:
-        source = tl.load(index + at, mask=live, other=0).to(tl.int64)
+        source = tl.load(index + position, mask=live, other=0).to(tl.int64)
     outer = tl.program_id(1) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     total = tl.zeros([BLOCK_ROWS, BLOCK_OUTER], dtype=tl.float32)
     for begin in range(0, INNER, BLOCK_INNER):
@@ -124,9 +124,9 @@ def typed_matmul(
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    row = at.to(tl.int64)
+    row = position.to(tl.int64)
     if HAS_PLACES:
-        row = tl.load(places + at, mask=live, other=0).to(tl.int64)
+        row = tl.load(places + position, mask=live, other=0).to(tl.int64)
     tl.store(
         results + (row[:, None] * HEADS + head) * OUTER + outer[None, :],
         total,
@@ -174,14 +174,14 @@ def typed_outer(
     outer = (tl.program_id(1) % tiles) * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
     total = tl.zeros([BLOCK_INNER, BLOCK_OUTER], dtype=tl.float32)
     for begin in range(start, end, BLOCK_ROWS):
-        at = begin + tl.arange(0, BLOCK_ROWS)
-        live = at < end
-        from_left = at.to(tl.int64)
+        position = begin + tl.arange(0, BLOCK_ROWS)
+        live = position < end
+        from_left = position.to(tl.int64)
         if LEFT_HAS_INDEX:
-            from_left = tl.load(left_index + at, mask=live, other=0).to(tl.int64)
-        from_right = at.to(tl.int64)
+            from_left = tl.load(left_index + position, mask=live, other=0).to(tl.int64)
+        from_right = position.to(tl.int64)
         if RIGHT_HAS_INDEX:
-            from_right = tl.load(right_index + at, mask=live, other=0).to(tl.int64)
+            from_right = tl.load(right_index + position, mask=live, other=0).to(tl.int64)
         a = tl.load(
             left + from_left[None, :] * left_stride + head * left_head_stride + inner[:, None],
             mask=(inner < INNER)[:, None] & live[None, :],
@@ -220,8 +220,8 @@ def add_parts(
     fits = column < WIDTH
     first = tl.load(firsts + task).to(tl.int64)
     total = tl.load(parts + first * WIDTH + column, mask=fits, other=0.0)
-    for at in range(1, tl.load(counts + task)):
-        part = tl.load(parts + (first + at) * WIDTH + column, mask=fits, other=0.0)
+    for number in range(1, tl.load(counts + task)):
+        part = tl.load(parts + (first + number) * WIDTH + column, mask=fits, other=0.0)
         if IS_MAX:
             total = larger(total, part)
         else:
