@@ -1,6 +1,7 @@
 """Layers, graphs and a plain PyTorch oracle that the tests of `penstock.relational` share."""
 
 import torch
+from torch import nn
 
 from penstock.relational import RelationalGraph, concat, dot, elu, gelu, layer, leaky_relu, maximum, relu, sigmoid, tanh
 from penstock.relational import softmax as edge_softmax
@@ -150,3 +151,49 @@ def random_graph(num_nodes, num_edges, num_types, generator, *, hub=False):
         edge_index[1, : num_edges // 2] = 0
     edge_type = torch.randint(max(1, num_types - 1), (num_edges,), generator=generator)
     return RelationalGraph(edge_index, edge_type, num_nodes=num_nodes, num_edge_types=num_types)
+
+
+def rand(*shape):
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def check_like_plain(compiled, graph, plain, *arguments):
+    """Equal to ``plain(source, target, kind, *arguments)``, gradients too."""
+    actual = compiled(graph, *arguments)
+    expected = plain(*graph.edge_index, graph.edge_type, *arguments)
+    actual, expected = (result if isinstance(result, tuple) else (result,) for result in (actual, expected))
+    for mine, theirs in zip(actual, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    weights = [torch.randn_like(result) for result in expected]
+    gradients = [
+        torch.autograd.grad(
+            sum((a * b).sum() for a, b in zip(results, weights, strict=True)), arguments, allow_unused=True
+        )
+        for results in (actual, expected)
+    ]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(
+            torch.zeros(()) if mine is None else mine, torch.zeros(()) if theirs is None else theirs
+        )
+
+
+def check_like_pyg(ours, theirs, call_ours, call_theirs, x):
+    """Equal results and gradients with the same weights."""
+    ours, theirs = ours.double(), theirs.double()
+    if hasattr(theirs, "l2"):
+        nn.init.constant_(theirs.l2, 0.1)  # which PyG leaves as memory happens to be
+    ours.load_state_dict(theirs.state_dict())
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    actual, expected = call_ours(ours, inputs[0]), call_theirs(theirs, inputs[1])
+    torch.testing.assert_close(actual, expected)
+    weight = torch.randn_like(actual)
+    (actual * weight).sum().backward()
+    (expected * weight).sum().backward()
+    if inputs[1].grad is not None:
+        torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    mine = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is None:
+            assert mine[name].grad is None or not mine[name].grad.any(), name
+        else:
+            torch.testing.assert_close(mine[name].grad, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")

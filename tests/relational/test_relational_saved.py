@@ -4,34 +4,11 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from relational_layers import random_graph, rgat, tensors
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from penstock import native
 from penstock.relational import RelationalGraph, _indexes
-
-
-@settings(deadline=None)
-@given(seed=st.integers(0, 2**31), num_edges=st.sampled_from([0, 1, 9, 200]), num_types=st.integers(1, 9))
-def test_pairs_are_those_of_sorting(seed, num_edges, num_types):
-    generator = torch.Generator().manual_seed(seed)
-    nodes, types = (torch.randint(size, (num_edges,), generator=generator) for size in (12, num_types))
-    actual = _indexes.pairs_of(nodes, types, 12, num_types)
-    keys, rows = torch.unique(types * 12 + nodes, return_inverse=True)
-    for mine, theirs in zip(actual, (keys % 12, keys // 12, rows), strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_pairs_without_a_compiler_are_the_same(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    nodes, types = torch.randint(9, (50,), generator=generator), torch.randint(4, (50,), generator=generator)
-    expected = _indexes.pairs_of(nodes, types, 9, 4)
-    monkeypatch.setattr(native, "load", lambda *_, **__: None)
-    for mine, theirs in zip(_indexes.pairs_of(nodes, types, 9, 4), expected, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def graph_and_result():
@@ -119,8 +96,3 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
         graph.save(tmp_path / "graph")
     assert (tmp_path / "graph").read_bytes() == before
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_graph_stays_where_it_is():
-    graph, _ = graph_and_result()
-    assert graph.to("cpu") is graph
