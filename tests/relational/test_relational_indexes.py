@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from relational_layers import random_graph, rgat, tensors
 
 from penstock import native
-from penstock.relational import _indexes
+from penstock.relational import _indexes, _triton
+from penstock.relational._domain import Domain
 from penstock.tiers import Budget
 
 
@@ -103,5 +104,20 @@ def test_every_tensor_is_charged_once(graph, arguments):
 
     held = (graph.edge_index, graph.edge_type, *graph.indexes.kept.snapshot().values())
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages(held)}
+    assert held_bytes(account) == sum(sizes.values())
+
+
+def test_tasks_and_blocks_of_kernels_are_charged(graph):
+    account = Budget(device="1GiB")
+    graph.charge_to(account)
+    graph.indexes.order(Domain.EDGE, Domain.TARGET)
+    before = held_bytes(account)
+    tasks = _triton.tasks_of(graph.indexes, Domain.EDGE, Domain.TARGET, 8)
+    columns = (tasks.groups, tasks.begins, tasks.ends, tasks.part_numbers)
+    parts = (tasks.split.groups, tasks.split.firsts, tasks.split.counts)
+    assert held_bytes(account) - before == sum(column.nbytes for column in (*columns, *parts))
+
+
+def held_bytes(account):
     (relational,) = (holder for use in account.uses() for holder in use.holders if holder.name == "relational")
-    assert relational.held_bytes == sum(sizes.values())
+    return relational.held_bytes

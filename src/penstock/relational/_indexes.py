@@ -7,6 +7,7 @@ need only one product with that type's matrix. Edges keep the caller's order: ed
 import ctypes
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -232,6 +233,8 @@ def _size_bytes(value: object) -> int:
         return value.nbytes
     if isinstance(value, dict):
         return sum(map(_size_bytes, value.values()))
+    if is_dataclass(value):
+        return sum(_size_bytes(getattr(value, field.name)) for field in fields(value))
     return sum(map(_size_bytes, value)) if isinstance(value, tuple | list) else 0
 
 
