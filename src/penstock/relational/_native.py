@@ -20,7 +20,7 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Matmul, OuterSum, Program
 from penstock.relational._lower import BlockedSum, Kernel, lower
-from penstock.relational._steps import Call, Compiled
+from penstock.relational._steps import Compiled, ProgramCall
 
 _PROCESS = os.getpid()
 """The process that may use OpenMP's threads: they do not survive a fork, so children use one thread."""
@@ -92,7 +92,7 @@ class CompiledC(Compiled):
         return _CCall(self, graph)
 
 
-class _CCall(Call):
+class _CCall(ProgramCall):
     """The tensors of one call."""
 
     def __init__(self, compiled: CompiledC, graph: RelationalGraph):

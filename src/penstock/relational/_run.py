@@ -1,9 +1,7 @@
-"""Layers as users see them: a traced function, compiled per set of shapes, and one custom operator for all of them.
+"""Layers as users see them: a traced function, compiled per set of shapes.
 
 A call finds the program for its arguments' shapes (traced once) and what it is compiled to for its graph (row counts
-decide which sums come first), and runs it through ``penstock::relational_layer``. The operator gets tensors, and two
-numbers that stand for the compiled program and the graph. So `torch.compile` sees one node with known shapes, and
-autograd one step.
+decide which sums come first), and runs it through the one operator of all layers (`_operator`).
 """
 
 import functools
@@ -16,10 +14,9 @@ from typing import Any, Literal
 import torch
 
 from penstock.arguments import check_fields, checked, must_be
-from penstock.errors import DoubleBackwardError
 from penstock.relational import _eager, _passes
 from penstock.relational._cost import Cost, cost
-from penstock.relational._differentiate import GRADIENT, KEPT, SplitDerivative, differentiate, split
+from penstock.relational._differentiate import SplitDerivative, differentiate, split
 from penstock.relational._domain import Domain
 from penstock.relational._graph import RelationalGraph
 from penstock.relational._ir import Input, Program, SameRows
@@ -27,6 +24,7 @@ from penstock.relational._language import SEED, ArgumentShape, trace
 from penstock.relational._lower import lower
 from penstock.relational._native import DTYPES as C_DTYPES
 from penstock.relational._native import CompiledC
+from penstock.relational._operator import run_layer
 from penstock.relational._registry import Guard, register, registered
 from penstock.relational._steps import Compiled
 
@@ -129,7 +127,7 @@ class Layer:
             else:
                 tensor = tensors[name][end]
                 flat.append((tensor if has_rows else tensor.unsqueeze(0)).to(dtype))
-        results = torch.ops.penstock.relational_layer(flat, program, number, num_results)
+        results = run_layer(flat, program, number, num_results)
         return results[0] if num_outputs == 0 else tuple(results[:num_outputs])
 
     def explain(self, graph: RelationalGraph, *args: Any, **kwargs: Any) -> str:  # any: as in a call
@@ -477,108 +475,5 @@ def _of_targets(tensor: torch.Tensor, graph: RelationalGraph) -> torch.Tensor:
     return tensor
 
 
-@torch.library.custom_op("penstock::relational_layer", mutates_args=())
-def _layer_operator(tensors: Sequence[torch.Tensor], program: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
-    """Run forward: return the layer's outputs, then what backward needs."""
-    del num_outputs
-    compiled, on = registered(program), registered(graph)
-    by_input = dict(zip(zip(compiled.names, compiled.domains, strict=True), tensors, strict=True))
-    results: list[torch.Tensor] = compiled.forward.run(on, lambda argument: by_input[argument.name, argument.domain])
-    return _apart(results, tensors)
-
-
-@torch.library.custom_op("penstock::relational_layer_backward", mutates_args=())
-def _backward_operator(
-    tensors: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    program: int,
-    graph: int,
-) -> list[torch.Tensor]:
-    """Return the gradients of the wanted inputs, in order."""
-    compiled, on = registered(program), registered(graph)
-    by_input: dict[Any, torch.Tensor] = dict(
-        zip(zip(compiled.names, compiled.domains, strict=True), tensors, strict=True)
-    )
-    for number, tensor in enumerate(kept):
-        by_input[KEPT.format(number)] = tensor
-    for number, tensor in enumerate(gradients):
-        by_input[GRADIENT.format(number)] = tensor
-    results: list[torch.Tensor] = compiled.backward.run(
-        on,
-        lambda argument: by_input[argument.name if argument.name in by_input else (argument.name, argument.domain)],
-    )
-    return _apart(results, [*tensors, *kept, *gradients])
-
-
-def _apart(values: list[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results with memory of their own, as operators must."""
-    taken = {value.untyped_storage().data_ptr() for value in inputs}
-    results = []
-    for value in values:
-        pointer = value.untyped_storage().data_ptr()
-        result = value.clone() if value.numel() and pointer in taken else value
-        taken.add(result.untyped_storage().data_ptr())
-        results.append(result)
-    return results
-
-
-@_layer_operator.register_fake
-def _(tensors: Sequence[torch.Tensor], program: int, graph: int, num_outputs: int) -> list[torch.Tensor]:
-    compiled, on = registered(program), registered(graph)
-    del num_outputs
-    forward = compiled.forward
-    sample = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
-    device = on.device if sample is None else sample.device
-    outputs = [(place, forward.program[place]) for place in forward.program.outputs]
-    return [
-        torch.empty(on.indexes.count(output.domain), *output.shape, dtype=forward.dtype_of(place), device=device)
-        for place, output in outputs
-    ]
-
-
-@_backward_operator.register_fake
-def _(
-    tensors: Sequence[torch.Tensor],
-    kept: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    program: int,
-    graph: int,
-) -> list[torch.Tensor]:
-    del kept, gradients, graph
-    return [torch.empty_like(tensors[number]) for number in registered(program).wanted]
-
-
-def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    # What backward needs is among the operator's outputs, so that autograd and torch.compile see its lifetime.
-    tensors, program, graph, _ = inputs
-    compiled = registered(program)
-    ctx.num_tensors, ctx.program, ctx.graph = len(tensors), program, graph
-    ctx.compiled, ctx.on = compiled, registered(graph)  # keeps them alive until backward
-    kept = output[compiled.num_outputs :]
-    ctx.save_for_backward(*tensors, *kept)
-    ctx.outputs = [(result.shape, result.dtype, result.device) for result in output[: compiled.num_outputs]]
-
-
-def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> Any:
-    if torch.is_grad_enabled() and any(gradient is not None and gradient.requires_grad for gradient in gradients):
-        raise DoubleBackwardError(
-            "a relational layer cannot be differentiated twice; use torch.autograd.grad without create_graph=True, or "
-            "write the layer in plain PyTorch"
-        )
-    saved = ctx.saved_tensors
-    tensors, kept = list(saved[: ctx.num_tensors]), list(saved[ctx.num_tensors :])
-    filled = [
-        torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-        for gradient, (shape, dtype, device) in zip(gradients, ctx.outputs, strict=False)
-    ]
-    computed = torch.ops.penstock.relational_layer_backward(tensors, kept, filled, ctx.program, ctx.graph)
-    results: list[torch.Tensor | None] = [None] * ctx.num_tensors
-    for number, gradient in zip(ctx.compiled.wanted, computed, strict=True):
-        results[number] = gradient
-    return results, None, None, None
-
-
-_layer_operator.register_autograd(_backward, setup_context=_setup_context)
 _OF_TARGETS = frozenset({Domain.TARGET, Domain.TARGET_TYPE})
 _TWIN = {Domain.TARGET: Domain.SOURCE, Domain.TARGET_TYPE: Domain.SOURCE_TYPE}

@@ -35,7 +35,7 @@ class Compiled(ABC):
         self.lowered, self.dtype = lowered, dtype
 
     @abstractmethod
-    def start(self, graph: RelationalGraph) -> "Call":
+    def start(self, graph: RelationalGraph) -> "ProgramCall":
         """Return the state of one call."""
 
     def dtype_of(self, place: int) -> torch.dtype:
@@ -125,7 +125,7 @@ class Compiled(ABC):
                 return program[step.place].operands
 
 
-class Call(ABC):
+class ProgramCall(ABC):
     """The tensors of one call."""
 
     def __init__(self, compiled: Compiled, graph: RelationalGraph):
@@ -243,7 +243,7 @@ def _share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _made(step: Step) -> Sequence[int]:
-    """Return the values that take memory from `Call.make`."""
+    """Return the values that take memory from `ProgramCall.make`."""
     if isinstance(step, Traversal):
         return step.roots
     is_made = isinstance(step, Product | Outer) or (isinstance(step, BlockedSum) and step.onto is None)

@@ -27,7 +27,7 @@ from penstock.relational._graph import RelationalGraph
 from penstock.relational._indexes import Indexes
 from penstock.relational._ir import Input, Matmul, OuterSum, Program, Reduce
 from penstock.relational._lower import Kernel, lower
-from penstock.relational._steps import Call, Compiled
+from penstock.relational._steps import Compiled, ProgramCall
 from penstock.relational._tune import Choices, RowSchedule, compile_side_by_side, schedules
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -79,7 +79,7 @@ class CompiledTriton(Compiled):
         return _TritonCall(self, graph)
 
 
-class _TritonCall(Call):
+class _TritonCall(ProgramCall):
     """The tensors of one call."""
 
     def __init__(self, compiled: CompiledTriton, graph: RelationalGraph):
